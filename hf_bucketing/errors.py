@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -55,6 +55,12 @@ class BucketingError(ValueError):
             return flags[name] if value in (None, "True") else f"{flags[name]} {value.strip(_QUOTE)}"
 
         return _ARGUMENT.sub(shown, message)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar one, if there is one."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else "."
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -157,8 +163,7 @@ def explains_arguments(error: type[BucketingError] = BucketingError, /, **others
                 for kind in get_args(get_type_hints(call)["config"]) if "config" in known else ():
                     if name in getattr(kind, "__dataclass_fields__", ()):
                         raise error(f"{target.__name__} takes {name} in its configuration: config={kind.__name__}(…).")
-                similar = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, n=1))
-                raise error(f"{target.__name__} has no argument {name}{similar or '.'}")
+                raise error(f"{target.__name__} has no argument {name}{did_you_mean(name, known)}")
             return call(*args, **options)
 
         if isinstance(target, type):

@@ -9,7 +9,10 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 |---|---|
 | `argument` | name of a function's argument that is this setting, for messages |
 | `parse` | function that reads the text of its flag |
+| `flag` | False if no script takes it, `"listed"` if only a list of configurations in a file does |
+| `one_of` | name of a choice among settings, of which one is given |
 | `on_resume` | what a resumed run does about another value; `training/on_resume.py` lists the rules |
+| `decides_steps` | True if the number of optimizer steps follows from it |
 | `left_open` | value that lets a run choose: a resumed run takes the choice of the saved run |
 | `needs_rows` | why rows from a stream cannot have it |
 | `batching` | the only way of batching that uses it |
@@ -20,7 +23,6 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -30,7 +32,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import BucketingError, quoted
+from .errors import BucketingError, did_you_mean, quoted
 
 Config = TypeVar("Config")
 
@@ -143,6 +145,11 @@ def changed(config: Config, **values: Any) -> Config:
 def names_of(kind: type) -> list[str]:
     """Return the names of all settings of a configuration."""
     return [setting.name for setting in settings_in(kind)]
+
+
+def flag_names(kind: type) -> list[str]:
+    """Return the names of the settings of a configuration that are flags of scripts."""
+    return [setting.name for setting in settings_in(kind) if "flag" not in setting.metadata]
 
 
 def not_default(config: Any, *names: str) -> list[str]:
@@ -283,8 +290,7 @@ def check_names(kind: type, names: Any) -> None:
     """Raise BucketingError if a name is not that of a setting; the message names the most similar one."""
     known = names_of(kind)
     for name in [name for name in names if name not in known]:
-        similar = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, n=1))
-        raise BucketingError(f"{kind.__name__} has no setting {name}{similar or '.'}")
+        raise BucketingError(f"{kind.__name__} has no setting {name}{did_you_mean(name, known)}")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -197,7 +197,7 @@ def overhead(model: torch.nn.Module, runs: int, shrink: int) -> float:
     packing = enable_packing(model)
     for grid in (shrunk(grid, shrink) for grid in ALONE):
         grid = (1, grid[0] * grid[1], grid[2]) if family.images_only else grid
-        sides = (count * part for count, part in zip(grid, family.patch(model), strict=True))
+        sides = (count * part for count, part in zip(grid, family.patch(model.config), strict=True))
         latent = torch.randn(family.in_channels(model), *sides)
         text, timestep = torch.randn(TEXT_LENGTH, family.text_dim(model)), torch.tensor([500.0])
         conditioning = family.draw_conditioning(model, [grid])

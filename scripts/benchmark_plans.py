@@ -21,9 +21,10 @@ from synthetic.published import write_published_configs
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.planner import PlanConfig
-from hf_bucketing.planner.figure import draw_options
+from hf_bucketing.planner.figure import options_chart
 from hf_bucketing.planner.memory import verdict_on
 from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
+from hf_bucketing.report.charts import save_charts
 
 
 class Model(NamedTuple):
@@ -108,7 +109,7 @@ def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
         print(f"{name} {summaries[-1]}", flush=True)
         yield setup, {"command": command, "rows": table}
         if figures and (name, setup) == ("wan_14b", "lora_24"):
-            draw_options(rows, figures / "plan_wan_14b.png", gpu_memory=gpu_memory)
+            save_charts(figures / "plan_wan_14b.png", [options_chart(rows, gpu_memory=gpu_memory)])
     yield "summary", summaries
     yield "sample", {"size": "×".join(map(str, shape.size)), "tokens": shape.tokens, "text_tokens": shape.text_tokens}
 

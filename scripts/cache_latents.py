@@ -38,7 +38,7 @@ def make_parser() -> FlagParser:
         required=True,
         help="Prepared folder to write, with the keys of the entries, for --dataset_dir of training.",
     )
-    parser.add_settings(CacheConfig, skip=["folder"])
+    parser.add_settings(CacheConfig)
     parser.add_argument("--mixed_precision", choices=list(DTYPES), default="no", help="Precision of the text encoder.")
     parser.add_argument(
         "--vae_tiling",

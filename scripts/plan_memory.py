@@ -26,14 +26,14 @@ def make_parser() -> FlagParser:
     parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of each GPU.")
     parser.add_argument("--figure", type=Path, help="PNG file to draw the options into.")
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
-    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters"} - {"optimizer"}
+    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
     parser.add_config("plan_memory", others=settings_of_scripts)
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    from hf_bucketing.planner.figure import draw_options
+    from hf_bucketing.planner.figure import options_chart
     from hf_bucketing.planner.memory import verdict_on
     from hf_bucketing.planner.options import (
         MemoryOption,
@@ -45,6 +45,7 @@ def main(args: argparse.Namespace) -> None:
         plan_options,
     )
     from hf_bucketing.planner.settings import PlanConfig
+    from hf_bucketing.report.charts import save_charts
     from hf_bucketing.training.script_settings import commands_of
     from hf_bucketing.units import format_bytes
 
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"  as given, {phase}: {parts}")
     print(format_options(rows, gpu_memory=memory))
     if args.figure:
-        draw_options(rows, args.figure, gpu_memory=memory)
+        save_charts(args.figure, [options_chart(rows, gpu_memory=memory)])
         print(f"Figure: {args.figure}")
     if args.json:
         with complete_file(args.json) as partial:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_bucketing.buckets.table import BucketTable
-from hf_bucketing.columns.settings import NOT_FLAGS, SourceConfig
+from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.command_line.config_file import SOURCES
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
@@ -39,7 +39,7 @@ def make_parser() -> FlagParser:
         "scripts/train_text_to_video.py --streaming reads while it trains.",
     )
     parser.add_argument("--output_dir", required=True, help="Folder to write.")
-    parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
+    parser.add_settings(SourceConfig, several=["dataset"])
     parser.add_config("prepare_dataset", others=settings_of_scripts, names={"output_dir": ("dataset_dir",)})
     return parser
 
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
     from hf_bucketing.models.registry import recipe_of
 
-    sources = sources_from(args)
+    sources = sources_from(vars(args), args.config)
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> None:
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
     print(describe_assignment(columns, table=prepared.table, name_rows=prepared.file_names, **shared))
     print(describe_packed_frames(columns["num_frames"], prepared.open_table))
-    if prepared.sources is not None:
+    if prepared.sources:
         print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")
     if not (columns["bucket_id"] >= 0).any():

@@ -50,7 +50,7 @@ def make_parser() -> FlagParser:
         "--num_workers", type=int, help="Workers of a cluster on this machine (default: as many as it has cores)."
     )
     parser.add_settings(TableConfig)
-    parser.add_settings(AssignmentRule, skip=["metric"])
+    parser.add_settings(AssignmentRule)
     return parser
 
 

@@ -56,7 +56,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames for --buckets."
     )
-    parser.add_settings(ReportConfig, skip=["metric", "cost_model"])
+    parser.add_settings(ReportConfig, skip=["cost_model"])
     parser.add_argument(
         "--cost_model", help="Cost of tokens as a run measured it: its cost_model.json, instead of --width."
     )
@@ -181,7 +181,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"Rows {origin}.")
     print(format_report(report))
     values, counts = report.to_dict(), []
-    if prepared.sources is not None:
+    if prepared.sources:
         counts = count_sources(**prepared.source_columns())
         print("\nSources, as they were prepared\n" + describe_sources(counts))
         values["sources"] = [asdict(one) for one in counts]

@@ -8,14 +8,17 @@ python scripts/report_ladders.py --bucket_tokens 8190,32760 --bucket_frames 1,17
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, novelai_ladder
+from update_docs import table_of
+
+from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, novelai_ladder, token_ladder
 from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
-from hf_bucketing.report import LadderChoice, count_kept, format_ladders, measure_ladder
+from hf_bucketing.report import count_kept, measure_ladder
 from hf_bucketing.report.compare import LadderReport
 
 
@@ -38,12 +41,11 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def row_of(report: LadderReport) -> dict[str, Any]:
+def row_of(sizes: Sequence[tuple[int, int]], step: float, report: LadderReport) -> dict[str, Any]:
     """Return a ladder as a row of the documentation's table, shares in per cent."""
-    choice = report.choice
     return {
-        "own sizes": ", ".join(f"{height}×{width}" for height, width in choice.sizes) or "none",
-        "aspect_step": f"{choice.aspect_step:g}",
+        "own sizes": ", ".join(f"{height}×{width}" for height, width in sizes) or "none",
+        "aspect_step": f"{step:g}",
         "buckets": report.num_buckets,
         "common ratios, %": 100 * report.common,
         "worst ratio, %": 100 * report.worst,
@@ -58,19 +60,16 @@ def main(args: argparse.Namespace) -> None:
     temporal, spatial = args.strides
     spec = LatentSpec(temporal_stride=temporal, spatial_stride=spatial, patch=tuple(args.patch))
     own = [] if args.bucket_sizes == "none" else [size[1:] for size in BucketTable.parse(args.bucket_sizes).sizes]
-    choices = [
-        LadderChoice(
-            tokens=args.bucket_tokens,
-            frames=args.bucket_frames,
-            sizes=sizes,
-            max_aspect_ratio=args.max_aspect_ratio,
-            aspect_step=step,
-        )
-        for sizes in ([own, []] if own else [own])
-        for step in args.aspect_steps
-    ]
-    reports = [measure_ladder(choice, spec, num_samples=args.samples) for choice in choices]
-    print(format_ladders(reports))
+    rows = []
+    for sizes in [own, []] if own else [own]:
+        for step in args.aspect_steps:
+            limits = {"max_aspect_ratio": args.max_aspect_ratio}
+            table = token_ladder(
+                spec, args.bucket_tokens, frames=args.bucket_frames, sizes=sizes, aspect_step=step, **limits
+            )
+            report = measure_ladder(table, spec, num_samples=args.samples, **limits)
+            rows.append(row_of(sizes, step, report))
+    print(table_of(rows, ".1f"))
     rules = [AssignmentRule(), AssignmentRule.novelai()]
     ours, novelai = count_kept(novelai_ladder(), rules, num_samples=args.samples)
     print(
@@ -80,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     if args.json is not None:
         kept = {"samples": args.samples, "novelai_kept_by_default": ours, "novelai_kept_by_its_rule": novelai}
         with complete_file(args.json) as partial:
-            partial.write_text(json.dumps({"rows": [row_of(report) for report in reports], **kept}, indent=2) + "\n")
+            partial.write_text(json.dumps({"rows": rows, **kept}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ def make_parser() -> FlagParser:
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.report import render_page
+    from hf_bucketing.report.charts import save_charts
+    from hf_bucketing.training.logs import Logs
     from hf_bucketing.training.review import (
         describe_held_out,
-        draw_losses,
+        loss_charts,
         losses_by_bucket,
         review_run,
         review_sources,
@@ -45,17 +47,17 @@ def main(args: argparse.Namespace) -> None:
         with complete_file(args.html) as partial:
             partial.write_text(page, encoding="utf-8")
         print(f"Page: {args.html}")
-    reviews = [review_run(run, min_fall=args.min_fall) for run in args.runs]
+    runs = [Logs(folder) for folder in args.runs]
+    reviews = [review_run(run, min_fall=args.min_fall) for run in runs]
     if args.figure:
-        draw_losses(args.runs, args.figure)
+        save_charts(args.figure, loss_charts(runs), columns=2)
         print(f"Loss curves: {args.figure}")
     for review in reviews:
         print(review)
-    for run in args.runs:
-        print("".join(f"{line}\n" for line in describe_held_out(run, by_bucket=args.by_bucket)), end="")
-        for line in review_sources(run):
-            print(f"{run.name}: {line}")
-    for run in args.runs if args.by_bucket else []:
+    for run in runs:
+        for line in [*describe_held_out(run, by_bucket=args.by_bucket), *review_sources(run)]:
+            print(line)
+    for run in runs if args.by_bucket else []:
         for bucket, (count, loss) in losses_by_bucket(run).items():
             print(f"{run.name}: bucket {bucket:4}, {count:6} samples in the second half, mean loss {loss:.4f}")
     if not all(review.passed for review in reviews):

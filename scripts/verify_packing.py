@@ -53,9 +53,11 @@ def main(args: argparse.Namespace) -> None:
         return torch.randn(shape, generator=generator).to(args.device, dtype)
 
     grids = args.sizes or family.trial_grids(transformer)
-    fixed = family.text_length(transformer)
+    fixed = family.text_length(transformer.config)
     lengths = [fixed or max(1, args.text_length >> 2 * sample) for sample in range(len(grids))]
-    sides = [[side * part for side, part in zip(size, family.patch(transformer), strict=True)] for size in grids]
+    sides = [
+        [side * part for side, part in zip(size, family.patch(transformer.config), strict=True)] for size in grids
+    ]
     report = verify_packing(
         transformer,
         [draw(channels, *size) for size in sides],

@@ -13,9 +13,9 @@ from hf_bucketing import CostModel, LatentSpec
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.files import complete_file
 from hf_bucketing.plans import EpochPlan
-from hf_bucketing.report.figures import BLUE, GREEN, GREY, ORANGE, RED
+from hf_bucketing.report.charts import COLOURS
 
-COLORS = (GREY, ORANGE, BLUE, GREEN, RED)
+COLORS = [COLOURS[number] for number in (4, 1, 0, 2, 3)]
 VIDEO_MODEL = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 """Strides and patch of Wan, HunyuanVideo and Open-Sora 2."""
 

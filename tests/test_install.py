@@ -28,7 +28,13 @@ ALONE = {
 }
 TEST_TOOLS = ["pytest", "hypothesis", "psutil"]
 MEDIA_TESTS = ["media/test_media.py", "media/test_video.py", "columns/test_metadata.py"]
-MODEL_TESTS = ["models/test_families.py", "models/test_recipes.py", "packing/test_packing.py"]
+MODEL_TESTS = [
+    "models/test_families.py",
+    "models/test_recipes.py",
+    "packing/test_packing.py",
+    "adapters/test_files.py",
+    "adapters/test_original_names.py",
+]
 CORE_TESTS = [*MEDIA_TESTS, "buckets/test_sizes.py", "columns/test_map_columns.py", "plans/test_epoch_plans.py"]
 """Where versions of hosts show: media, columns, and a plan's arithmetic in numpy."""
 

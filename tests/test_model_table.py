@@ -20,6 +20,7 @@ class Model(NamedTuple):
     title: str
     trains: bool
     adapters: bool
+    formats: str
     images: bool
     conditions: list[str]
     pipelines: list[str]
@@ -29,10 +30,13 @@ def models() -> Iterator[Model]:
     """Yield the families that pack, by title."""
     for name, family in sorted(families().items(), key=lambda item: title(item[0]).lower()):
         own = [recipe for recipe in recipes().values() if recipe.family is family]
+        adapters = any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own)
+        formats = "diffusers" if family.original_names is None else "diffusers, ComfyUI"
         yield Model(
             title=title(name),
             trains=bool(own),
-            adapters=any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own),
+            adapters=adapters,
+            formats=formats if adapters else "–",
             images=any(recipe.takes_image for recipe in own),
             conditions=[name for name in CONDITIONS if any(name in recipe.shown for recipe in own)],
             pipelines=sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own),
@@ -63,10 +67,19 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[bool | str | Sequence[s
 def full_table() -> str:
     """Return the table of docs/models/index.md."""
     rows = [
-        (one.title, True, one.trains, one.trains, one.adapters, one.images, one.conditions, one.pipelines)
+        (one.title, True, one.trains, one.trains, one.formats, one.images, one.conditions, one.pipelines)
         for one in models()
     ]
-    titles = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "conditions", "pipelines")
+    titles = (
+        "model",
+        "packs",
+        "trains in buckets",
+        "in packs",
+        "LoRA for",
+        "image-to-video",
+        "conditions",
+        "pipelines",
+    )
     return table(titles, [*rows, (refused(), "refused", "–", "–", "–", "–", "", "")])
 
 

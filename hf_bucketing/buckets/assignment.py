@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import reduce
 from typing import Any, Literal, NamedTuple
@@ -89,7 +89,7 @@ class AssignmentRule:
         BucketingError: On an unknown metric or a limit that is not above 0.
     """
 
-    metric: Metric = "log"
+    metric: Metric = field(default="log", metadata={"flag": False})
     max_aspect_error: float | None = None
     max_upscale: float = 1.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -51,7 +50,7 @@ class CachedCollator:
                 f"Expected the cache of a PreparedDataset that scripts/cache_latents.py wrote, got {cache!r}."
             )
         self.info = cache
-        self.cache = TensorCache(Path(cache.folder))
+        self.cache = TensorCache(cache.folder)
         self.stack = cache.batching == "bucket"
         self.caption_column = caption_column
         self.seed = seed

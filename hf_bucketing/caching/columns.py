@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,7 +50,7 @@ class _CachedColumns:
     @property
     def cache(self) -> TensorCache:
         """The entries in the folder of the settings."""
-        return TensorCache(Path(self.config.folder))
+        return TensorCache(self.config.folder)
 
 
 @dataclass(frozen=True, slots=True)

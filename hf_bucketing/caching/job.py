@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ..buckets.arrays import whole_column
 from ..buckets.assignment import Rejection
-from ..columns.apply import map_columns
+from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
@@ -49,7 +48,7 @@ def cache_dataset(
     encoder.check_conditions(prepared.conditions)
     state = PartialState()
     if state.is_main_process:
-        TensorCache(Path(config.folder)).sweep()
+        TensorCache(config.folder).sweep()
     state.wait_for_everyone()
     rows, latents = _latents(prepared, encoder, config)
     buckets = column_array(rows, "bucket_id")
@@ -124,7 +123,4 @@ def _with_keys(dataset: Dataset, keys: np.ndarray, bucket_ids: np.ndarray) -> Da
         for name, mark in {**marks, "rejection": Rejection.UNREADABLE.label}.items():
             old = column_array(dataset, name)
             columns[name] = np.where(unreadable, np.array(mark, old.dtype if old.dtype.kind == "i" else None), old)
-    dataset = dataset.remove_columns([name for name in columns if name in dataset.column_names])
-    for name, column in columns.items():
-        dataset = dataset.add_column(name, column.tolist() if column.dtype.kind == "U" else column)
-    return dataset
+    return with_columns(dataset, columns)

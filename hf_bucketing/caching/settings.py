@@ -30,7 +30,7 @@ class CacheConfig:
         BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
     """
 
-    folder: str
+    folder: str = field(metadata={"flag": False})
     batching: Literal["bucket", "pack"] = "bucket"
     views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
     seed: int = 0

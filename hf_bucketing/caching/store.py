@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +31,14 @@ class TensorCache:
     processes may write at once.
 
     Args:
-        folder (`Path`): Folder of the entries, made with the first one.
+        folder (path): Folder of the entries, made with the first one.
     """
 
-    folder: Path
+    folder: str | os.PathLike[str]
 
     def path(self, key: str) -> Path:
         """Return the path of an entry's file."""
-        return self.folder / key[:2] / f"{key}.safetensors"
+        return Path(self.folder, key[:2], f"{key}.safetensors")
 
     def holds(self, key: str) -> bool:
         """Return whether there is an entry whose file has the length that its header states."""
@@ -74,7 +75,7 @@ class TensorCache:
 
     def sweep(self) -> int:
         """Delete partial files of killed writers and return their number; call it while no process writes."""
-        left = list(self.folder.glob(f"??/.*{PARTIAL}"))
+        left = list(Path(self.folder).glob(f"??/.*{PARTIAL}"))
         for path in left:
             path.unlink()
         return len(left)

@@ -25,7 +25,6 @@ from .settings import CAPTION, OnCaptionError, check_template
 _PROBLEMS = ("missing", "empty", "a list", "a dict", "a number", "true or false", "not UTF-8 text")
 _CODES = {problem: code for code, problem in enumerate(_PROBLEMS, start=1)}
 _NO_TEXT = [_CODES["missing"], _CODES["empty"]]
-_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _BYTE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 
 
@@ -334,7 +333,7 @@ def _wrong_type(feature: Any) -> str | None:
     kind = type(feature).__name__
     if kind == "Json":  # values of several types, in datasets 4.6 and newer
         return None
-    if kind in ("List", "LargeList", "Sequence") or isinstance(feature, list):
+    if _is_list(feature):
         inner = feature[0] if isinstance(feature, list) else feature.feature
         wrong = "a list; name a column of one list" if _is_list(inner) else _wrong_type(inner)
         return None if wrong is None else f"a list whose entries are not texts: each is {wrong}"

@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from ..errors import ColumnError, MediaError
+from ..errors import MediaError
 from ..hub import from_hub
 from ..media.remote import is_url
 from .apply import undecoded
@@ -262,7 +262,7 @@ def usual_media(names: Sequence[str], *, typed: Sequence[str] = ()) -> list[str]
     The columns of tars are the endings of their files, as `mp4`, `MP4` or `v2.mp4`.
     """
     usual = list(typed) or [name for name in MEDIA_COLUMNS if name in names]
-    return usual or [name for name in names if "__key__" in names and "." + _last(name) in MEDIA_FILES]
+    return usual or [name for name in names if "__key__" in names and "." + last_part(name) in MEDIA_FILES]
 
 
 def usual_captions(names: Sequence[str]) -> list[str]:
@@ -271,34 +271,13 @@ def usual_captions(names: Sequence[str]) -> list[str]:
     The columns of tars are the endings of their files, as `txt`, `TXT` or `v2.txt`.
     """
     return [name for name in CAPTION_COLUMNS if name in names] or [
-        name for name in names if _last(name) in CAPTION_COLUMNS
+        name for name in names if last_part(name) in CAPTION_COLUMNS
     ]
 
 
-def _last(name: str) -> str:
+def last_part(name: str) -> str:
+    """Return what follows the last dot of a name, in lower case."""
     return name.rpartition(".")[2].lower()
-
-
-def choose_column(
-    dataset: str, names: Sequence[str], given: str | None, usual: Sequence[str], *, kind: str
-) -> str | None:
-    """Return the column that the caller named, or the only usual one; None if there is no usual one.
-
-    Raises:
-        ColumnError: If the named column does not exist, or several could be meant.
-    """
-    if given is not None:
-        if given not in names:
-            hint = f"; {kind}_column {usual[0]} would do" if len(usual) == 1 else ""
-            raise ColumnError(f"{dataset} has no {kind} column {given!r}, only {list(names)}{hint}.")
-        return given
-    if len(usual) > 1:
-        dots = kind == "media" and all("." + _last(name) in MEDIA_FILES and "." in name for name in usual)
-        hint = "; in tars the name of a sample ends at its first dot, so rename files with more dots" if dots else ""
-        raise ColumnError(
-            f"{dataset} has several {kind} columns: {' and '.join(usual)}; name one as `{kind}_column`{hint}."
-        )
-    return usual[0] if usual else None
 
 
 def data_files(files: Sequence[str]) -> dict[str, str | list[str]]:

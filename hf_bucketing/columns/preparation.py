@@ -10,6 +10,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
 from ..media.rows import REGULARIZATION, MediaColumns
@@ -31,24 +32,48 @@ from .shares import name_sources, row_weights
 from .sources import MediaDataset, load_rows
 
 
-def read_source(
-    source: SourceConfig,
+class CheckedSource(NamedTuple):
+    """A source whose rows, or of a stream whose first rows, were checked and assigned to buckets.
+
+    Attributes:
+        loaded ([`MediaDataset`]): All rows, or the stream, as they were found.
+        rows ([`MediaDataset`]): Rows with the columns of their sizes and buckets; of a stream, its first rows.
+        config ([`RowsConfig`]): How the columns of all rows are computed: with the names of all columns, one origin of
+            sizes, the length of clips and, among several, the name of the source.
+        table ([`BucketTable`]): Table of its buckets.
+    """
+
+    loaded: MediaDataset
+    rows: MediaDataset
+    config: RowsConfig
+    table: BucketTable
+
+
+def check_sources(
+    sources: SourceConfig | Sequence[SourceConfig],
     *,
-    clips: ClipRule | None = None,
+    spec: LatentSpec,
+    native_sizes: Sequence[tuple[int, int]] = (),
+    streaming: bool = False,
     num_proc: int | None = None,
+    overwrite: bool = False,
     say: Callable[[str], None] = print,
-) -> MediaDataset:
-    """Read the rows of a source, check their captions and conditions, and add the columns of their sizes.
+) -> dict[str, CheckedSource]:
+    """Read the rows of sources, or the first rows of streams, check them, and add columns of sizes and buckets.
+
+    Rows without a usable caption, file, clip or condition are rejected where `on_error` and `on_caption_error` say so.
 
     Args:
-        source ([`SourceConfig`]): What to read.
-        clips ([`ClipRule`], *optional*): Clips that videos are cut into; by default each file is one row.
+        sources ([`SourceConfig`] or several): What to read, and its bucket table.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+        native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
+        streaming (`bool`): Whether the sources are streams.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
+        overwrite (`bool`): Whether bucket columns that the data set already has are replaced.
         say (callable): Called with each sentence about what was found.
 
     Returns:
-        [`MediaDataset`]: Rows with the columns of `MediaMetadata`; those without a usable caption, file, clip or
-        condition are marked for rejection where `on_error` and `on_caption_error` say so.
+        The sources by their names.
 
     Raises:
         ColumnError: If there is no caption column or a named column, or captions are not text or clips do not lie in
@@ -56,15 +81,31 @@ def read_source(
         MediaError: If files cannot be read or conditions do not fit their samples, unless such rows are rejected; and
             as `load_source`.
         RowsError: If several of these are so; the message has a line for each.
+        BucketingError: If two sources have one name, or their settings cannot be met in one data set.
     """
-    loaded = load_described(source, say=say)
+    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    names = name_sources([(config.dataset, config.name) for config in configs])
+    several = len(configs) > 1
+    _check_alike(configs)
+    checked: dict[str, CheckedSource] = {}
     with Faults() as faults:
-        return check_rows(source, loaded, faults, clips=clips, num_proc=num_proc, say=say).rows
+        for name, config in zip(names, configs, strict=True):
+            table = config.table.make(spec, native_sizes=native_sizes)
+            named = replace(config, name=name) if several else config
+            try:
+                checked[name] = _check_source(named, table, streaming=streaming, num_proc=num_proc, say=say)
+            except BucketingError as error:
+                faults.report(error, source=name if several else None)
+    for name, source in checked.items():
+        if not len(source.rows.dataset):
+            raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
+        columns = BucketColumns(source.table, spec, rule=source.config.rule)
+        mapped = map_columns(source.rows.dataset, columns, overwrite=overwrite)  # processes would start for longer
+        checked[name] = source._replace(rows=replace(source.rows, dataset=mapped))
+    return checked
 
 
-def load_described(
-    source: SourceConfig, *, streaming: bool = False, say: Callable[[str], None] = print
-) -> MediaDataset:
+def _load_described(source: SourceConfig, *, streaming: bool, say: Callable[[str], None]) -> MediaDataset:
     """Load a source, as rows or as a stream, and say how it was read.
 
     Raises:
@@ -86,44 +127,31 @@ def load_described(
     return loaded
 
 
-class CheckedRows(NamedTuple):
-    """Rows that were checked, and what was found out about all rows of their source.
-
-    Attributes:
-        rows ([`MediaDataset`]): Rows with the columns of their sizes; of a stream, its first rows.
-        config ([`RowsConfig`]): How the columns of all rows are computed: with the names of all columns, one origin of
-            sizes and the length of clips.
-    """
-
-    rows: MediaDataset
-    config: RowsConfig
+def _check_source(
+    source: SourceConfig, table: BucketTable, *, streaming: bool, num_proc: int | None, say: Callable[[str], None]
+) -> CheckedSource:
+    """Load a source, check its rows or the first rows of its stream, and add the columns of their sizes."""
+    loaded = _load_described(source, streaming=streaming, say=say)
+    clips = source.clip_rule(table.max_frames)
+    with Faults() as faults:
+        rows, config = _check_rows(source, loaded, faults, clips=clips, num_proc=num_proc, say=say)
+    return CheckedSource(loaded, rows, config, table)
 
 
-def check_rows(
+def _check_rows(
     source: SourceConfig,
     loaded: MediaDataset,
     faults: Faults,
     *,
     clips: ClipRule | None,
-    num_proc: int | None = None,
+    num_proc: int | None,
     say: Callable[[str], None],
-) -> CheckedRows:
-    """Check the rows of a source, or the first rows of a stream, and add the columns of their sizes.
+) -> tuple[MediaDataset, RowsConfig]:
+    """Check rows and add the columns of their sizes; also return how those of all rows are computed.
 
     Rows whose file or clip is at fault are marked as if they were rejected, so that their conditions are not checked.
-
-    Args:
-        source ([`SourceConfig`]): How they are read.
-        loaded ([`MediaDataset`]): The rows, with a caption column.
-        faults ([`Faults`]): Keeps the errors about rows, so that all checks follow.
-        clips ([`ClipRule`], *optional*): As in [`read_source`].
-        num_proc (`int`, *optional*): As in [`read_source`].
-        say (callable): As in [`read_source`].
-
-    Raises:
-        ColumnError: If a named column is missing or cannot hold what it should.
     """
-    assert loaded.caption_column is not None, "load_described checks it"
+    assert loaded.caption_column is not None, "_load_described checks it"
     texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
@@ -183,7 +211,7 @@ def check_rows(
         size_columns=sizes or None,
         clip_frames=None if clips is None else clips.frames,
     )
-    return CheckedRows(replace(loaded, dataset=dataset, conditions=source.conditions), config)
+    return replace(loaded, dataset=dataset, conditions=source.conditions), config
 
 
 def with_marks(dataset: Dataset, source: SourceConfig, *, say: Callable[[str], None]) -> Dataset:
@@ -218,37 +246,18 @@ def prepare(
     Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
     Where rows do not occur once per epoch, a column `weight` says how often.
 
-    Args:
-        sources ([`SourceConfig`] or several): What to read, and its bucket table.
-        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
-        native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
-        num_proc (`int`, *optional*): Processes that read file headers; by default this one.
-        overwrite (`bool`): Whether bucket columns that the data set already has are replaced.
-        say (callable): Called with each sentence about what was found.
+    The arguments are those of [`check_sources`].
 
     Raises:
-        BucketingError: As [`read_source`], for all sources at once, if the data set already has bucket columns, if
-            two sources have one name, only some have a `weight`, or their settings cannot be met in one data set.
+        BucketingError: As [`check_sources`], for all sources at once, if the data set already has bucket columns, or
+            only some sources have a `weight`.
     """
+    checked = check_sources(
+        sources, spec=spec, native_sizes=native_sizes, num_proc=num_proc, overwrite=overwrite, say=say
+    )
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
-    names = name_sources([(config.dataset, config.name) for config in configs])
-    check_alike(configs)
-    tables = [config.table.make(spec, native_sizes=native_sizes) for config in configs]
-    table, ids = union_of_tables(tables)
-    parts: dict[str, MediaDataset] = {}
-    with Faults() as faults:
-        for name, config, own in zip(names, configs, tables, strict=True):
-            clips = config.clip_rule(own.max_frames)
-            try:
-                parts[name] = read_source(config, clips=clips, num_proc=num_proc, say=say)
-            except BucketingError as error:
-                faults.report(error, source=name if len(configs) > 1 else None)
-    for name, config, own in zip(names, configs, tables, strict=True):
-        if not len(parts[name].dataset):
-            raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
-        columns = BucketColumns(own, spec, rule=config.rule)
-        mapped = map_columns(parts[name].dataset, columns, overwrite=overwrite)  # processes would start for longer
-        parts[name] = replace(parts[name], dataset=mapped)
+    table, ids = union_of_tables([source.table for source in checked.values()])
+    parts = {name: source.rows for name, source in checked.items()}
     rows = next(iter(parts.values()))
     weights = row_weights(
         [part.dataset for part in parts.values()],
@@ -277,7 +286,7 @@ def prepare(
     )
 
 
-def check_alike(configs: Sequence[SourceConfig]) -> None:
+def _check_alike(configs: Sequence[SourceConfig]) -> None:
     """Raise BucketingError if sources differ in what all rows of a data set share: the rules of their packs."""
     if len({config.table.max_frames for config in configs}) > 1:
         raise BucketingError("`max_frames` must be the same for all sources, as packs of all of them share it.")

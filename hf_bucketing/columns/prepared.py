@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from datasets import ClassLabel, Dataset, load_from_disk
@@ -64,18 +64,6 @@ class CacheInfo:
     views: dict[str, Any]
 
 
-class RowSources(NamedTuple):
-    """Sources of a data set.
-
-    Attributes:
-        names (`tuple` of `str`): Name of each source.
-        ids (`int64`, shape `(n,)`): Source of each row, as a position in `names`.
-    """
-
-    names: tuple[str, ...]
-    ids: IntArray
-
-
 @explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedDataset:
@@ -119,21 +107,24 @@ class PreparedDataset:
         )
 
     @property
-    def sources(self) -> RowSources | None:
-        """Names of the sources and the source of each row, if there are several."""
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, if there are several."""
         feature = self.dataset.features.get(SOURCE)
-        if not isinstance(feature, ClassLabel):
-            return None
-        return RowSources(names=tuple(feature.names), ids=column_array(self.dataset, SOURCE).astype(np.int64))
+        return tuple(feature.names) if isinstance(feature, ClassLabel) else ()
+
+    @property
+    def source_ids(self) -> IntArray | None:
+        """Source of each row, `int64` of shape `(n,)`, as a position in `sources`; None if there is one."""
+        return column_array(self.dataset, SOURCE).astype(np.int64) if self.sources else None
 
     def source_columns(self) -> dict[str, Any]:
         """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
-        if self.sources is None:
+        if not self.sources:
             raise BucketingError("The data set has one source, or was prepared without a column of sources.")
         names = [*("bucket_id", "num_tokens", "rejection"), ROW_WEIGHT]
         columns = {name: column_array(self.dataset, name) for name in names if name in self.dataset.column_names}
         weights = columns.pop(ROW_WEIGHT, None)
-        return {"sources": self.sources.ids, "names": self.sources.names, "columns": columns, "weights": weights}
+        return {"sources": self.source_ids, "names": self.sources, "columns": columns, "weights": weights}
 
     @property
     def spec(self) -> LatentSpec:

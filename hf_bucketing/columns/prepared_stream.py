@@ -6,19 +6,20 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from datasets.iterable_dataset import (
     CyclingMultiSourcesExamplesIterable,
     RandomlyCyclingMultiSourcesExamplesIterable,
 )
 
-from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, count_rejections
+from ..buckets.arrays import IntArray
+from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -27,17 +28,16 @@ from ..errors import BucketingError
 from ..files import complete_folder
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
-from .apply import map_columns
 from .arrays import column_array
 from .buckets import BucketColumns
-from .faults import Faults, paths_of
+from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .preparation import check_alike, check_rows, load_described
+from .preparation import CheckedSource, check_sources
 from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table, read_root, root_from
 from .settings import RowsConfig, SourceConfig
-from .shares import given_shares, name_sources
+from .shares import given_shares
 from .sources import bytes_in, find_rows
 from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 
@@ -78,29 +78,26 @@ class StreamSample:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StreamPart:
-    """One source of a stream, and how its buckets are assigned.
+    """One source of a stream.
 
     Args:
-        source ([`RowsConfig`]): What is read, with the names of all columns.
+        source ([`RowsConfig`]): What is read, with the names of all columns and of the source.
         root (`str`, *optional*): Folder or URL that relative paths start from.
         table ([`BucketTable`]): Table of its buckets.
-        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
-        name (`str`): Name among several sources.
-        weight (`float`, *optional*): Share among several sources.
     """
 
     source: RowsConfig
     root: str | None
     table: BucketTable
-    rule: AssignmentRule = field(default_factory=AssignmentRule)
-    name: str = ""
-    weight: float | None = None
 
-    def open(self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
+    def open(
+        self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0, reject: bool = False
+    ) -> IterableDataset:
         """Return the stream of the rows of the source; arguments as those of [`PreparedStream.open`]."""
         columns = StreamColumns.of(self.source, buckets, root=self.root)
+        columns = columns.rejecting() if reject else columns
         rows = find_rows(SourceRequest.of(self.source, streaming=True)).dataset
         assert isinstance(rows, IterableDataset), "the request is for a stream"
         present = list(rows.column_names or next(iter(rows)))
@@ -149,11 +146,18 @@ class PreparedStream:
         return {name: name for part in self.parts for name in part.source.conditions}
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, if there are several."""
+        return tuple(part.source.name or "" for part in self.parts) if len(self.parts) > 1 else ()
+
+    @property
     def spec(self) -> LatentSpec:
         """Strides and patch of the model that the stream was prepared for."""
         return self.open_table.spec
 
-    def open(self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0) -> IterableDataset:
+    def open(
+        self, *, packed: bool = False, shuffle_buffer: int = 0, seed: int = 0, reject: bool = False
+    ) -> IterableDataset:
         """Return the stream of rows with the columns of `StreamColumns`; no row is read yet.
 
         Of several sources, the next row comes from each by its weight, or from all by turns, until a source ends; the
@@ -163,6 +167,8 @@ class PreparedStream:
             packed (`bool`): Whether `bucket_id` and `num_tokens` are those of the open table.
             shuffle_buffer (`int`): Rows, or clips, among which each next one is drawn; 0 keeps the order of the files.
             seed (`int`): Seed of these draws.
+            reject (`bool`): Whether rows whose file, clip or condition is at fault are rejected, also where preparing
+                them would have been an error.
 
         Raises:
             MediaError: If the files are gone, or datasets cannot read them.
@@ -170,20 +176,22 @@ class PreparedStream:
         """
         open_columns = BucketColumns(self.open_table, self.spec)
         columns = [
-            open_columns if packed else BucketColumns(part.table, self.spec, rule=part.rule) for part in self.parts
+            open_columns if packed else BucketColumns(part.table, self.spec, rule=part.source.rule)
+            for part in self.parts
         ]
         if len(self.parts) == 1:
-            return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed)
+            return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed, reject=reject)
         _, ids = union_of_tables([part.table for part in self.parts])
         streams = []
         for number, (part, buckets, new_ids) in enumerate(zip(self.parts, columns, ids, strict=True)):
             function = OneOfSources(
-                name=part.name if number else "",
+                number=number,
+                name=(part.source.name or "") if number else "",
                 root=part.root if number else None,
                 conditions=tuple(self.conditions),
                 bucket_ids=None if packed else tuple(new_ids.tolist()),
             )
-            streams.append(part.open(buckets).map(function, batched=True, batch_size=_BATCH_ROWS))
+            streams.append(part.open(buckets, reject=reject).map(function, batched=True, batch_size=_BATCH_ROWS))
         return _shuffled(_interleaved(streams, self.parts, seed), shuffle_buffer, seed)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -233,7 +241,7 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     """Return one stream of several; `interleave_datasets` would read rows of each, to give captions one type."""
     iterables = [stream._ex_iterable for stream in streams]
     until = "all_exhausted_without_replacement"
-    shares = given_shares([part.weight for part in parts])
+    shares = given_shares([part.source.weight for part in parts])
     if shares is None:
         return IterableDataset(CyclingMultiSourcesExamplesIterable(iterables, stopping_strategy=until))
     return IterableDataset(
@@ -261,15 +269,13 @@ def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]
         "source": values,
         "root": part.root and root_from(part.root, Path(folder)),
         "table": json.loads(part.table.to_json()),
-        "rule": asdict(part.rule),
-        "name": part.name,
-        "weight": part.weight,
     }
 
 
 def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> StreamPart:
     """Return what [`_written`] wrote, or what releases wrote whose streams had other names for settings."""
-    values = dict(part["source"])
+    values = {**part.get("rule", {}), **{name: part[name] for name in ("name", "weight") if name in part}}
+    values |= part["source"]
     if "caption_columns" in values:
         values |= {f"{name}_column": column for name, column in values.pop("conditions").items()}
         values |= {
@@ -288,9 +294,6 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
         source=build(RowsConfig, values | {name: Path(values[name]) for name in _FOLDERS if values.get(name)}),
         root=root,
         table=BucketTable.from_json(json.dumps(part["table"])),
-        rule=AssignmentRule(**part["rule"]),
-        name=part.get("name", ""),
-        weight=part.get("weight"),
     )
 
 
@@ -312,12 +315,7 @@ def prepare_stream(
 ) -> tuple[PreparedStream, Columns]:
     """Check the first rows of sources as those of a data set of rows, and describe them as one stream.
 
-    Args:
-        sources ([`SourceConfig`][hf_bucketing.columns.preparation.SourceConfig] or several): What to read, and its
-            bucket table.
-        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
-        native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
-        say (callable): Called with each sentence about what was found.
+    The arguments are those of [`check_sources`][hf_bucketing.columns.preparation.check_sources].
 
     Returns:
         The stream, and the size and bucket columns of the first rows, those of the first source first.
@@ -327,63 +325,38 @@ def prepare_stream(
             source is usable; and as `prepare`.
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
-    names = name_sources([(config.dataset, config.name) for config in configs])
-    check_alike(configs)
     given_shares([config.weight for config in configs])
-    checked: list[_CheckedPart] = []
-    with Faults() as faults:
-        for name, config in zip(names, configs, strict=True):
-            try:
-                checked.append(_check_part(config, name=name, spec=spec, native_sizes=native_sizes, say=say))
-            except BucketingError as error:
-                faults.report(error, source=name if len(configs) > 1 else None)
-    check_same_conditions({name: config.conditions for name, config in zip(names, configs, strict=True)})
-    table, ids = union_of_tables([part.table for part, *_ in checked])
-    for (_, columns, *_), new_ids in zip(checked, ids, strict=True):
-        columns["bucket_id"] = np.append(new_ids, REJECTED_BUCKET)[columns["bucket_id"]]
-    columns = {name: np.concatenate([part.columns[name] for part in checked]) for name in checked[0].columns}
+    checked = check_sources(sources, spec=spec, native_sizes=native_sizes, streaming=True, overwrite=True, say=say)
+    check_same_conditions({name: source.config.conditions for name, source in checked.items()})
+    table, ids = union_of_tables([source.table for source in checked.values()])
+    found = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
+    columns = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    first_rows = [source.loaded.first_rows for source in checked.values()]
     prepared = PreparedStream(
-        parts=tuple(part for part, *_ in checked),
+        parts=tuple(StreamPart(source.config, source.rows.root, source.table) for source in checked.values()),
         table=table,
         open_table=configs[0].table.make_open(spec, table),
-        num_shards=min(part.num_shards for part in checked),
-        sample=StreamSample.of(columns, row_bytes=sum(part.row_bytes for part in checked) // len(checked)),
+        num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
+        sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
     )
     return prepared, columns
 
 
-class _CheckedPart(NamedTuple):
-    part: StreamPart
-    columns: dict[str, npt.NDArray[Any]]
-    row_bytes: int
-    num_shards: int
-
-
-def _check_part(
-    config: SourceConfig,
-    *,
-    name: str,
-    spec: LatentSpec,
-    native_sizes: Sequence[tuple[int, int]],
-    say: Callable[[str], None],
-) -> _CheckedPart:
-    """Check the first rows of a source, and return their columns, with the buckets of its own table."""
-    table = config.table.make(spec, native_sizes=native_sizes)
-    loaded = load_described(config, streaming=True, say=say)
-    assert loaded.first_rows is not None, "it is a stream"
-    with Faults() as faults:
-        rows, found = check_rows(config, loaded, faults, clips=config.clip_rule(table.max_frames), say=say)
-    dataset = map_columns(rows.dataset, BucketColumns(table, spec, rule=config.rule), overwrite=True)
+def _columns_of(source: CheckedSource, new_ids: IntArray) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of the first rows of a source, with the buckets of the table of all sources."""
+    dataset = source.rows.dataset
     columns = {name: column_array(dataset, name) for name in _REPORTED}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(
-            f"None of the first {len(dataset)} rows of {config.dataset} can be trained: {reasons}; choose other "
-            "buckets, or other columns (`media_column`, `caption_column`)."
+            f"None of the first {len(dataset)} rows of {source.config.dataset} can be trained: {reasons}; choose "
+            "other buckets, or other columns (`media_column`, `caption_column`)."
         )
-    files = paths_of(dataset, range(len(dataset)), rows.column)
+    columns["bucket_id"] = np.append(new_ids, REJECTED_BUCKET)[columns["bucket_id"]]
+    files = paths_of(dataset, range(len(dataset)), source.rows.column)
     columns["file"] = np.array([file or "a row without a path" for file in files], object)
-    weight = config.weight
-    part = StreamPart(source=found, root=rows.root, table=table, rule=config.rule, name=name, weight=weight)
-    row_bytes = sum(map(bytes_in, loaded.first_rows)) // len(loaded.first_rows)
-    return _CheckedPart(part, columns, row_bytes, loaded.dataset.num_shards)
+    return columns
+
+
+def _row_bytes(rows: Dataset) -> int:
+    return sum(map(bytes_in, rows)) // len(rows)

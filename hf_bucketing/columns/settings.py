@@ -16,7 +16,7 @@ from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
 from ..errors import BucketingError, ColumnError, FlagError
 from ..media.conditions import CONDITIONS
-from ..settings import check_literals
+from ..settings import check_literals, marked, setting
 
 OnFileError = Literal["raise", "reject"]
 
@@ -25,9 +25,6 @@ OnCaptionError = Literal["raise", "reject", "empty"]
 ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
 
 SizesFrom = Literal["auto", "columns", "headers"]
-
-NOT_FLAGS = ("name", "repeats", "weight", "metric")
-"""Settings of a source that are no flags: what tells several sources apart, and the metric of assignment."""
 
 CAPTION = "{caption}"
 """Place of the caption in a template."""
@@ -95,17 +92,17 @@ class TableConfig:
         BucketingError: If `max_frames` is not as described.
     """
 
-    bucket_tokens: list[int] | None = field(default=None, metadata={"parse": numbers, "argument": "tokens"})
-    buckets: str | None = None
-    table: Path | None = None
+    bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table")
+    buckets: str | None = setting(None, one_of="table")
+    table: Path | None = setting(None, one_of="table")
     bucket_frames: list[int] = field(
         default_factory=lambda: [1, 17, 49, 81], metadata={"parse": numbers, "argument": "frames"}
     )
-    bucket_sizes: list[tuple[int, int]] | None = field(default=None, metadata={"parse": heights_and_widths})
+    bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
     aspect_step: float = 0.08
     max_aspect_ratio: float = 2.5
-    image_sizes: Literal["own", "video"] = field(
-        default="own", metadata={"needs_rows": "a stream does not know the sizes of its videos before they come"}
+    image_sizes: Literal["own", "video"] = setting(
+        "own", needs_rows="a stream does not know the sizes of its videos before they come"
     )
     max_frames: int | Literal["table", "none"] = "table"
 
@@ -115,8 +112,9 @@ class TableConfig:
             raise BucketingError(
                 f'`max_frames` must be a number of frames of at least 1, "table" or "none", got {self.max_frames!r}.'
             )
-        if sum(option is not None for option in (self.bucket_tokens, self.buckets, self.table)) != 1:
-            raise FlagError("Give one of --bucket_tokens, --buckets and --table.")
+        options = [*marked(TableConfig, "one_of")]
+        if sum(getattr(self, name) is not None for name in options) != 1:
+            raise FlagError(f"Give one of --{options[0]}, --{options[1]} and --{options[2]}.")
 
     def make(self, spec: LatentSpec, *, native_sizes: Sequence[tuple[int, int]] = ()) -> BucketTable:
         """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels."""
@@ -286,10 +284,17 @@ class RowsConfig:
             not text: raise ends the script, reject rejects their rows, and empty trains them without a text (default:
             as `on_error`).
         beside ([`BesideConfig`]): Captions and other files that have the names of the media.
+        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
+        repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
+            each row twice, 0.5 every row in every other epoch.
+        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
+            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
+        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
 
     Raises:
-        BucketingError: If `on_error` and `on_caption_error` contradict each other, or if `caption_template`, `clips`,
-            `clip_frames` or `size_columns` is not as described.
+        BucketingError: If `on_error` and `on_caption_error` contradict each other, if `caption_template`, `clips`,
+            `clip_frames` or `size_columns` is not as described, if `repeats` or `weight` is not above 0, or both are
+            given.
     """
 
     dataset: str
@@ -312,6 +317,12 @@ class RowsConfig:
     on_error: OnCaptionError = "raise"
     on_caption_error: OnCaptionError | None = None
     beside: BesideConfig = field(default_factory=BesideConfig)
+    name: str | None = setting(None, flag="listed")
+    repeats: float = setting(
+        1.0, flag="listed", needs_rows="a stream does not know how many rows there are to repeat; give `weight`"
+    )
+    weight: float | None = setting(None, flag="listed")
+    rule: AssignmentRule = field(default_factory=AssignmentRule)
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -323,6 +334,12 @@ class RowsConfig:
         Treatment.of(self.on_error, self.on_caption_error)
         if self.size_columns is not None:
             read_size_columns(self.size_columns)
+        for name in ("repeats", "weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
+        if self.weight is not None and self.repeats != 1:
+            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")
 
     @property
     def treatment(self) -> Treatment:
@@ -344,34 +361,13 @@ class RowsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig(RowsConfig):
-    """Source of data, and how it is read.
+    """Source of data, how it is read, and its bucket table.
 
     Args:
-        name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
-        repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
-            each row twice, 0.5 every row in every other epoch.
-        weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
-            3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
         table ([`TableConfig`]): Bucket table of its rows.
-        rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
 
     Raises:
-        BucketingError: If `repeats` or `weight` is not above 0, or both are given, or as [`RowsConfig`].
+        BucketingError: As [`RowsConfig`].
     """
 
-    name: str | None = None
-    repeats: float = field(
-        default=1.0, metadata={"needs_rows": "a stream does not know how many rows there are to repeat; give `weight`"}
-    )
-    weight: float | None = None
     table: TableConfig
-    rule: AssignmentRule = field(default_factory=AssignmentRule)
-
-    def __post_init__(self) -> None:
-        RowsConfig.__post_init__(self)
-        for name in ("repeats", "weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise BucketingError(f"`{name}` must be above 0 and finite, got {value}.")
-        if self.weight is not None and self.repeats != 1:
-            raise BucketingError("`repeats` and `weight` both say how often a row occurs; give one of them.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,28 @@ from typing import Any
 from ..command_line.config_file import SOURCES, ConfigFile, Entry
 from ..command_line.flags import FlagParser
 from ..errors import FlagError
-from ..settings import build, flatten, names_of
+from ..settings import build, flatten, marked, names_of
 from .settings import SourceConfig
 from .shares import name_sources
 from .trainer_toml import load_repeats, load_toml
 
-_TABLES = ("bucket_tokens", "buckets", "table")
 
-
-def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
+def sources_from(values: Mapping[str, Any], file: ConfigFile | None = None) -> list[SourceConfig]:
     """Return the sources that a script's flags name, or its YAML file lists; `--dataset` comes before the file.
 
     What a source of the file does not give is taken from the flags, then from the top of the file.
 
     Args:
-        args (`Namespace`): Parsed flags: `dataset`, a list of names, the other settings of [`SourceConfig`], and
-            `config`, the [`ConfigFile`] or None.
+        values (mapping of `str` to any): Values of flags: `dataset`, a list of names or None, and the other settings
+            of [`SourceConfig`]; all else is ignored.
+        file ([`ConfigFile`], *optional*): File of settings.
 
     Raises:
         FlagError: If no source is named, or the list in the file is none, or has a wrong setting.
         BucketingError: If a source cannot be as its settings say.
     """
-    common = {name: value for name, value in vars(args).items() if name in names_of(SourceConfig)}
+    common = {name: values[name] for name in names_of(SourceConfig) if name in values}
     datasets = common.pop("dataset")
-    file: ConfigFile | None = args.config
     entry = None if file is None else file.entries.get(SOURCES)
     if entry is None or file is None:
         if not datasets:
@@ -46,7 +43,7 @@ def sources_from(args: argparse.Namespace) -> list[SourceConfig]:
     if not isinstance(entry.value, list) or not all(isinstance(item, dict) for item in entry.value) or not entry.value:
         raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a dataset.")
     parser = FlagParser(None)
-    parser.add_settings(SourceConfig, skip=["metric"])
+    parser.add_settings(SourceConfig, listed=True)
     given = []
     for settings in entry.value:
         given.append(parser.read_settings(file, settings))
@@ -71,20 +68,22 @@ def make_sources(
 
 def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
     """Return all settings of sources by name, complete, as a YAML file lists them; those that are None have none."""
+    hidden = [name for name, flag in marked(SourceConfig, "flag").items() if not flag]
     names = name_sources([(source.dataset, source.name) for source in sources])
     return [
         {
             name: value
             for name, value in {**flatten(source), "name": own}.items()
-            if value is not None and name != "metric"
+            if value is not None and name not in hidden
         }
         for own, source in zip(names, sources, strict=True)
     ]
 
 
 def _inherited(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    has_table = any(own.get(name) is not None for name in _TABLES)
-    return {name: value for name, value in common.items() if not (has_table and name in _TABLES)}
+    tables = marked(SourceConfig, "one_of")
+    has_table = any(own.get(name) is not None for name in tables)
+    return {name: value for name, value in common.items() if not (has_table and name in tables)}
 
 
 def _listed(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Mapping[str, Any]]:

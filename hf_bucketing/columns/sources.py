@@ -16,9 +16,10 @@ from ..errors import ColumnError, MediaError
 from .apply import undecoded
 from .layouts import (
     MEDIA_COLUMNS,
+    MEDIA_FILES,
     SourceRequest,
     SourceRows,
-    choose_column,
+    last_part,
     loaded_by_datasets,
     usual_captions,
     usual_media,
@@ -281,10 +282,23 @@ def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | Non
 
 
 def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence[str], *, kind: str) -> str | None:
-    """Return the column that the caller named, or the only one with a usual name."""
-    if given is not None and has_column(dataset, given):
-        return given
-    return choose_column(name, nested_names(dataset), given, usual, kind=kind)
+    """Return the column that the caller named, or the only one with a usual name; None if there is none.
+
+    Raises:
+        ColumnError: If the named column does not exist, or several could be meant.
+    """
+    if given is not None:
+        if has_column(dataset, given):
+            return given
+        hint = f"; {kind}_column {usual[0]} would do" if len(usual) == 1 else ""
+        raise ColumnError(f"{name} has no {kind} column {given!r}, only {nested_names(dataset)}{hint}.")
+    if len(usual) > 1:
+        dots = kind == "media" and all("." + last_part(column) in MEDIA_FILES and "." in column for column in usual)
+        hint = "; in tars the name of a sample ends at its first dot, so rename files with more dots" if dots else ""
+        raise ColumnError(
+            f"{name} has several {kind} columns: {' and '.join(usual)}; name one as `{kind}_column`{hint}."
+        )
+    return usual[0] if usual else None
 
 
 def _shown(cell: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..buckets.assignment import REJECTED_BUCKET
@@ -17,6 +17,7 @@ from .clips import SCENE_END, SCENE_START, ClipRows
 from .conditions import ConditionColumns
 from .faults import Faults, path_of
 from .metadata import SIZES, ExistingMetadata, MediaMetadata
+from .prepared import SOURCE
 from .settings import RowsConfig, read_size_columns
 from .sources import named_cell
 
@@ -87,6 +88,17 @@ class StreamColumns:
             is_regularization=config.is_regularization,
         )
 
+    def rejecting(self) -> StreamColumns:
+        """Return the function that rejects rows whose files, clips or conditions are at fault, and raises no error."""
+        clips = None if self.clips is None else replace(self.clips, on_error="reject")
+        sizes, conditions = replace(self.sizes, on_error="reject"), replace(self.conditions, on_error="reject")
+        return replace(self, sizes=sizes, clips=clips, conditions=conditions)
+
+    @property
+    def identity(self) -> StreamColumns:
+        """What tells streams apart: not what becomes of rows at fault, which a resumed run may change."""
+        return self.rejecting()
+
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that are read, those that not every row has included."""
@@ -141,12 +153,14 @@ class OneOfSources:
     """Make the columns of one source those of a stream of several; a batch function after [`StreamColumns`].
 
     Args:
+        number (`int`): Position of the source, which becomes the column `source`.
         name (`str`): Name of the source, which belongs to the identity of its rows; `""` for the first.
         root (`str`, *optional*): Folder or URL before its relative paths; None for the first source, whose paths stay.
         conditions (`tuple` of `str`): Conditions of all sources; those that this one lacks are missing in its rows.
         bucket_ids (`tuple` of `int`, *optional*): Ids that the buckets of its table have in that of all sources.
     """
 
+    number: int
     name: str
     root: str | None
     conditions: tuple[str, ...]
@@ -155,10 +169,9 @@ class OneOfSources:
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """Return the columns for a batch of rows."""
         count = len(batch[MEDIA])
-        columns = {
-            name: [self._whole_path(cell) for cell in batch.get(name, [None] * count)]
-            for name in (MEDIA, *self.conditions)
-        }
+        columns: dict[str, list[Any]] = {SOURCE: [self.number] * count}
+        for name in (MEDIA, *self.conditions):
+            columns[name] = [self._whole_path(cell) for cell in batch.get(name, [None] * count)]
         if self.bucket_ids is not None:
             ids = (*self.bucket_ids, REJECTED_BUCKET)  # a rejected row's bucket, −1, is the last entry
             columns["bucket_id"] = [ids[bucket] for bucket in batch["bucket_id"]]

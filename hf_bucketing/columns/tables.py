@@ -115,10 +115,7 @@ def listed_folder(request: SourceRequest) -> SourceRows | None:
     chosen = metadata or [name for name in tables if _lists_media(folder / name, request)]
     if not chosen or (not metadata and not _holds_media(folder)):
         return None
-    if len(chosen) > 1:
-        both = " and ".join(str(folder / name) for name in chosen)
-        raise MediaError(f"{both} could both be meant; name one of them instead of the folder.")
-    return _read_table([str(folder / chosen[0])], request, media_column="file_name" if metadata else None)
+    return _read_table([str(_only(folder, chosen))], request, media_column="file_name" if metadata else None)
 
 
 def lines_folder(request: SourceRequest) -> SourceRows | None:
@@ -130,12 +127,19 @@ def lines_folder(request: SourceRequest) -> SourceRows | None:
     captions = [name for name in _CAPTION_LINES if (folder / name).is_file()]
     if not media or not captions:
         return None
-    if len(media) > 1:
-        raise MediaError(
-            f"{' and '.join(str(folder / name) for name in media)} could both be meant; name one of them instead of "
-            "the folder."
-        )
-    return _read_lines(folder / media[0], request)
+    return _read_lines(_only(folder, media), request)
+
+
+def _only(folder: Path, names: Sequence[str]) -> Path:
+    """Return the only one of the files of a folder that could be meant.
+
+    Raises:
+        MediaError: If there are several.
+    """
+    if len(names) > 1:
+        both = " and ".join(str(folder / name) for name in names)
+        raise MediaError(f"{both} could both be meant; name one of them instead of the folder.")
+    return folder / names[0]
 
 
 def mapped_folder(request: SourceRequest) -> SourceRows | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from ..errors import BucketingError, FlagError
+from ..errors import BucketingError, FlagError, did_you_mean
 from ..settings import Setting, build, choices, names_of, parts_of, settings_in, without_links
 from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
 
@@ -71,22 +70,26 @@ class FlagParser(argparse.ArgumentParser):
         for kind in kinds:
             self.add_settings(kind)
 
-    def add_settings(self, kind: type, *, skip: Sequence[str] = (), several: Sequence[str] = ()) -> None:
+    def add_settings(
+        self, kind: type, *, skip: Sequence[str] = (), several: Sequence[str] = (), listed: bool = False
+    ) -> None:
         """Add a flag for each setting of a configuration; [`from_flags`] builds the configuration from them.
 
         Name, type and default are those of the dataclass field, and the help is the field's entry under `Args:` in
         the docstring. A field may have `metadata`: `argument`, another name that the library uses for the same
-        setting, and `parse`, a function that reads the flag's value.
+        setting, `parse`, a function that reads the flag's value, and `flag`, which says that it has none.
 
         Args:
             kind (type): Frozen dataclass, which may be composed of others.
             skip (sequence of `str`): Settings that get no flag.
             several (sequence of `str`): Settings whose flag takes one or several values, of as many configurations;
                 these are None without the flag.
+            listed (`bool`): Whether settings are added that only a list of configurations in a file has.
         """
         groups: dict[type, Any] = {}
         for setting in settings_in(kind):
-            if setting.name in skip:
+            flag = setting.metadata.get("flag", True)
+            if setting.name in skip or flag is False or (flag == "listed" and not listed):
                 continue
             if setting.owner not in groups:
                 title = (inspect.getdoc(setting.owner) or setting.owner.__name__).partition("\n")[0].rstrip(".")
@@ -233,9 +236,8 @@ class FlagParser(argparse.ArgumentParser):
     def _did_you_mean(self, flag: str) -> str:
         """Return why a flag is refused, with the flag to use instead if there is one."""
         known = [option for option in self._option_string_actions if option.startswith("--")]
-        near = difflib.get_close_matches(flag.replace("-", "_"), [option.replace("-", "_") for option in known], 1)
-        hint = f"; did you mean --{near[0][2:]}?" if near else ""
-        return f"there is no flag {flag}{hint}"
+        hint = did_you_mean("--" + flag[2:].replace("-", "_"), known)
+        return f"there is no flag {flag}{hint.removesuffix('.')}"
 
 
 def from_flags(kind: type[Config], args: argparse.Namespace, **others: Any) -> Config:
@@ -271,8 +273,7 @@ def _options(setting: Setting) -> dict[str, Any]:
 
 def _no_setting(name: str, known: Collection[str]) -> str:
     """Return why a name in a file is refused, with the name to use instead if there is one."""
-    near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
-    return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else ".")
+    return f"there is no setting {name}{did_you_mean(name.replace('-', '_'), known)}"
 
 
 def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:

@@ -3,7 +3,7 @@ from .captions import CaptionRule as CaptionRule
 from .check import check_loader as check_loader
 from .collators import BucketCollator as BucketCollator, PackCollator as PackCollator
 from .equal_epochs import EqualEpochs as EqualEpochs
-from .faults import FaultRule as FaultRule, Replacements as Replacements
+from .faults import FaultLog as FaultLog, FaultRule as FaultRule, Replacements as Replacements
 from .length_sampler import LengthBatchSampler as LengthBatchSampler
 from .occurrences import NumberedRows as NumberedRows
 from .pack_sampler import PackBatchSampler as PackBatchSampler

@@ -25,18 +25,16 @@ class FaultRule:
 
     Args:
         on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or is logged and replaced by
-            another sample of the same bucket (in packs, of as many tokens).
+            another sample of the same bucket (in packs, of as many tokens); in a stream, by the next one.
         max_errors (`int`): Consecutive unreadable samples tolerated in one worker before the run fails.
         max_error_share (`float`): Share of the data set, from 0 to 1, that may be unreadable in one epoch before the
-            run fails.
+            run fails; in a stream, of the rows that a worker has read, once more than `max_errors` are unreadable.
 
     Raises:
         BucketingError: If `on_error` is unknown or a limit is out of range.
     """
 
-    on_error: OnFault = setting(
-        "raise", encoded="media", held_out="raise", needs_rows="a replacement is chosen among all rows"
-    )
+    on_error: OnFault = setting("raise", encoded="media", held_out="raise")
     max_errors: int = 100
     max_error_share: float = 0.01
 
@@ -44,6 +42,10 @@ class FaultRule:
         check_literals(self)
         check_at_least(0, self, "max_errors")
         check_shares(self, "max_error_share")
+
+    def log(self, path: str | Path) -> FaultLog | None:
+        """Return the log of the unreadable rows of a stream, which others replace, or None if they end the run."""
+        return FaultLog(log=path, faults=self) if self.on_error == "replace" else None
 
     def replacements(self, dataset: Any, *, log: str | Path) -> Replacements | None:
         """Return what a collator replaces unreadable samples with, or None if they end the run.
@@ -59,44 +61,102 @@ class FaultRule:
 
 
 @explains_arguments()
-class Replacements:
-    """Choose the samples that replace unreadable ones, log each of them, and stop the run if there are too many.
+class FaultLog:
+    """Log unreadable samples, and stop the run if too many of them follow one another.
 
     All workers of all processes append to one log, one JSON object per line: `epoch`, `index`, `reason`, and the index
-    of the `replacement`. The log is also the count: it is read again at each error, and a sample that fails again
-    after a restart counts once. Workers write it ahead of training, so it may name samples that were not trained;
-    those that were are where `index` and `planned_index` of a batch differ. Without a file system that all machines
-    share, each machine counts its own errors.
+    of the `replacement`, which is null in a stream, as it comes later. Workers write it ahead of training, so it may
+    name samples that were not trained; those that were replaced are where `index` and `planned_index` of a batch
+    differ.
 
     Args:
-        dataset (`datasets.Dataset`): Data set that is loaded, with an `index` column, and `bucket_id` or `num_tokens`.
         log (`str` or `Path`): Path of the log; its folder is created.
         faults ([`FaultRule`]): Limits; `on_error` must be `"replace"`.
 
     Raises:
         BucketingError: If `faults.on_error` is `"raise"`.
+    """
+
+    def __init__(self, *, log: str | Path, faults: FaultRule = FaultRule(on_error="replace")) -> None:
+        if faults.on_error != "replace":
+            raise BucketingError(
+                'Unreadable samples are replaced only under `on_error="replace"`, got '
+                f'`on_error="{faults.on_error}"`; leave it out, or pass FaultRule(on_error="replace", …).'
+            )
+        self.log = Path(log)
+        self.faults = faults
+        self.consecutive = 0
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+
+    def report(self, *, epoch: int, index: int, reason: str, replacement: int | None = None) -> None:
+        """Log an unreadable sample, and raise if too many follow one another.
+
+        Raises:
+            MediaError: Beyond `max_errors`.
+        """
+        line = json.dumps({"epoch": epoch, "index": index, "reason": reason, "replacement": replacement}) + "\n"
+        # A single write to a file opened for appending stays in one piece while other processes write too.
+        file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+        self.consecutive += 1
+        if self.consecutive > self.faults.max_errors:
+            raise MediaError(
+                f"{self.consecutive} samples in a row could not be read; the last: {reason} See {self.log}, remove "
+                "the samples, or raise `max_errors`."
+            )
+
+    def check_share(self, unreadable: int, *, rows: int, epoch: int, reason: str) -> None:
+        """Raise if too many samples of an epoch are unreadable.
+
+        Args:
+            unreadable (`int`): How many are.
+            rows (`int`): Samples among which they were found.
+            epoch (`int`): The epoch, for the message.
+            reason (`str`): What is wrong with the last one, for the message.
+
+        Raises:
+            MediaError: Beyond `max_error_share`.
+        """
+        if unreadable > self.faults.max_error_share * rows:
+            raise MediaError(
+                f"{unreadable} of {rows} samples could not be read in epoch {epoch}, more than the tolerated share of "
+                f"{self.faults.max_error_share:.2%}; the last: {reason} See {self.log}, remove the samples, or raise "
+                "`max_error_share`."
+            )
+
+
+@explains_arguments()
+class Replacements(FaultLog):
+    """Choose the samples that replace unreadable ones, log each of them, and stop the run if there are too many.
+
+    The log is also the count of the samples that are unreadable in an epoch: it is read again at each error, and a
+    sample that fails again after a restart counts once. Without a file system that all machines share, each machine
+    counts its own errors.
+
+    Args:
+        dataset (`datasets.Dataset`): Data set that is loaded, with an `index` column, and `bucket_id` or `num_tokens`.
+        log (`str` or `Path`): As in [`FaultLog`].
+        faults ([`FaultRule`]): As in [`FaultLog`].
+
+    Raises:
+        BucketingError: As [`FaultLog`].
         ColumnError: If there is no `index` column.
     """
 
     def __init__(self, dataset: Any, *, log: str | Path, faults: FaultRule = FaultRule(on_error="replace")) -> None:
-        if faults.on_error != "replace":
-            raise BucketingError(
-                'Unreadable samples are replaced only under `on_error="replace"`, got '
-                f'`on_error="{faults.on_error}"`; leave out `replacements`, or pass FaultRule(on_error="replace", …).'
-            )
+        super().__init__(log=log, faults=faults)
         if "index" not in dataset.column_names:
             raise ColumnError(
                 f"Replacements need an index column, but the data set has {dataset.column_names}; add one with "
                 'dataset.add_column("index", range(len(dataset))).'
             )
         self.dataset = dataset
-        self.log = Path(log)
-        self.faults = faults
-        self.consecutive = 0
         self._columns: dict[str, IntArray] = {}
         self._read_to = 0
         self._listed: set[tuple[int, int]] = set()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
 
     def column(self, name: str) -> IntArray:
         """Return a column of whole numbers; it is read once.
@@ -119,32 +179,14 @@ class Replacements:
         rng = generator(Purpose.REPLACEMENT, seed, epoch, index)
         return rng.choice(candidates, size=min(32, len(candidates)), replace=False).tolist() if len(candidates) else []
 
-    def report(self, *, epoch: int, index: int, reason: str, replacement: int) -> None:
+    def report(self, *, epoch: int, index: int, reason: str, replacement: int | None = None) -> None:
         """Log an unreadable sample, and raise if there are too many.
 
         Raises:
             MediaError: Beyond either limit.
         """
-        line = json.dumps({"epoch": epoch, "index": index, "reason": reason, "replacement": replacement}) + "\n"
-        # A single write to a file opened for appending stays in one piece while other processes write too.
-        file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
-        self.consecutive += 1
-        if self.consecutive > self.faults.max_errors:
-            raise MediaError(
-                f"{self.consecutive} samples in a row could not be read; the last: {reason} See {self.log}, remove "
-                "the samples, or raise `max_errors`."
-            )
-        unreadable, rows = self._count(epoch), len(self.dataset)
-        if unreadable > self.faults.max_error_share * rows:
-            raise MediaError(
-                f"{unreadable} of {rows} samples could not be read in epoch {epoch}, more than the tolerated share of "
-                f"{self.faults.max_error_share:.2%}; the last: {reason} See {self.log}, remove the samples, or raise "
-                "`max_error_share`."
-            )
+        super().report(epoch=epoch, index=index, reason=reason, replacement=replacement)
+        self.check_share(self._count(epoch), rows=len(self.dataset), epoch=epoch, reason=reason)
 
     def _count(self, epoch: int) -> int:
         with self.log.open("rb") as file:

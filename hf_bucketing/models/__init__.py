@@ -1,7 +1,6 @@
-"""One folder or file per model family: how it is packed, encoded and trained.
+"""One folder per model family: how it is packed, encoded and trained.
 
-To add a family, add a file with a [`Family`][hf_bucketing.packing.family.Family] and an instance of it named `FAMILY`;
-to train it, make that a folder whose `recipe.py` has a [`Recipe`][hf_bucketing.models.recipe.Recipe] named `RECIPE`.
+To add a family, see docs/models/adding-a-model.md.
 """
 
 import lazy_loader

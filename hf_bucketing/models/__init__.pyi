@@ -1,8 +1,8 @@
 from .enable import disable_packing as disable_packing, enable_packing as enable_packing
-from .ltx import PackedLTXVideoAttnProcessor as PackedLTXVideoAttnProcessor
+from .ltx.packing import PackedLTXVideoAttnProcessor as PackedLTXVideoAttnProcessor
 from .verify import (
     VerificationCheck as VerificationCheck,
     VerificationReport as VerificationReport,
     verify_packing as verify_packing,
 )
-from .wan import PackedWanAttnProcessor as PackedWanAttnProcessor
+from .wan.packing import PackedWanAttnProcessor as PackedWanAttnProcessor

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..buckets.sizes import Size
-from .recipe import Conditions, ModelInputs, Recipe, Samples, Shown
+from .recipe import Conditions, Recipe, Samples, Shown
 
 CONTROL_LATENTS = "control_latents"
 """Encoded condition: the latents of a sample's control, `(C, f, h, w)`."""
@@ -31,15 +29,8 @@ class ControlRecipe(Recipe):
         """Return 1: rendered samples have an image as their control."""
         return 1
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: half of those that the transformer takes."""
-        return self.family.in_channels(self.transformer) // 2
-
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the controls as samples are encoded."""
         return {CONTROL_LATENTS: self.encode_latents(torch.stack(list(shown["control"])).to(pixel_values))}
 
@@ -47,11 +38,9 @@ class ControlRecipe(Recipe):
         """Return zeros of the shape of [`encode_conditions`]."""
         return {CONTROL_LATENTS: torch.zeros_like(latent)}
 
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the latents of the controls behind the noisy ones."""
-        inputs = super().model_inputs(samples)
-        pairs = zip(inputs.latents, samples.conditions[CONTROL_LATENTS], strict=True)
-        return replace(inputs, latents=[torch.cat([noisy, control.to(noisy)]) for noisy, control in pairs])
+    def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
+        """Return the latents of the controls."""
+        return samples.conditions[CONTROL_LATENTS]
 
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
         """Call the pipeline with an image as the control of every frame; see [`Recipe.render`]."""

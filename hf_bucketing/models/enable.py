@@ -87,7 +87,7 @@ def _check_positions(model: torch.nn.Module, family: Family, positions: str, bas
         raise PackingError(f"{type(model).__name__} has no positions to stretch to a base size; use 'native'.")
     if len(base_size) != 3 or min(base_size) < 1:
         raise PackingError(f"base_size must be three positive counts (frames, rows, columns), got {base_size}.")
-    family.check_grids(model, [base_size])
+    family.check_grid(model, base_size)
 
 
 def disable_packing(transformer: torch.nn.Module) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from PIL import Image
@@ -50,56 +49,35 @@ class FirstFrameRecipe(Recipe):
     """
 
     takes_image = True
-    shown = ENDS[:1]
+    shown: ClassVar[tuple[str, ...]] = ENDS[:1]
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
-        """Encode the first frames that the data set shows; the samples' own are the first of their latents."""
-        return first_latents(self, pixel_values, shown)
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+        """Encode the first frames that the data set shows.
+
+        Samples' own first frames need no encoding: video VAEs are causal, so that the first latent frame is that of
+        the first frame alone.
+        """
+        if ENDS[0] not in shown:
+            return {}
+        return {FIRST_LATENT: self.encode_latents(shown_ends(pixel_values, shown))}
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return the inputs with a clean first frame."""
-        return with_clean_first_frame(samples, conditioning=self.conditioning(samples))
+        """Return the inputs of a model that continues the first latent frame of each sample.
 
-
-def first_latents(recipe: Recipe, pixel_values: torch.Tensor, shown: Shown) -> Conditions:
-    """Encode the first frames that a data set shows of a stack, for [`with_clean_first_frame`]; none if it has none.
-
-    Samples' own first frames need no encoding: video VAEs are causal, so that the first latent frame is that of the
-    first frame alone.
-
-    Args:
-        recipe ([`Recipe`][hf_bucketing.models.recipe.Recipe]): The recipe that encodes.
-        pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
-        shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions.
-    """
-    if ENDS[0] not in shown:
-        return {}
-    return {FIRST_LATENT: recipe.encode_latents(shown_ends(pixel_values, shown))}
-
-
-def with_clean_first_frame(samples: Samples, *, conditioning: Mapping[str, Any]) -> ModelInputs:
-    """Return what the model is called with if it continues the first latent frame of each sample.
-
-    That frame has no noise, timestep 0 and weight 0 in the loss; it is the sample's own, or the one of
-    [`first_latents`]. Images, whose first frame is all there is, remain noisy as a whole: they train the model
-    without a condition.
-
-    Args:
-        samples ([`Samples`][hf_bucketing.models.recipe.Samples]): The samples, of a model whose tokens are one latent
-            frame long and have a timestep each.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further arguments of the model's forward.
-    """
-    noised = samples.noised
-    latents, timesteps, weights = [], [], []
-    first_frames = samples.conditions.get(FIRST_LATENT, noised.clean)
-    for noisy, first, timestep in zip(noised.latents, first_frames, noised.timesteps, strict=True):
-        predicted = torch.ones_like(noisy[:1])  # (1, f, h, w)
-        if noisy.shape[1] > 1:
-            predicted[:, 0] = 0
-        latents.append(torch.where(predicted > 0, noisy, first[:, :1].to(noisy)))
-        timesteps.append(timestep * predicted[0, :, 0, 0].to(timestep))
-        weights.append(predicted)
-    return ModelInputs(latents=latents, timesteps=timesteps, conditioning=dict(conditioning), weights=weights)
+        That frame has no noise, timestep 0 and weight 0 in the loss; it is the sample's own, or the one that
+        [`encode_conditions`] made. Images, whose first frame is all there is, remain noisy as a whole. A model's
+        tokens are one latent frame long and have a timestep each.
+        """
+        noised = samples.noised
+        latents, timesteps, weights = [], [], []
+        first_frames = samples.conditions.get(FIRST_LATENT, noised.clean)
+        for noisy, first, timestep in zip(noised.latents, first_frames, noised.timesteps, strict=True):
+            predicted = torch.ones_like(noisy[:1])  # (1, f, h, w)
+            if noisy.shape[1] > 1:
+                predicted[:, 0] = 0
+            latents.append(torch.where(predicted > 0, noisy, first[:, :1].to(noisy)))
+            timesteps.append(timestep * predicted[0, :, 0, 0].to(timestep))
+            weights.append(predicted)
+        conditioning = self.conditioning(samples)
+        return ModelInputs(latents=latents, timesteps=timesteps, conditioning=conditioning, weights=weights)

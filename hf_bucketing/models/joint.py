@@ -14,7 +14,7 @@ from ..errors import PackingError
 from ..packing.context import active_layout
 from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid, PackedLayout, best_text_slots
-from ..packing.positions import Tables, position_strips
+from ..packing.positions import PackTables, Tables
 from ..packing.processors import PackedJointAttnProcessor, Rotary
 from ..packing.texts import TextTokens, pad_texts
 
@@ -68,20 +68,13 @@ class JointFamily(Family):
         """
         raise NotImplementedError
 
-    def joint_tables(self, base_size: Grid | None) -> Callable[[Any], Rotary]:
-        """Return a function of the module that makes the tables of the active pack: of tokens, then of text slots."""
-        tokens = Tables(partial(self.positions, base_size=base_size))
-        return partial(_joint_tables, tokens, Tables(partial(_of_text, self)))
+    def pack_tables(self, base_size: Grid | None) -> PackTables:
+        """Return a function of the module that makes the tables of the active pack: of tokens, then of text slots.
 
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Provide the tables of tokens, and those of text where the family rotates it (`rotates_text`)."""
-        if not self.rotates_text:
-            return super().hook_positions(transformer, base_size)
-        tables = self.joint_tables(base_size)
-        if self.position_module is None:
-            return [transformer.register_forward_pre_hook(partial(_pass, tables), with_kwargs=True)]
-        module = getattr(transformer, self.position_module)
-        return [module.register_forward_hook(partial(_replace, tables), with_kwargs=True)]
+        The latter are for families that rotate text (`rotates_text`).
+        """
+        by_strip = super().pack_tables(base_size)
+        return partial(_joint_tables, by_strip, Tables(partial(_of_text, self))) if self.rotates_text else by_strip
 
 
 def _of_text(family: JointFamily, module: Any, key: tuple[Grid, int], *, device: torch.device) -> Rotary:
@@ -90,24 +83,12 @@ def _of_text(family: JointFamily, module: Any, key: tuple[Grid, int], *, device:
 
 
 @torch.compiler.disable  # loops over the samples of the pack, as position_strips does
-def _joint_tables(tokens: Tables, texts: Tables, module: Any) -> Rotary:
+def _joint_tables(by_strip: PackTables, texts: Tables, module: Any) -> Rotary:
     """Return the tables of the active pack's tokens by strip, then those of its texts by text slot."""
     layout = active_layout()
-    device = torch.device(layout.device)
-    by_strip = position_strips(layout, lambda grid: tokens(module, grid, device))
     samples = zip(layout.grids, layout.text_lengths, strict=True)
-    parts = zip(*(texts(module, sample, device) for sample in samples), strict=True)
-    return *by_strip, *(layout.joint.fill_slots(torch.cat(part)) for part in parts)
-
-
-def _pass(tables: Callable[[Any], Rotary], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args, {**kwargs, "image_rotary_emb": tables(module)}
-
-
-def _replace(
-    tables: Callable[[Any], Rotary], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Rotary:
-    return tables(module)
+    parts = zip(*(texts(module, sample, torch.device(layout.device)) for sample in samples), strict=True)
+    return *by_strip(module), *(layout.joint.fill_slots(torch.cat(part)) for part in parts)
 
 
 def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

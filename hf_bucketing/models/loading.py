@@ -11,7 +11,6 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
 
-from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
 
@@ -171,31 +170,28 @@ def pipeline_folder(name_or_path: str) -> Path:
         return Path(DiffusionPipeline.download(name_or_path))
 
 
-def video_spec(name_or_path: str, *, temporal_stride: int = 4, spatial_stride: int = 8) -> LatentSpec:
-    """Read the strides of a pipeline's VAE, by default those given, and the transformer's patch."""
-    vae, transformer = read_configs(name_or_path)
-    patch = transformer["patch_size"]
+def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the temporal and the spatial stride of a VAE by its configuration; for image VAEs only the latter counts.
+
+    A VAE that names no spatial stride halves the sides between its blocks; Wan's first configurations name neither.
+    """
     temporal, spatial = (  # the latter names are those of Wan's VAE
         vae.get(f"{axis}_compression_ratio", vae.get(f"scale_factor_{axis}")) for axis in ("temporal", "spatial")
     )
-    return LatentSpec(
-        temporal_stride=temporal or temporal_stride,
-        spatial_stride=spatial or spatial_stride,
-        patch=(transformer["patch_size_t"], patch, patch) if isinstance(patch, int) else tuple(patch),
-    )
+    return temporal or 4, spatial or 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
 
 
-def image_spec(name_or_path: str, *, side: int | None = None) -> LatentSpec:
-    """Read the stride of a pipeline's image VAE from its number of blocks, and the transformer's patch.
+def read_trained_config(name_or_path: str, trained: str) -> dict[str, Any]:
+    """Return the configuration of a transformer of a pipeline.
 
-    Args:
-        name_or_path (`str`): Pipeline on the hub or in a folder.
-        side (`int`, *optional*): Latent rows and columns per token; by default, the transformer's `patch_size`.
+    Raises:
+        BucketingError: If the pipeline has no such transformer.
     """
-    vae, transformer = read_configs(name_or_path)
-    side = transformer["patch_size"] if side is None else side
-    stride = 2 ** (len(vae["block_out_channels"]) - 1)
-    return LatentSpec(temporal_stride=1, spatial_stride=stride, patch=(1, side, side))
+    import diffusers
+
+    with from_hub(name_or_path):
+        check_has(diffusers.DiffusionPipeline.load_config(name_or_path), trained, name_or_path=name_or_path)
+    return read_config(name_or_path, trained)
 
 
 def read_configs(name_or_path: str) -> tuple[dict[str, Any], dict[str, Any]]:

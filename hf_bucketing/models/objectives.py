@@ -188,9 +188,9 @@ class Objective(ABC):
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         """Return the noisy latent, its target, and its timestep `(1,)`, or those of its frames `(F,)`."""
 
-    @abstractmethod
     def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
-        """Return the loss of each sample."""
+        """Return the loss of each sample, by default the squared error."""
+        return losses.mse(prediction, losses.join(noised.targets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,9 +294,6 @@ class FlowMatching(Objective):
         noise = _noise_like(latent, draws.generator)
         timestep = torch.tensor([sigma], dtype=torch.float32) * self.num_train_timesteps
         return (1 - sigma) * latent + sigma * noise, noise - latent, timestep
-
-    def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
-        return losses.mse(prediction, losses.join(noised.targets))
 
     def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift
@@ -423,9 +420,6 @@ class EDM(Objective):
         velocity = signal * noise - spread * latent
         target = velocity if self.prediction_type == "v_prediction" else -velocity
         return signal * latent + spread * noise, target, torch.tensor([math.log(sigma) / 4], dtype=torch.float32)
-
-    def _losses(self, prediction: torch.Tensor, noised: Noised, losses: _Losses) -> torch.Tensor:
-        return losses.mse(prediction, losses.join(noised.targets))
 
     def _draw_sigma(self, generator: torch.Generator, size: tuple[int, ...], quantile: float | None = None) -> float:
         shift = self.shift(size) if callable(self.shift) else self.shift

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from accelerate.utils.memory import clear_device_cache
+from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
@@ -23,7 +26,7 @@ from ..media.conditions import MASK
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
-from .loading import Loading, Part, image_spec, load_pipeline, part_of, read_config, video_spec
+from .loading import Loading, Part, load_pipeline, part_of, read_config, read_configs, read_trained_config, strides_of
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -64,6 +67,12 @@ class TextEmbeddings(NamedTuple):
             return self
         length = int(self.mask.bool().any(0).nonzero().max()) + 1
         return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
+
+    def padded(self, length: int) -> TextEmbeddings:
+        """Return these embeddings padded to `(n, length, text_dim)`, with a mask that leaves the padding out."""
+        mask = torch.ones_like(self.values[..., 0], dtype=torch.long) if self.mask is None else self.mask
+        missing = length - self.values.shape[1]
+        return TextEmbeddings(F.pad(self.values, (0, 0, 0, missing)), F.pad(mask, (0, missing)), self.others)
 
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
         """Return these embeddings with those of the null text, `(1, …)`, in some rows.
@@ -133,6 +142,12 @@ in [0, 1], where 1 is learned; `reference` is `(3, 1, h, w)` at its own size. A 
 Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ."""
 
+
+def cleans_captions() -> bool:
+    """Return whether pipelines that can clean captions do so, which takes two libraries."""
+    return bool(is_bs4_available() and is_ftfy_available())
+
+
 IMAGES = ("image", "last_image")
 """Arguments of a pipeline's call for the frames to begin and to end a clip with."""
 
@@ -147,6 +162,7 @@ class Recipe:
         max_sequence_length (`int`): Text tokens per caption.
         trained (`str`): Name of the component to train.
         config (mapping): Configuration of that component, which is known even where its weights are not loaded.
+        vae_config (mapping): Configuration of the VAE, likewise.
         guidance (`float`): Guidance scale that a model which embeds one is given in training, not negative.
             [`guided`][Recipe.guided] changes it. 1 stands for predictions without guidance, which the loss aims at;
             docs/models/index.md says what other trainers take.
@@ -157,6 +173,7 @@ class Recipe:
     max_sequence_length: int
     trained: str = "transformer"
     config: Mapping[str, Any] = field(default_factory=dict)
+    vae_config: Mapping[str, Any] = field(default_factory=dict)
     guidance: float = 1.0
 
     pipeline_class: ClassVar[str]
@@ -173,8 +190,6 @@ class Recipe:
     """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
-    token_side: ClassVar[int | None] = None
-    """Latent rows and columns per token of such a model; by default, the transformer's `patch_size`."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
@@ -190,6 +205,9 @@ class Recipe:
     null_as_long: ClassVar[bool] = False
     """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
     included; else it is the empty caption."""
+    prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "mask")
+    """What the first outputs of the pipeline's `encode_prompt` are: embeddings, their mask, arguments of the model's
+    forward, or `""` for what it does not take."""
     guidance_factor: ClassVar[float | None] = None
     """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
@@ -209,8 +227,15 @@ class Recipe:
         """Load a pipeline from the hub or a folder, by default whole and in float32; freeze all but what is trained.
 
         Raises:
-            BucketingError: If the pipeline has no such transformer, or cannot be loaded.
+            BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
+                length.
         """
+        config, length = read_trained_config(name_or_path, trained), max_sequence_length or cls.default_sequence_length
+        if (fixed := cls.family.text_length(config)) not in (None, length):
+            raise BucketingError(
+                f"The {trained} of {name_or_path} takes captions of {fixed} tokens, and `max_sequence_length` is "
+                f"{length}; omit it."
+            )
         pipeline = load_pipeline(
             cls.pipeline_type(),
             name_or_path,
@@ -223,9 +248,10 @@ class Recipe:
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
-            max_sequence_length=max_sequence_length or cls.default_sequence_length,
+            max_sequence_length=length,
             trained=trained,
-            config=read_config(name_or_path, trained),
+            config=config,
+            vae_config=read_config(name_or_path, "vae"),
         )
 
     @classmethod
@@ -243,7 +269,18 @@ class Recipe:
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer from the configurations, without weights."""
-        return image_spec(name_or_path, side=cls.token_side) if cls.image_vae else video_spec(name_or_path)
+        vae, transformer = read_configs(name_or_path)
+        temporal, spatial = cls.vae_strides(vae)
+        return LatentSpec(
+            temporal_stride=1 if cls.image_vae else temporal,
+            spatial_stride=spatial,
+            patch=cls.family.patch(transformer),
+        )
+
+    @classmethod
+    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the temporal and the spatial stride of the VAE by its configuration."""
+        return strides_of(vae)
 
     @classmethod
     def text_tokens(cls, max_sequence_length: int | None = None) -> int:
@@ -375,9 +412,7 @@ class Recipe:
         return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode what the model is shown of a stack beside its text, such as the first frame; by default nothing.
 
         Args:
@@ -437,8 +472,8 @@ class Recipe:
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the VAE's latents; by default those that the transformer takes."""
-        return self.family.in_channels(self.transformer)
+        """Channels of the VAE's latents."""
+        return int(self.vae_config.get("latent_channels") or self.vae_config["z_dim"])
 
     def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples.
@@ -489,13 +524,27 @@ class Recipe:
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions as the pipeline does, with a mask where the model does not attend to padding."""
-        values, *others = self._encode_prompt(captions, do_classifier_free_guidance=False)
-        return TextEmbeddings(values, others[0] if self.family.text.padding == "masked" else None)
+        outputs = dict(zip(self.prompt_outputs, self._encode_prompt(captions), strict=False))
+        values, mask, _ = (outputs.pop(name, None) for name in ("values", "mask", ""))
+        return TextEmbeddings(values, mask if self.family.text.padding == "masked" else None, outputs)
 
-    def _encode_prompt(self, captions: str | list[str], **options: Any) -> Any:
-        """Call `encode_prompt` of the pipeline with this recipe's length, where its text encoder is."""
-        device, length = self.pipeline.text_encoder.device, self.max_sequence_length
-        return self.pipeline.encode_prompt(captions, max_sequence_length=length, device=device, **options)
+    def _encode_prompt(self, captions: str | list[str]) -> Any:
+        """Call `encode_prompt` of the pipeline, where its text encoder is, with the settings that it takes."""
+        settings = {
+            "prompt_2": None,
+            "prompt_3": None,
+            "batch_size": len(captions),
+            "do_classifier_free_guidance": False,
+            "clean_caption": cleans_captions(),
+            "max_sequence_length": self.max_sequence_length,
+            "device": self.pipeline.text_encoder.device,
+        }
+        taken = signature(self.pipeline.encode_prompt).parameters
+        if "max_sequence_length" not in taken:
+            self.pipeline.tokenizer_max_length = self.max_sequence_length
+        return self.pipeline.encode_prompt(
+            captions, **{name: value for name, value in settings.items() if name in taken}
+        )
 
     def encode_null(self) -> TextEmbeddings:
         """Encode the null text, `(1, length, dim)`, that stands for a dropped caption: the empty caption's.
@@ -506,17 +555,28 @@ class Recipe:
         return text._replace(mask=None) if self.null_as_long else text
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`]."""
-        noised = samples.noised
+        """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`].
+
+        Behind the latents come [`added_channels`].
+        """
+        noised, latents = samples.noised, samples.noised.latents
+        if added := self.added_channels(samples):
+            pairs = zip(latents, added, strict=True)
+            latents = [torch.cat([latent, channels.to(latent)]) for latent, channels in pairs]
         timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-        return ModelInputs(latents=noised.latents, timesteps=timesteps, conditioning=self.conditioning(samples))
+        return ModelInputs(latents=latents, timesteps=timesteps, conditioning=self.conditioning(samples))
+
+    def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
+        """Return the channels `(C', f, h, w)` that the model takes behind those of each latent; by default none."""
+        return ()
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the conditioning that the model needs of each sample.
 
         By default it is what comes from its caption and, where the model embeds one, the guidance scale, `(n,)`.
         """
-        inputs: dict[str, Any] = dict(samples.text.others)
+        taken = self.family.conditioning(self.transformer)
+        inputs: dict[str, Any] = {name: values for name, values in samples.text.others.items() if name in taken}
         if self.embeds_guidance:
             assert self.guidance_factor is not None, "else the model embeds none"
             inputs["guidance"] = torch.full_like(samples.fps, self.guidance * self.guidance_factor)
@@ -543,7 +603,7 @@ class Recipe:
         if reason := self.refusal(samples):
             raise BucketingError(reason)
         text = samples.text.trimmed() if self.trims_text else samples.text
-        patch, timesteps = self.family.patch(self.transformer), inputs.timesteps
+        patch, timesteps = self.family.patch(self.transformer.config), inputs.timesteps
         if not isinstance(timesteps, torch.Tensor):
             grid = token_grid(inputs.latents[0], patch, sample=0)
             timesteps = torch.stack(
@@ -579,10 +639,13 @@ class Recipe:
         """
         pairs = zip(IMAGES, (image, last_image), strict=True)
         images = {name: frame for name, frame in pairs if frame is not None}
-        call = {**images, **self.duration(size.frames), **options}
-        result = self.pipeline(prompt=prompt, height=size.height, width=size.width, output_type="np", **call)
+        call = {**images, **self.size_arguments(size), **options}
+        result = self.pipeline(prompt=prompt, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])
 
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return the argument of the pipeline's call that sets the number of frames; none for images."""
-        return {} if self.family.images_only else {"num_frames": frames}
+    @classmethod
+    def size_arguments(cls, size: Size) -> dict[str, int]:
+        """Return the size as arguments of the pipeline's call, which need not take all: some render one frame."""
+        sides = {"height": size.height, "width": size.width, "num_frames": size.frames, "video_length": size.frames}
+        taken = signature(cls.pipeline_type().__call__).parameters
+        return {name: side for name, side in sides.items() if name in taken}

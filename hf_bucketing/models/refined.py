@@ -6,13 +6,12 @@ so do these families: timesteps are the scheduler's, up to 1000, and outputs are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from ..errors import PackingError
-from ..packing.family import Draw, Transformer
+from ..packing.family import Transformer
 from ..packing.layout import PackedLayout
 from ..packing.names import Backend, Grid
 from ..packing.processors import PackedRowAttnProcessor, RowScope
@@ -29,10 +28,6 @@ class RefinedFamily(JointFamily):
     text = TextTokens(rows="slots", channels="cap_feat_dim")
     images_only = True
 
-    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return none: the model takes nothing beside the text."""
-        return {}
-
     def axes(self, transformer: Transformer) -> tuple[int, int, int]:
         """Return the model's positions for text and, after it, the image, for rows, and for columns."""
         first, rows, columns = transformer.config.axes_lens
@@ -42,9 +37,9 @@ class RefinedFamily(JointFamily):
         """Return one frame, and the positions of rows and columns."""
         return 1, *self.axes(transformer)[1:]
 
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
         """Refuse also texts after which the model has no position for the image."""
-        super().check_layout(transformer, layout)
+        super().check_layout(transformer, layout, stretched=stretched)
         longest = self.longest_text(transformer)
         for sample, length in enumerate(layout.text_lengths):
             if length > longest:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
@@ -170,6 +170,9 @@ class ShiftBySteps:
 ShiftLaw: TypeAlias = ShiftByTokens | ShiftByRoot | ShiftByResolution | ShiftBySteps
 """A shift that depends on a sample's size."""
 
+ShiftName: TypeAlias = Literal["tokens", "pixels", "resolution", "unbounded", "flux2"]
+"""Name of a law, see [`read_shift`]."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShiftOfLatents:
@@ -239,32 +242,27 @@ def chosen_shift(
     if not isinstance(setting, (int, float, str)):
         return setting
     chosen = read_shift(setting)
-    if chosen == "tokens":
-        return own if isinstance(own, ShiftByTokens) else ShiftByTokens()
-    if chosen == "pixels":
-        return ShiftByRoot()
-    if chosen == "flux2":
-        return ShiftBySteps()
-    if chosen == "unbounded":
-        if not isinstance(own, ShiftByTokens):
-            raise BucketingError(
-                '`shift="unbounded"` has no effect: the scheduler of this model has no bound to lift.'
-            )
-        return replace(own, bounded=False)
-    if chosen == "resolution":
-        if not resolutions:
-            raise BucketingError(
-                "The authors of this model name no shifts by resolution; give them, such as "
-                '`shift="480x832:3,720x1280:5"`.'
-            )
-        return ShiftByResolution(resolutions)
-    assert not isinstance(chosen, str), "read_shift knows no other names"
-    return chosen
+    if not isinstance(chosen, str):
+        return chosen
+    if chosen == "unbounded" and not isinstance(own, ShiftByTokens):
+        raise BucketingError('`shift="unbounded"` has no effect: the scheduler of this model has no bound to lift.')
+    if chosen == "resolution" and not resolutions:
+        raise BucketingError(
+            "The authors of this model name no shifts by resolution; give them, such as "
+            '`shift="480x832:3,720x1280:5"`.'
+        )
+    by_tokens = own if isinstance(own, ShiftByTokens) else ShiftByTokens()
+    laws: dict[ShiftName, Callable[[], ShiftLaw]] = {
+        "tokens": lambda: by_tokens,
+        "pixels": ShiftByRoot,
+        "resolution": lambda: ShiftByResolution(resolutions),
+        "unbounded": lambda: replace(by_tokens, bounded=False),
+        "flux2": ShiftBySteps,
+    }
+    return laws[chosen]()
 
 
-def read_shift(
-    setting: float | str,
-) -> float | ShiftByResolution | Literal["tokens", "pixels", "resolution", "unbounded", "flux2"]:
+def read_shift(setting: float | str) -> float | ShiftByResolution | ShiftName:
     """Return what a setting says: a shift, a law by resolution, or the name of a law that depends on the model.
 
     The names are `"tokens"`, linear in the tokens as Flux; `"pixels"`, the square root of the pixels as Stable
@@ -279,7 +277,7 @@ def read_shift(
         >>> read_shift(3), read_shift("pixels"), read_shift("480x832:2,720x1280:5")
         (3.0, 'pixels', ShiftByResolution(steps=((480, 832, 2.0), (720, 1280, 5.0))))
     """
-    if setting in ("tokens", "pixels", "resolution", "unbounded", "flux2"):
+    if setting in get_args(ShiftName):
         return setting  # type: ignore[return-value]
     if isinstance(setting, str):
         steps = [_RESOLUTION.fullmatch(part.strip()) for part in setting.split(",")]
@@ -288,7 +286,8 @@ def read_shift(
             return ShiftByResolution(tuple((int(h), int(w), float(shift)) for h, w, shift in matched))
     elif not isinstance(setting, bool) and 0 < setting < math.inf:
         return float(setting)
+    names = ", ".join(f'"{name}"' for name in get_args(ShiftName))
     raise BucketingError(
-        '`shift` must be a number above 0, one of "tokens", "pixels", "resolution", "unbounded" and "flux2", or '
-        f'shifts by resolution such as "480x832:3,720x1280:5"; got {setting!r}.'
+        f"`shift` must be a number above 0, one of {names}, or shifts by resolution such as "
+        f'"480x832:3,720x1280:5"; got {setting!r}.'
     )

@@ -93,7 +93,7 @@ def verify_packing(
 ) -> VerificationReport:
     """Compare packed with one-by-one runs of a transformer: outputs, loss, gradients, leaks, order, strips.
 
-    Where the model takes a timestep per token, outputs are also compared with one per frame, 0 for the first.
+    Where the model takes several timesteps per sample, outputs are also compared with one per frame, 0 for the first.
 
     The model is left unchanged: packing is switched off again, and no `.grad` is written. The loss is the mean squared
     error against the latents with their channels rolled by one, over the channels that outputs and latents share:
@@ -143,7 +143,7 @@ def verify_packing(
         with _checkpointing(model):
             _, _, again = _packed(model, packing, samples)
             check("gradients, checkpointing, relative", _largest_relative(gradients, again), gradient_limit)
-        if packing.family.takes_token_timesteps(model):
+        if packing.family.timesteps_per != "row":
             check("outputs, a timestep per frame", _by_frame(model, packing, samples) / scale)
     longer = min(2 * strip_length, family_of(model).longest_strip(model))
     with _packing(model, longer, backend) as packing:
@@ -154,7 +154,7 @@ def verify_packing(
 def _draw_conditioning(model: Any, latents: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Draw what the model needs of samples beside their texts, the same each time."""
     family = family_of(model)
-    grids = [token_grid(latent, family.patch(model), sample=sample) for sample, latent in enumerate(latents)]
+    grids = [token_grid(latent, family.patch(model.config), sample=sample) for sample, latent in enumerate(latents)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = family.draw_conditioning(model, grids)
@@ -214,13 +214,17 @@ def _outputs(model: torch.nn.Module, packing: Packing, samples: _Samples) -> lis
 
 @torch.no_grad()
 def _by_frame(model: torch.nn.Module, packing: Packing, samples: _Samples) -> float:
-    """Return the largest difference of outputs with timesteps that rise from 0 over the frames of each sample."""
+    """Return the largest difference of outputs with timesteps that rise from 0 over the frames of each sample.
+
+    All samples have the conditioning of the first one, as some models take timesteps of frames for one frame rate.
+    """
     grids = samples.pack(packing).layout.grids
     rising = [
         timestep * torch.linspace(0, 1, grid[0], device=timestep.device)
         for timestep, grid in zip(samples.timesteps, grids, strict=True)
     ]
-    samples = replace(samples, timesteps=rising)
+    conditioning = {name: _chosen(values, [0] * len(grids)) for name, values in samples.conditioning.items()}
+    samples = replace(samples, timesteps=rising, conditioning=conditioning)
     packed = _outputs(model, packing, samples)
     with packing_disabled(model):
         return _largest(_alone(model, samples), packed)

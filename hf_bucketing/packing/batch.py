@@ -43,6 +43,20 @@ class Rows:
         return token_grid(self.latents[0], self.patch, sample=0)
 
     @property
+    def frame_timesteps(self) -> torch.Tensor:
+        """The timesteps of the frames of each row, `(rows, frames)`, or of the rows, `(rows,)`, where they have one.
+
+        Raises:
+            PackingError: If the tokens of a frame have several.
+        """
+        if self.timesteps.ndim == 1:
+            return self.timesteps
+        by_frame = self.timesteps.unflatten(1, (self.grid[0], -1))
+        if by_frame.shape[2] > 1 and not torch.equal(by_frame, by_frame[:, :, :1].expand_as(by_frame)):
+            raise PackingError("This model takes a timestep per frame; those of a frame's tokens differ.")
+        return by_frame[:, :, 0]
+
+    @property
     def known_mask(self) -> torch.Tensor:
         """The mask of the text, `(rows, length)`; ones where there is none."""
         return torch.ones_like(self.text[..., 0]) if self.text_mask is None else self.text_mask
@@ -60,7 +74,7 @@ class PackedBatch:
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor`): Further inputs of the model: one row per sample, `(n, …)`,
-            or for those that the family names in `latent_conditioning`, strips like the latents.
+            or for those of a latent's size, strips like the latents.
     """
 
     strips: torch.Tensor
@@ -123,6 +137,11 @@ class PackedBatch:
         if grids != self.layout.grids:
             raise PackingError(f"Expected tensors with the token grids {self.layout.grids}, got {grids}.")
         return to_strips(tensors, self.patch, layout=self.layout)
+
+
+def has_latent_size(values: Any) -> bool:
+    """Return whether conditioning has the size of the latents: a tensor for each sample in a list, or their stack."""
+    return not isinstance(values, torch.Tensor) or values.ndim == 5
 
 
 def token_timesteps(timesteps: torch.Tensor, grid: Grid, *, sample: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..devices import to_device
 from ..errors import PackingError
-from .batch import PackedBatch, Rows, token_timesteps
+from .batch import PackedBatch, Rows, has_latent_size, token_timesteps
 from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
 from .layout import PackedLayout
 from .names import Backend, Grid
-from .positions import hook_output, hook_rotary
+from .positions import PackTables, Tables, hook_tables, strip_tables
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
 from .strips import patchify, token_grid, unpatchify
 from .texts import TextTokens
@@ -26,13 +26,16 @@ Transformer: TypeAlias = Any
 """A diffusers model; its attributes differ by family."""
 
 Draw: TypeAlias = Callable[[Sequence[Grid]], Any]
-"""Function of the samples' token grids that draws plausible conditioning for them, `(n, …)`.
+"""Function of the samples' token grids that draws plausible conditioning for them.
 
-Of `latent_conditioning` it draws a list with a tensor per sample.
+It draws a tensor `(n, …)`, or, of what has the size of a latent, a list of `(channels, frames, height, width)`.
 """
 
 LatentsAs: TypeAlias = Literal["videos", "images", "frames_first", "tokens"]
 """How a model takes latents, see [`Family`]."""
+
+TimestepsPer: TypeAlias = Literal["row", "frame", "token"]
+"""What of a batch row has a timestep, see [`Family`]."""
 
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
@@ -55,19 +58,25 @@ class Family:
             that say so in their name.
         text ([`TextTokens`][hf_bucketing.packing.texts.TextTokens]): How text tokens take part in a pack.
         interpolates (`bool`): Whether positions can be stretched to a base size.
-        drops_tokens (`bool`): Whether tokens may be dropped: between attentions the model works on each token alone,
-            and attention depends on positions, not on which tokens there are.
         images_only (`bool`): Whether the model takes images, samples of one frame.
         latents_as (`"videos"`, `"images"`, `"frames_first"` or `"tokens"`): How the model takes latents: as
             `(rows, channels, frames, height, width)`, without frames, with frames before channels, or as
             `(rows, tokens, channels)`, where a token holds the channels of a patch.
+        strips_have_positions (`bool`): Whether the stock model looks up positions for the columns of strips, which
+            hooks then replace, so that strips are no longer than there are positions; else it sees those of samples.
         position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
             pipeline makes them.
         lora_targets (`tuple` of `str`): Ends of the names of the projections that get adapters by default.
-        timestep_per_token (`bool`): Whether the model takes a timestep for each token of a row, `(rows, tokens)`, as
-            well as one for the row.
-        latent_conditioning (`tuple` of `str`): Those of its [`conditioning`] that have the size of a latent,
-            `(n, channels, frames, height, width)`, and in a pack become strips, such as a control video.
+        without_lora (`tuple` of `str`): Parts of the names of projections that get none by default.
+        original_names (`tuple`, *optional*): Modules of diffusers, each with the layer of the original checkpoint that
+            holds its rows. `*` stands for a number, `**` for any rest. Some layers hold several modules, their rows in
+            the order given here. By default, the names are not proven.
+        original_prefix (`str`): What ComfyUI expects in front of these names.
+        channels (`str`): Setting of the transformer's configuration that holds the channels of its input.
+        width_settings (`tuple` of `str`): Settings whose product is the channels of a token between the blocks.
+        timesteps_per (`"row"`, `"frame"` or `"token"`): Whether the model takes one timestep for each row alone, or
+            also one for each frame, `(rows, frames)`, or each token of a row, `(rows, tokens)`. For timesteps of
+            frames, the strips of a pack lie along frames instead of columns, so that each token is a frame of its own.
         cast_inputs (`tuple` of `str`): Arguments of the forward that layers take in the model's own dtype. Positions
             and schedules read all others, which stay exact where FSDP or DeepSpeed cast inputs.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
@@ -89,13 +98,17 @@ class Family:
     processors_read_fusion: ClassVar[bool] = False
     text: ClassVar[TextTokens] = TextTokens()
     interpolates: ClassVar[bool] = False
-    drops_tokens: ClassVar[bool] = True
     images_only: ClassVar[bool] = False
     latents_as: ClassVar[LatentsAs] = "videos"
+    strips_have_positions: ClassVar[bool] = True
     position_module: ClassVar[str | None] = None
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    timestep_per_token: ClassVar[bool] = False
-    latent_conditioning: ClassVar[tuple[str, ...]] = ()
+    without_lora: ClassVar[tuple[str, ...]] = ()
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    original_prefix: ClassVar[str] = "diffusion_model."
+    channels: ClassVar[str] = "in_channels"
+    width_settings: ClassVar[tuple[str, ...]] = ("num_attention_heads", "attention_head_dim")
+    timesteps_per: ClassVar[TimestepsPer] = "row"
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
     context_parallel: ClassVar[bool] = False
@@ -106,26 +119,39 @@ class Family:
         if strip_length > longest:
             raise PackingError(f"strip_length={strip_length} exceeds the {longest} positions of this model's axes.")
 
-    def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
-        """Raise PackingError if a sample's grid exceeds the model's positions."""
-        for sample, grid in enumerate(grids):
-            for axis, count, limit in zip(("frames", "rows", "columns"), grid, self.limits(transformer), strict=True):
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
+        """Raise PackingError if the model cannot run a sample or a text of a pack.
+
+        Positions that are `stretched` over those of a base size fit every grid.
+        """
+        name, fixed = type(transformer).__name__, self.text_length(transformer.config)
+        limits = (UNLIMITED,) * 3 if stretched else self.limits(transformer)
+        for sample, (grid, words) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
+            if self.images_only and grid[0] > 1:
+                raise PackingError(f"Sample {sample} has {grid[0]} latent frames, but {name} takes images.")
+            for axis, count, limit in zip(("frames", "rows", "columns"), grid, limits, strict=True):
                 if count > limit:
                     raise PackingError(
                         f"Sample {sample} has a token grid of {grid}, but this model has {limit} positions for "
                         f"{axis}; use a smaller size."
                     )
-
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Raise PackingError if the model cannot run a sample or a text of a pack, also with stretched positions."""
-        name = type(transformer).__name__
-        for sample, (grid, words) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
-            if self.images_only and grid[0] > 1:
-                raise PackingError(f"Sample {sample} has {grid[0]} latent frames, but {name} takes images.")
             if words < self.text.shortest:
                 raise PackingError(
                     f"{name} attends among or takes the mean of a text's tokens; text {sample} has none."
                 )
+            if fixed not in (None, words):
+                raise PackingError(
+                    f"This {name} takes texts of {fixed} tokens, padding included; text {sample} has {words}."
+                )
+
+    def check_grid(self, transformer: Transformer, grid: Grid, *, kept: torch.Tensor | None = None) -> None:
+        """Raise PackingError if the model cannot run a sample of this token grid, whatever its text.
+
+        `kept` are the indices of the tokens that are not dropped, if some are.
+        """
+        words, tokens = self.text_length(transformer.config) or self.text.shortest, None if kept is None else (kept,)
+        layout = PackedLayout(grids=(grid,), text_lengths=(words,), strip_length=1, kept=tokens)
+        self.check_layout(transformer, layout)
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the largest token grid that the model has positions for."""
@@ -133,24 +159,23 @@ class Family:
 
     def longest_strip(self, transformer: Transformer) -> int:
         """Return the longest strip that the model's positions allow; a strip counts as one row of columns."""
-        return self.limits(transformer)[2]
+        return self.limits(transformer)[2] if self.strips_have_positions else UNLIMITED
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return latent frames, rows and columns per token."""
-        size = transformer.config.patch_size
-        if isinstance(size, int):
-            return getattr(transformer.config, "patch_size_t", None) or 1, size, size
-        t, h, w = size
+    def patch(self, config: Mapping[str, Any]) -> Grid:
+        """Return latent frames, rows and columns per token, by the configuration of the transformer."""
+        size = config["patch_size"]
+        sides = [size, size] if isinstance(size, int) else list(size)
+        t, h, w = sides if len(sides) == 3 else [config.get("patch_size_t") or 1, *sides]
         return t, h, w
 
     def in_channels(self, transformer: Transformer) -> int:
         """Return the channels of a latent; where latents are taken as tokens, the model counts those of a patch."""
-        per_patch = math.prod(self.patch(transformer)) if self.latents_as == "tokens" else 1
-        return int(transformer.config.in_channels) // per_patch
+        per_patch = math.prod(self.patch(transformer.config)) if self.latents_as == "tokens" else 1
+        return int(getattr(transformer.config, self.channels)) // per_patch
 
     def width(self, transformer: Transformer) -> int:
         """Return the channels of a token between the blocks."""
-        return int(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
+        return math.prod(int(getattr(transformer.config, name)) for name in self.width_settings)
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding."""
@@ -164,8 +189,13 @@ class Family:
         return ()
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the per-sample tensors that the transformer's forward needs beside the text, and how to draw them."""
+        """Return what the transformer's forward needs of each sample beside the text, and how to draw it."""
         return {}
+
+    def draw_latents(self, transformer: Transformer, grids: Sequence[Grid], *, channels: int) -> list[torch.Tensor]:
+        """Return random tensors of the sizes of latents, `(channels, frames, height, width)` each."""
+        p_t, p_h, p_w = self.patch(transformer.config)
+        return [torch.randn(channels, t * p_t, h * p_h, w * p_w) for t, h, w in grids]
 
     def draw_conditioning(self, transformer: Transformer, grids: Sequence[Grid]) -> dict[str, Any]:
         """Return plausible values of [`conditioning`] for samples of these grids, for trying a model out."""
@@ -188,12 +218,11 @@ class Family:
         ]
         return list(zip(*sides, strict=True))
 
-    def takes_token_timesteps(self, transformer: Transformer) -> bool:
-        """Return whether a pack of several samples may have timesteps per token in this configuration of the model."""
-        return self.timestep_per_token
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
+        """Return the one length that texts must have, padding included; None where each has its own.
 
-    def text_length(self, transformer: Transformer) -> int | None:
-        """Return the one length that texts must have, padding included; None where each has its own."""
+        It follows from the configuration of the transformer.
+        """
         return None
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
@@ -211,10 +240,11 @@ class Family:
         transformer where there is none. Hooks are copied and pickled with the transformer: functions of a module, or
         a `partial` of one.
         """
-        table = partial(self.positions, base_size=base_size)
-        if self.position_module is None:
-            return [hook_rotary(transformer, table)]
-        return [hook_output(getattr(transformer, self.position_module), table)]
+        return [hook_tables(transformer, self.position_module, self.pack_tables(base_size))]
+
+    def pack_tables(self, base_size: Grid | None) -> PackTables:
+        """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
+        return partial(strip_tables, Tables(partial(self.positions, base_size=base_size)))
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -227,26 +257,31 @@ class Family:
         return layout, pad_text_to
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return a pack as batch rows: one per strip, each with its sample's timestep."""
+        """Return a pack as batch rows: one per strip, each with its sample's timestep and conditioning."""
         text, text_mask = batch.text_rows(self.text.rows)
         conditioning = {name: to_device(values, batch.strips.device) for name, values in batch.conditioning.items()}
         return Rows(
-            latents=batch.strips,
+            latents=_laid_out(batch.strips, batch.patch, self._grid_of_strips(batch)),
             timesteps=batch.timesteps_by_strip(),
             text=text,
             text_mask=text_mask,
             patch=batch.patch,
             conditioning={
-                name: values if name in self.latent_conditioning else batch.per_strip(values)
+                name: values if has_latent_size(values) else batch.per_strip(values)
                 for name, values in conditioning.items()
             },
         )
+
+    def _grid_of_strips(self, batch: PackedBatch) -> Grid:
+        """Return the token grid of a strip as the model gets it: along columns, or along frames with timesteps."""
+        length = batch.layout.strip_length
+        return (length, 1, 1) if self.timesteps_per == "frame" and batch.timesteps.ndim == 2 else (1, 1, length)
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
             "hidden_states": _arranged(rows.latents, rows.patch, self.latents_as),
-            "timestep": rows.timesteps,
+            "timestep": rows.frame_timesteps if self.timesteps_per == "frame" else rows.timesteps,
             "encoder_hidden_states": rows.text,
             **rows.conditioning,
         }
@@ -263,13 +298,10 @@ class Family:
             return output.transpose(1, 2)
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
-    def forward_kwargs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the arguments of the transformer's forward for a pack."""
-        return self.inputs(self.rows(batch))
-
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
-        return self.restored(output, (1, 1, batch.layout.strip_length), batch.patch)
+        rows = self.restored(output, self._grid_of_strips(batch), batch.patch)
+        return _laid_out(rows, batch.patch, (1, 1, batch.layout.strip_length))
 
     def run(self, transformer: Transformer, rows: Rows, *, wrapped: Any = None) -> torch.Tensor:
         """Run the unpacked transformer on samples of one size, as its pipeline does.
@@ -301,12 +333,14 @@ class Family:
         The timestep is that of the sample, `()`, or of its tokens or frames, as in a pack.
         """
         if timestep.ndim:
-            timestep = token_timesteps(timestep, token_grid(latent, self.patch(transformer), sample=0), sample=0)
+            timestep = token_timesteps(
+                timestep, token_grid(latent, self.patch(transformer.config), sample=0), sample=0
+            )
         rows = Rows(
             latents=latent[None],
             timesteps=timestep[None],
             text=text[None],
-            patch=self.patch(transformer),
+            patch=self.patch(transformer.config),
             conditioning={name: values[None] for name, values in conditioning.items()},
         )
         return self.run(transformer, rows)[0]
@@ -319,6 +353,12 @@ def _arranged(latents: torch.Tensor, patch: Grid, latents_as: LatentsAs) -> torc
     if latents_as == "frames_first":
         return latents.transpose(1, 2)
     return latents.squeeze(2) if latents_as == "images" else latents
+
+
+def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:
+    """Return batch rows `(rows, channels, frames, height, width)` with the same tokens on another grid."""
+    sides = tuple(count * part for count, part in zip(grid, patch, strict=True))
+    return rows if rows.shape[2:] == sides else unpatchify(patchify(rows, patch), grid)
 
 
 def freeze_unused(family: Family, transformer: Transformer) -> None:

@@ -41,13 +41,13 @@ def packed_forward(
     batch.layout.prepare(
         packing.backend, (segments for processor in processors for segments in processor.segments(batch.layout))
     )
-    patch = family.patch(packing.transformer)
+    patch = family.patch(packing.transformer.config)
     if batch.patch != patch:
         raise PackingError(
             f"This pack was made for a model with patches of {batch.patch}; this {packing.model_name} has patches of "
             f"{patch}. Make it with the packing of the transformer that runs it."
         )
-    kwargs = {**family.forward_kwargs(batch), **_attention_kwargs(packing, attention_kwargs)}
+    kwargs = {**family.inputs(family.rows(batch)), **_attention_kwargs(packing, attention_kwargs)}
     bind_checkpoints(packing.transformer)
     with use_layout(batch.layout), exact_inputs(kwargs, cast=family.cast_inputs):
         output = output_of(transformer(**kwargs, return_dict=False))

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from ..devices import to_device
 from ..errors import PackingError
-from .batch import PackedBatch, token_timesteps
+from .batch import PackedBatch, has_latent_size, token_timesteps
 from .context import exact_timesteps
-from .family import Family
+from .family import Family, Transformer
 from .layout import PackedLayout
 from .names import Backend, Grid
 from .strips import by_strip, to_strips, token_grid
@@ -26,7 +26,7 @@ from .token_drop import Seed, TokenDrop
 class Packing:
     """A transformer's packing, as [`enable_packing`][hf_bucketing.models.enable_packing] returns it."""
 
-    transformer: torch.nn.Module
+    transformer: Transformer
     family: Family
     strip_length: int
     backend: Backend
@@ -57,7 +57,7 @@ class Packing:
             timesteps (`torch.Tensor` of shape `(n,)`, or sequence of `torch.Tensor`): One per sample, integers or at
                 least `float32`: half precision rounds 999 to 1000. A sequence holds a tensor per sample, with one
                 timestep per token, `(t·h·w,)`, or per frame of its token grid, `(t,)`, as for a clean first frame;
-                for models that embed a timestep per token (`timestep_per_token` of the family).
+                for models that embed several timesteps per sample (`timesteps_per` of the family).
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The samples'
                 texts. The model attends to every token, padding included: leave out what it must not see. One tensor
                 given for several samples is stored once.
@@ -85,7 +85,7 @@ class Packing:
                 sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
         """
         conditions = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
-        patch = self.family.patch(self.transformer)
+        patch = self.family.patch(self.transformer.config)
         texts = apply_text_mask(self.family.text.padding, text, mask=text_mask)
         self._check_timesteps(timesteps, count=len(latents))
         if not len(latents) == len(texts) == len(timesteps) or not len(latents):
@@ -95,8 +95,6 @@ class Packing:
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
-        if self.base_size is None:
-            self.family.check_grids(self.transformer, grids)
         stored, caption_ids = deduplicate(texts)
         layout = PackedLayout(
             grids=grids,
@@ -107,7 +105,7 @@ class Packing:
             caption_ids=caption_ids if pad_text_to is None else None,
             kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
         )
-        self.family.check_layout(self.transformer, layout)
+        self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
         layout = replace(
             layout,
@@ -125,9 +123,8 @@ class Packing:
             layout=layout,
             patch=patch,
         )
-        by_latent = self.family.latent_conditioning
         packed = {
-            name: batch.pack_like(values) if name in by_latent else values for name, values in conditions.items()
+            name: batch.pack_like(values) if has_latent_size(values) else values for name, values in conditions.items()
         }
         return replace(batch, conditioning=packed)
 
@@ -139,7 +136,7 @@ class Packing:
         elif isinstance(timesteps, Sequence) and all(
             torch.is_tensor(levels) and levels.ndim == 1 for levels in timesteps
         ):
-            if self.family.timestep_per_token:
+            if self.family.timesteps_per != "row":
                 return
             raise PackingError(
                 f"{self.model_name} embeds one timestep per batch row, so all tokens of a sample have the same one: "
@@ -170,10 +167,6 @@ class Packing:
     ) -> tuple[torch.Tensor, ...] | None:
         if drop is None:
             return None
-        if not self.family.drops_tokens:
-            raise PackingError(
-                f"{self.model_name} does more than attention across tokens; pack it without token_drop."
-            )
         if not self.transformer.training:
             raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
         if seeds is None:
@@ -184,17 +177,16 @@ class Packing:
         return tuple(to_device(torch.from_numpy(tokens), device) for tokens in kept)
 
     def _check_conditioning(self, conditioning: Mapping[str, Any], *, count: int) -> Mapping[str, Any]:
-        names, by_latent = list(self.family.conditioning(self.transformer)), self.family.latent_conditioning
+        names = list(self.family.conditioning(self.transformer))
         if not isinstance(conditioning, Mapping) or not all(
-            torch.is_tensor(values) for name, values in conditioning.items() if name not in by_latent
+            isinstance(values, (torch.Tensor, Sequence)) and all(map(torch.is_tensor, values))
+            for values in conditioning.values()
         ):
             raise PackingError(
                 f"`conditioning` must be a mapping of names to tensors of {count} rows, here of "
                 f"{names or 'nothing'}; got {conditioning!r:.200}."
             )
-        got = {
-            name: (len(values),) if name in by_latent else tuple(values.shape) for name, values in conditioning.items()
-        }
+        got = {name: tuple(getattr(values, "shape", (len(values),))) for name, values in conditioning.items()}
         if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
             raise PackingError(
                 f"This {self.model_name} needs conditioning {names or 'none'}, each with "

@@ -104,26 +104,32 @@ def position_strips(
     return tuple(by_strip(samples, layout) for samples in by_table)
 
 
-def hook_output(module: torch.nn.Module, table: Table) -> RemovableHandle:
-    """Replace a position module's output by tables laid out as the tokens of the pack; return the hook's handle."""
-    return module.register_forward_hook(partial(_replace, Tables(table)))
+PackTables: TypeAlias = Callable[[Any], tuple[torch.Tensor, ...]]
+"""Function of a hooked module: its position tables for the active pack, `(num_strips, …)` each."""
 
 
-def _replace(
-    tables: Tables, module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: Any
-) -> tuple[torch.Tensor, ...]:
-    return position_strips(active_layout(), lambda grid: tables(module, grid, args[0].device))
-
-
-def hook_rotary(transformer: torch.nn.Module, table: Table) -> RemovableHandle:
-    """Pass a transformer the rotary tables of the pack's tokens, as its pipeline passes them; return the handle."""
-    return transformer.register_forward_pre_hook(partial(_add, Tables(table)), with_kwargs=True)
-
-
-def _add(tables: Tables, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def strip_tables(tables: Tables, module: Any) -> tuple[torch.Tensor, ...]:
+    """Return the position tables of the active pack's tokens by strip."""
     layout = active_layout()
-    rotary = position_strips(layout, lambda grid: tables(module, grid, torch.device(layout.device)))
-    return args, {**kwargs, "image_rotary_emb": rotary}
+    return position_strips(layout, lambda grid: tables(module, grid, torch.device(layout.device)))
+
+
+def hook_tables(transformer: Any, module: str | None, tables: PackTables) -> RemovableHandle:
+    """Replace the output of a position module by the tables of the pack; return the hook's handle.
+
+    Where there is no such module, pass them to the transformer, as its pipeline does.
+    """
+    if module is None:
+        return transformer.register_forward_pre_hook(partial(_add, tables), with_kwargs=True)
+    return getattr(transformer, module).register_forward_hook(partial(_replace, tables))
+
+
+def _replace(tables: PackTables, module: Any, args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, ...]:
+    return tables(module)
+
+
+def _add(tables: PackTables, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return args, {**kwargs, "image_rotary_emb": tables(module)}
 
 
 def shape_only(like: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:

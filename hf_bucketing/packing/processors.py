@@ -205,6 +205,7 @@ class PackedJointAttnProcessor(Processor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend inside each sample.
 
@@ -216,6 +217,7 @@ class PackedJointAttnProcessor(Processor):
             attention_mask (`torch.Tensor`, *optional*): Unused; the layout takes its place.
             image_rotary_emb (`tuple`, *optional*): Cosines and sines of the tokens, `(strips, strip_length,
                 head_dim)`, and of the text, `(strips, text_slots, head_dim)`; without the latter text is not rotated.
+            encoder_hidden_states_mask (`torch.Tensor`, *optional*): Unused, like the other mask.
 
         Returns:
             `torch.Tensor` in the shape of `hidden_states`, and with `encoder_hidden_states` another in its shape.
@@ -279,8 +281,7 @@ class PackedJointAttnProcessor(Processor):
 class PackedRowAttnProcessor(PackedJointAttnProcessor):
     """Attention over whole batch rows: of a strip's tokens, of its text slots, or of both side by side.
 
-    For models that refine tokens and text apart before they join them (Lumina 2, Z-Image). Rotary tables come by row
-    too. A family's own processor says how its stock processor is called.
+    For models that refine tokens and text apart before they join them (Lumina 2, Z-Image).
 
     Args:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
@@ -305,28 +306,40 @@ class PackedRowAttnProcessor(PackedJointAttnProcessor):
             return (layout.self_segments,)
         return (layout.joint.segments if self.scope == "joint" else layout.joint.text_segments,)
 
-    def attend_to_rows(self, attn: Any, rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def __call__(  # type: ignore[override]
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: torch.Tensor | None = None,
+        freqs_cis: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend inside each sample.
 
         Args:
             attn (`Attention`): Module with the projections and norms.
-            rows (`torch.Tensor` of shape `(strips, length, dim)`): The rows.
-            rotary (`tuple` of `torch.Tensor` of shape `(strips, length, …)`): Their rotary tables.
+            hidden_states (`torch.Tensor` of shape `(strips, length, dim)`): The rows.
+            encoder_hidden_states (`torch.Tensor`, *optional*): Unused; the same rows once more.
+            attention_mask (`torch.Tensor`, *optional*): Unused; the layout takes its place.
+            image_rotary_emb (`torch.Tensor` of shape `(strips, length, D/2)`, *optional*): Complex rotations.
+            freqs_cis (`torch.Tensor`, *optional*): Their name in Z-Image.
 
         Returns:
-            `torch.Tensor` in the shape of `rows`.
+            `torch.Tensor` in the shape of `hidden_states`.
         """
-        layout = active_layout()
+        layout, rotary = active_layout(), image_rotary_emb if freqs_cis is None else freqs_cis
+        assert rotary is not None, "the models rotate all rows"
         (segments,) = self.segments(layout)
         if self.scope == "joint":
-            sides = (self._tokens_and_text(part, layout) for part in (rows, *rotary))
-            states, *tables = (layout.joint.gather(tokens, text) for tokens, text in sides)
+            sides = (self._tokens_and_text(part, layout) for part in (hidden_states, rotary))
+            states, table = (layout.joint.gather(tokens, text) for tokens, text in sides)
         else:
-            states, *tables = (part.flatten(0, 1) for part in (rows, *rotary))
-        query, key, value = self.heads(attn, states, tables)
+            states, table = (part.flatten(0, 1) for part in (hidden_states, rotary))
+        query, key, value = self.heads(attn, states, [table])
         attended = _through(attn.to_out, attend(query, key, value, segments, backend=self.backend).flatten(1))
         if self.scope != "joint":
-            return attended.view_as(rows)
+            return attended.view_as(hidden_states)
         tokens, text = layout.joint.scatter(attended)
         return torch.cat([text, tokens] if self.text_first else [tokens, text], 1)
 

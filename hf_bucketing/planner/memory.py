@@ -16,6 +16,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..models.loading import Part, part_of, tile
 from ..placement.offload import check_blocks
 from ..placement.sharding import HALF
+from ..plans.packs import strip_tokens
 from ..units import format_bytes
 from .components import Components, read_components
 from .settings import PlanConfig
@@ -208,6 +209,8 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
     else:
         size = Size(*config.sample_size)
     per_sample = spec.num_tokens(size)  # raises if it does not divide into tokens
+    if config.batching == "pack":
+        per_sample = strip_tokens(per_sample, config.strip_length)
     text = components.recipe.text_tokens(config.max_sequence_length)
     samples = config.train_batch_size
     if config.max_tokens is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -181,12 +181,11 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
         `list` of `dict`: Cells by column title. Kinds of less than 64 MiB in all rows have no column.
     """
     peaks = [asdict(row.plan.peak) for row in rows]
-    columns = [name for name in peaks[0] if any(peak[name] >= 2**26 for peak in peaks)]
-    titles = [name.replace("_", " ").replace("vae", "VAE") for name in columns]
+    columns = titles_of([kind for kind in peaks[0] if any(peak[kind] >= 2**26 for peak in peaks)])
     return [
         {
             "each with those above": row.name,
-            **{title: _gib(peak[name]) for title, name in zip(titles, columns, strict=True)},
+            **{title: _gib(peak[kind]) for kind, title in columns.items()},
             "total": _gib(row.plan.total),
             "saves": _gib(row.saved) if row.saved else "",
             f"in {gpu_memory:g} GiB": verdict_on(row.plan.total, gpu_memory * 2**30),
@@ -194,6 +193,11 @@ def option_rows(rows: Sequence[MemoryOption], *, gpu_memory: float) -> list[dict
         }
         for row, peak in zip(rows, peaks, strict=True)
     ]
+
+
+def titles_of(kinds: Iterable[str]) -> dict[str, str]:
+    """Return the titles of kinds of memory."""
+    return {kind: kind.replace("_", " ").replace("vae", "VAE") for kind in kinds}
 
 
 def format_options(rows: Sequence[MemoryOption], *, gpu_memory: float) -> str:

@@ -10,6 +10,7 @@ from ..errors import BucketingError
 from ..optimizers.settings import OptimizerConfig
 from ..placement.conflicts import Combination, check_combination
 from ..placement.settings import MemoryConfig, Precision
+from ..plans.packs import PackPlanConfig
 from ..settings import check_at_least, check_literals
 
 
@@ -24,6 +25,7 @@ class PlanConfig:
         max_tokens (`int`, *optional*): Tokens per process and step instead, those of text in the sequence of its
             sample included: as many samples as fit, at least one.
         batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs, which the VAE encodes one by one.
+        strip_length (`int`): Tokens per strip of a pack.
         cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
             VAE is not loaded, with `"all"` no text encoder either.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
@@ -48,6 +50,7 @@ class PlanConfig:
     train_batch_size: int = 1
     max_tokens: int | None = None
     batching: Literal["bucket", "pack"] = "bucket"
+    strip_length: int = PackPlanConfig.strip_length
     cached: Literal["nothing", "latents", "all"] = "nothing"
     mixed_precision: Precision = "bf16"
     sharding: Literal["ddp", "fsdp2"] = "ddp"
@@ -69,7 +72,7 @@ class PlanConfig:
             raise BucketingError("`base_predictions` are made below adapters; give their rank too (`lora_rank`).")
         check_at_least(
             1, self, "train_batch_size", "max_tokens", "num_processes", "gradient_accumulation_steps",
-            "max_sequence_length",
+            "max_sequence_length", "strip_length",
         )  # fmt: skip
         if self.sample_size is not None and (len(self.sample_size) != 3 or min(self.sample_size) < 1):
             raise BucketingError(

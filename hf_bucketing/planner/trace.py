@@ -31,7 +31,7 @@ from ..adapters.lora import add_adapters
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
 from ..models.registry import families
-from ..packing.batch import Rows
+from ..packing.batch import Rows, has_latent_size
 from ..packing.context import bind_checkpoints
 from ..packing.family import freeze_unused, output_of
 from ..packing.names import Grid
@@ -270,16 +270,16 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     These are masks and other conditioning, which are all ones: the most that a sample can have of text and images.
     """
     family = families()[type(model).__name__]
-    patch, count = family.patch(model), len(step.latent_sizes)
+    patch, count = family.patch(model.config), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
     t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
-    family.check_grids(model, [(t, h, w)])
+    family.check_grid(model, (t, h, w))
     conditioning = {}
     for name, drawn in family.draw_conditioning(model, [(t, h, w)] * count).items():
         values = drawn if isinstance(drawn, torch.Tensor) else torch.stack(drawn)
-        conditioning[name] = values.to("meta") if name in family.latent_conditioning else torch.ones_like(values)
+        conditioning[name] = values.to("meta") if has_latent_size(values) else torch.ones_like(values)
     added = max(family.added_lengths(conditioning) or (0,))
-    length = family.text_length(model) or max(1, step.text_length - added)
+    length = family.text_length(model.config) or max(1, step.text_length - added)
     rows = Rows(
         latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),

@@ -112,7 +112,7 @@ class FirstFit:
             if span <= room and cost <= cost_rooms[place]:
                 break
         else:
-            if len(rooms) == self.open_packs:
+            if len(rooms) >= self.open_packs:
                 fullness = self.limits.fullness
                 self._close_at(max(range(len(rooms)), key=lambda place: fullness(rooms[place], cost_rooms[place])))
             place = len(rooms)

@@ -1,17 +1,16 @@
-"""Reports about tables, columns and plans: text, JSON, pages, and figures, for which alone matplotlib is needed."""
+"""Reports about tables, columns and plans: text, JSON, pages, and figures; matplotlib draws the charts of both."""
 
 from .bucket_page import Beside, MemoryRow, bucket_page
-from .compare import LadderChoice, Report, count_kept, make_report, measure_ladder
+from .compare import Report, count_kept, make_report, measure_ladder
 from .figures import draw_figures
 from .measure import AssignedColumns, ReportConfig, SizeColumns
 from .page import render_page
 from .sources import SourceUse, count_sources, describe_sources
-from .text import describe_assignment, describe_packed_frames, format_ladders, format_report
+from .text import describe_assignment, describe_packed_frames, format_report
 
 __all__ = [
     "AssignedColumns",
     "Beside",
-    "LadderChoice",
     "MemoryRow",
     "Report",
     "ReportConfig",
@@ -24,7 +23,6 @@ __all__ = [
     "describe_packed_frames",
     "describe_sources",
     "draw_figures",
-    "format_ladders",
     "format_report",
     "make_report",
     "measure_ladder",

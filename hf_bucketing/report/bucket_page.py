@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..buckets.sizes import Size
-from .charts import Chart, bar_chart, histogram_chart
-from .compare import Report, StrategyReport
+from .charts import bar_chart
+from .compare import Report
 from .crops import WorstCrop
-from .figures import MAX_BARS
-from .measure import BucketUse
+from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
 from .sources import SourceUse, source_cells
-from .text import describe_cut_samples, own_sizes, percent, short_number, size_label
-
-_NAMED = ("bucket", "id", "width ÷ height")
-"""Columns that name a bucket, whose cells are those of `_named`."""
+from .text import (
+    bucket_cells,
+    bucket_note,
+    describe_cut_samples,
+    describe_strategies,
+    percent,
+    short_number,
+    size_label,
+    strategy_cells,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ def bucket_page(report: Report, beside: Beside) -> Page:
     config, spec = report.config, report.spec
     sections = [
         Section(name="overview", title="Overview", blocks=_overview(report, beside)),
-        Section(name="data", title="The data", blocks=[_histograms(report)]),
+        Section(name="data", title="The data", blocks=[Charts(charts=data_charts(report))]),
         Section(name="sources", title="Sources", blocks=[_sources(beside.sources)] if beside.sources else []),
         Section(name="buckets", title="Buckets", blocks=_buckets(report)),
         Section(name="crops", title="Worst crops", blocks=_crops(report.worst_crops, beside)),
@@ -108,128 +112,33 @@ def _overview(report: Report, beside: Beside) -> list[Block]:
     return blocks
 
 
-def _histograms(report: Report) -> Charts:
-    def counts(name: str) -> str:
-        return f"Histogram of {name} of the samples; the numbers are in the file of --json."
-
-    charts = [
-        (
-            "Sizes",
-            histogram_chart(
-                report.sizes, alt=counts("sizes"), x_label="√(width × height) in pixels, log scale", y_label="samples"
-            ),
-            "Side of a square of the same area as the frame, before any resize.",
-        ),
-        (
-            "Aspect ratios",
-            histogram_chart(
-                report.aspects, alt=counts("aspect ratios"), x_label="width ÷ height, log scale", y_label="samples"
-            ),
-            "1 is square, above 1 is landscape.",
-        ),
-        (
-            "Tokens",
-            histogram_chart(
-                report.tokens,
-                alt=counts("tokens"),
-                x_label="tokens per sample, log scale",
-                y_label="samples",
-                colours=(2, 3),
-            ),
-            "What the model computes per sample: cut to its bucket, or whole as in packs.",
-        ),
-    ]
-    if report.durations is not None:
-        chart = histogram_chart(
-            report.durations, alt=counts("durations"), x_label="seconds, log scale", y_label="videos"
-        )
-        charts.insert(2, ("Durations", chart, "Videos only, before frames are cut off."))
-    return Charts(charts=charts)
-
-
 def _sources(sources: Sequence[SourceUse]) -> Table:
-    return Table(
-        title="What each source adds to an epoch",
-        head=("source", "rows", "rejected", "buckets", "samples per epoch", "share of samples", "share of tokens"),
-        rows=source_cells(sources),
-        note="Samples per epoch count the weights and repeats that the rows were prepared with.",
-    )
+    head, *rows = source_cells(sources)
+    note = "Samples per epoch count the weights and repeats that the rows were prepared with."
+    return Table(title="What each source adds to an epoch", head=head, rows=rows, note=note)
 
 
 def _buckets(report: Report) -> list[Block]:
-    used = report.buckets.used
+    used, config = report.buckets.used, report.config
     blocks: list[Block] = []
     if used:
-        blocks += [_bucket_chart(used[:MAX_BARS], report), *_bucket_tables(used, report)]
+        head, *rows = bucket_cells(used, config.units)
+        title, note = "Buckets in use, the fullest first", bucket_note(config)
+        blocks.append(Charts(charts=[occupancy(report)]))
+        blocks.append(Table(title=title, head=head, rows=rows[:MAX_BARS], note=note))
+        if len(rows) > MAX_BARS:
+            blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
         if (cut := report.buckets.cut_short) is not None:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:
         blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
     empty = [bucket for bucket in report.buckets.buckets if not bucket.num_samples]
     if empty:
-        rows = [(*_named(bucket), f"{bucket.num_tokens:,}") for bucket in empty]
-        head = (*_NAMED, "tokens")
-        blocks.append(Table(title=f"{len(empty):,} buckets without a sample", head=head, rows=rows, folded=True))
+        shown = ("bucket", "id", "width ÷ height", "tokens")
+        titles, *lines = bucket_cells(empty, config.units)
+        rows = [tuple(line[titles.index(name)] for name in shown) for line in lines]
+        blocks.append(Table(title=f"{len(empty):,} buckets without a sample", head=shown, rows=rows, folded=True))
     return blocks
-
-
-def _bucket_chart(shown: Sequence[BucketUse], report: Report) -> Charts:
-    bars = []
-    for bucket in shown:
-        full = (bucket.batches - bucket.short_batches) * report.config.batch_size
-        in_short = bucket.num_samples - full - bucket.mixed_samples - bucket.dropped
-        parts = (full, in_short, bucket.mixed_samples, bucket.dropped)
-        bars.append((size_label(bucket.size), tuple(map(float, parts)), f"{bucket.num_samples:,}"))
-    chart = bar_chart(
-        bars,
-        alt=f"Samples of the {len(shown)} fullest buckets, by the kind of batch that they are in.",
-        x_label="samples",
-        parts=("in full batches", "in short batches", "in mixed steps", "dropped in this epoch"),
-    )
-    title = "Samples by bucket and kind of batch"
-    if len(shown) < len(report.buckets.used):
-        title += f": the {len(shown)} fullest of {len(report.buckets.used)}"
-    return Charts(charts=[(title, chart, "Samples in short batches and mixed steps fill less of a step.")])
-
-
-def _bucket_tables(used: Sequence[BucketUse], report: Report) -> list[Block]:
-    units = report.config.units
-    head = (
-        *(*_NAMED, "samples", "area kept", "frames kept", "scale", "enlarged", "tokens"),
-        *(units.sample, "batches", "short", "mixed", "dropped"),
-    )
-    rows = [
-        (
-            *_named(bucket),
-            f"{bucket.num_samples:,}",
-            percent(bucket.kept_area),
-            percent(bucket.kept_frames),
-            f"{bucket.scale:.3f}",
-            f"{bucket.enlarged:,}",
-            f"{bucket.num_tokens:,}",
-            short_number(bucket.cost * units.sample_factor),
-            f"{bucket.batches:,}",
-            f"{bucket.short_batches:,}",
-            f"{bucket.mixed_samples:,}",
-            f"{bucket.dropped:,}",
-        )
-        for bucket in used
-    ]
-    note = (
-        f"A bucket is named frames×height×width, or height×width for images. Scale is the mean factor of the sides; "
-        f"tokens and {units.sample} ({units.counts}) are those of one sample. Batches are those of all processes, "
-        f"short ones hold fewer than {report.config.batch_size} samples; mixed and dropped count samples."
-    )
-    blocks: list[Block] = [
-        Table(title="Buckets in use, the fullest first", head=head, rows=rows[:MAX_BARS], note=note)
-    ]
-    if len(rows) > MAX_BARS:
-        blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
-    return blocks
-
-
-def _named(bucket: BucketUse) -> tuple[str, str, str]:
-    return size_label(bucket.size), f"{bucket.bucket_id}", f"{bucket.size.aspect_ratio:.3f}"
 
 
 def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
@@ -297,87 +206,14 @@ def _size_or_none(size: tuple[int, int, int]) -> str:
 
 
 def _strategies(report: Report) -> list[Block]:
-    strategies, config = report.strategies, report.config
-
-    def panel(
-        title: str, label: str, values: Sequence[float], texts: Sequence[str], note: str
-    ) -> tuple[str, Chart, str]:
-        bars = [
-            (strategy.name, (value,), text) for strategy, value, text in zip(strategies, values, texts, strict=True)
-        ]
-        said = ", ".join(f"{name} {text}" for name, _, text in bars)
-        return title, bar_chart(bars, alt=f"{title}: {said}", x_label=label, colours=(1, 0, 2)), note
-
-    def shares(title: str, label: str, name: str, note: str) -> tuple[str, Chart, str]:
-        values = [getattr(strategy, name) for strategy in strategies]
-        return panel(title, label, [100 * value for value in values], [*map(percent, values)], note)
-
-    costs = [strategy.epoch_cost * config.units.epoch_factor for strategy in strategies]
-    charts = [
-        shares("Real ÷ computed tokens", "% of computed tokens", "token_use", "The rest is padding."),
-        shares("Step-time balance", "% of the slowest process", "step_balance", "The rest is waiting for it."),
-        shares("Useful work", "% of all processes' time", "efficiency", "Neither padding nor waiting."),
-        shares("Area cropped, mean", "% of the frame", "cropped_area", "Cut off by cover-resize and crop."),
-        panel(
-            "Cost of an epoch",
-            config.units.epoch,
-            costs,
-            [*map(short_number, costs)],
-            f"Sum over steps of the slowest process, {config.units.counts}.",
-        ),
-        panel(
-            "Samples kept",
-            "samples",
-            [strategy.kept for strategy in strategies],
-            [f"{strategy.kept:,}" for strategy in strategies],
-            "Of one epoch.",
-        ),
-    ]  # fmt: skip
-    max_tokens = next(strategy.max_tokens for strategy in strategies if strategy.max_tokens is not None)
-    how = (
-        f"Padding draws {config.batch_size} samples of any sizes and pads each to the largest; bucketing draws "
-        f"{config.batch_size} of one bucket; packing joins samples up to {max_tokens:,} tokens. Padding and packing "
-        f"take samples {own_sizes(report)}, bucketing at those of its buckets: an epoch costs less where it crops "
-        "more. All numbers come from the plan of a real epoch."
-    )
-    return [Paragraphs(texts=[how]), Charts(charts=charts), _comparison(strategies)]
-
-
-def _comparison(strategies: Sequence[StrategyReport]) -> Table:
-    return Table(
+    head, *rows = zip(*strategy_cells(report), strict=True)
+    table = Table(
         title="The same in numbers",
-        head=(
-            "way",
-            "kept",
-            "dropped",
-            "steps",
-            "mixed steps",
-            "tokens per sample",
-            "real ÷ computed",
-            "area cropped",
-            "frames cut off",
-            "balance",
-            "useful work",
-        ),
-        rows=[
-            (
-                strategy.name,
-                f"{strategy.kept:,}",
-                ", ".join(f"{count:,} {reason}" for reason, count in strategy.dropped.items()) or "0",
-                f"{strategy.num_steps:,}",
-                f"{strategy.mixed_steps:,}",
-                short_number(strategy.tokens_per_sample),
-                percent(strategy.token_use),
-                percent(strategy.cropped_area),
-                percent(strategy.cropped_frames),
-                percent(strategy.step_balance),
-                percent(strategy.efficiency),
-            )
-            for strategy in strategies
-        ],
-        texts=(2,),
+        head=head,
+        rows=rows,
         note="Padding and packing drop only what cannot be read or fills no step.",
     )
+    return [Paragraphs(texts=describe_strategies(report)), Charts(charts=strategies(report)), table]
 
 
 def _plan(report: Report, beside: Beside) -> list[Block]:
@@ -404,19 +240,19 @@ def _plan(report: Report, beside: Beside) -> list[Block]:
 
 def _memory(beside: Beside) -> list[Block]:
     kinds = [name for name in beside.memory[0].parts if any(row.parts[name] for row in beside.memory)]
-    totals = [_gib(sum(row.parts.values())) for row in beside.memory]
+    totals = [short_number(sum(row.parts.values()) / 2**30) for row in beside.memory]
     bars = [
         (row.settings, [row.parts[name] / 2**30 for name in kinds], f"{total} GiB")
         for row, total in zip(beside.memory, totals, strict=True)
     ]
     names = [name.replace("_", " ") for name in kinds]
-    chart = bar_chart(bars, alt="Planned memory by kind under several settings.", x_label="GiB", parts=names)
+    chart = bar_chart(bars, title="Memory of the most expensive step", x_label="GiB", note=beside.model, parts=names)
     rows = [
-        (row.settings, *(_gib(row.parts[name]) for name in kinds), total)
+        (row.settings, *(short_number(row.parts[name] / 2**30) for name in kinds), total)
         for row, total in zip(beside.memory, totals, strict=True)
     ]
     return [
-        Charts(charts=[("Memory of the most expensive step", chart, beside.model)]),
+        Charts(charts=[chart]),
         Table(
             title="GiB by kind at the highest moment of that step",
             head=("settings", *names, "total"),
@@ -424,8 +260,3 @@ def _memory(beside: Beside) -> list[Block]:
             note="scripts/plan_memory.py adds one saving option after another, until a step fits a GPU.",
         ),
     ]
-
-
-def _gib(count: float) -> str:
-    gib = count / 2**30
-    return f"{gib:.1f}" if gib >= 1 or not count else f"{gib:.{min(4, 1 - math.floor(math.log10(gib)))}f}"

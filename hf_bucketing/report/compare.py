@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, count_rejections, has_bucket
-from ..buckets.ladders import COMMON_RATIOS, token_ladder
+from ..buckets.ladders import COMMON_RATIOS
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -84,6 +84,11 @@ class StrategyReport:
     token_use: float
     tokens_per_sample: float
     plan_bytes: int
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that are not in the plan."""
+        return sum(self.dropped.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,26 +282,10 @@ _LARGE = 20_000  # pixels of a side that every bucket can be cut from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LadderChoice:
-    """Arguments of [`token_ladder`][hf_bucketing.token_ladder], by the same names."""
-
-    tokens: Sequence[int]
-    frames: Sequence[int]
-    sizes: Sequence[tuple[int, int]] = ()
-    max_aspect_ratio: float = 2.5
-    aspect_step: float = 0.08
-
-    def make(self, spec: LatentSpec) -> BucketTable:
-        """Return the table, or raise what `token_ladder` raises."""
-        return token_ladder(spec, **asdict(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LadderReport:
     """What a ladder makes of samples; kept areas are shares of a frame.
 
     Attributes:
-        choice ([`LadderChoice`]): The ladder that was measured.
         num_buckets (`int`): Buckets of its table.
         common (`float`): Mean kept area over the common ratios within the limit, and all numbers of frames.
         worst (`float`): Smallest kept area over all ratios within the limit, and all numbers of frames, of samples
@@ -306,7 +295,6 @@ class LadderReport:
         short_batches (`float`): Share of the batches of an epoch of the mix that are not full.
     """
 
-    choice: LadderChoice
     num_buckets: int
     common: float
     worst: float
@@ -316,32 +304,36 @@ class LadderReport:
 
 
 def measure_ladder(
-    choice: LadderChoice, spec: LatentSpec, *, num_samples: int = 100_000, seed: int = 0
+    table: BucketTable,
+    spec: LatentSpec,
+    *,
+    max_aspect_ratio: float = 2.5,
+    num_samples: int = 100_000,
+    seed: int = 0,
 ) -> LadderReport:
-    """Measure a ladder on the common ratios, on all ratios, and on a mix.
+    """Measure a table on the common ratios, on all ratios, and on a mix, all of them up to `max_aspect_ratio`.
 
     The mix is log-normal: aspect ratios around 1.2 with a standard deviation of 0.35 in ln, sides (square root of the
     area) around 1,000 pixels with 0.4; ratios beyond the limit are omitted. Frames are those of the table and up to
     15 more, evenly. An epoch takes batches of 8 samples on 8 processes.
 
     Raises:
-        BucketingError: If there is no such ladder.
+        BucketingError: If a bucket does not divide into whole tokens.
     """
-    table, limit = choice.make(spec), math.log(choice.max_aspect_ratio)
+    limit, frames = math.log(max_aspect_ratio), sorted({size.frames for size in table.sizes})
     config = ReportConfig(batch_size=8, num_processes=8, seed=seed)
-    common = [math.log(ratio) for ratio in COMMON_RATIOS if ratio <= choice.max_aspect_ratio * (1 + 1e-9)]
+    common = [math.log(ratio) for ratio in COMMON_RATIOS if ratio <= max_aspect_ratio * (1 + 1e-9)]
 
     def kept_of_large(logarithms: FloatArray) -> FloatArray:
-        counts = np.repeat(np.array(choice.frames), len(logarithms))
-        sizes = _sizes_of(counts, np.tile(logarithms, len(choice.frames)), np.full(len(counts), _LARGE))
+        counts = np.repeat(np.array(frames), len(logarithms))
+        sizes = _sizes_of(counts, np.tile(logarithms, len(frames)), np.full(len(counts), _LARGE))
         return bucket_targets(sizes, table, spec=spec, rule=config.rule).kept_area
 
-    mix = _mix(choice.frames, limit, num_samples=num_samples, seed=seed)
+    mix = _mix(frames, limit, num_samples=num_samples, seed=seed)
     targets = bucket_targets(mix, table, spec=spec, rule=config.rule)
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
     in_bucket = has_bucket(targets.bucket_id)
     return LadderReport(
-        choice=choice,
         num_buckets=len(table),
         common=float(kept_of_large(np.array([*common, *(-ratio for ratio in common)])).mean()),
         worst=float(kept_of_large(np.linspace(-limit, limit, _SWEEP)).min()),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from .charts import Chart
+from .charts import COLOURS, Chart
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -34,10 +34,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charts:
-    """Charts side by side where there is room: title, chart, and how to read it."""
+    """Charts side by side where there is room."""
 
     kind: ClassVar[str] = "charts"
-    charts: Sequence[tuple[str, Chart, str]]
+    charts: Sequence[Chart]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["flags"] = _with_flags
-    return environment.get_template("page.html")
+    return environment.get_template("page.html", globals={"colours": COLOURS})
 
 
 def _with_flags(text: str) -> Markup:

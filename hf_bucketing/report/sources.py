@@ -71,17 +71,14 @@ def count_sources(
 
 def describe_sources(counts: Sequence[SourceUse]) -> str:
     """Return a table with a line per source."""
-    head = ("source", "rows", "rejected", "buckets", "samples per epoch", "of all", "of all tokens")
-    return align([head, *source_cells(counts)])
+    return align(source_cells(counts))
 
 
 def source_cells(counts: Sequence[SourceUse]) -> list[tuple[str, ...]]:
-    """Return for each source its name, rows, rejected rows, buckets, samples per epoch, and its shares of an epoch.
-
-    The shares are those of the samples and of the tokens of all sources.
-    """
+    """Return a table of sources, its titles first; shares are those of the samples and tokens of all sources."""
+    head = ("source", "rows", "rejected", "buckets", "samples per epoch", "share of samples", "share of tokens")
     samples, tokens = (max(sum(getattr(source, name) for source in counts), 1.0) for name in ("samples", "tokens"))
-    return [
+    rows = [
         (
             source.name,
             f"{source.rows:,}",
@@ -93,3 +90,4 @@ def source_cells(counts: Sequence[SourceUse]) -> list[tuple[str, ...]]:
         )
         for source in counts
     ]
+    return [head, *rows]

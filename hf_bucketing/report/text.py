@@ -1,10 +1,11 @@
-"""Reports as text: about a table and its data, about assigned and rejected rows, about ladders."""
+"""Reports as text: about a table and its data, about assigned and rejected rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from .compare import LadderReport, Report
+from .compare import Report
 from .measure import (
     BucketReport,
     BucketUse,
@@ -102,34 +103,43 @@ def _summary(report: BucketReport) -> str:
     ])  # fmt: skip
 
 
+def bucket_cells(buckets: Sequence[BucketUse], units: CostUnits) -> list[Line]:
+    """Return a table of buckets, its titles first: size, id, width ÷ height, and what their samples become."""
+    columns: dict[str, Callable[[BucketUse], str]] = {
+        "bucket": lambda bucket: size_label(bucket.size),
+        "id": lambda bucket: f"{bucket.bucket_id}",
+        "width ÷ height": lambda bucket: f"{bucket.size.aspect_ratio:.3f}",
+        "samples": lambda bucket: f"{bucket.num_samples:,}",
+        "area kept": lambda bucket: percent(bucket.kept_area),
+        "frames kept": lambda bucket: percent(bucket.kept_frames),
+        "scale": lambda bucket: f"{bucket.scale:.3f}",
+        "enlarged": lambda bucket: f"{bucket.enlarged:,}",
+        "tokens": lambda bucket: f"{bucket.num_tokens:,}",
+        units.sample: lambda bucket: short_number(bucket.cost * units.sample_factor),
+        "batches": lambda bucket: f"{bucket.batches:,}",
+        "short": lambda bucket: f"{bucket.short_batches:,}",
+        "mixed": lambda bucket: f"{bucket.mixed_samples:,}",
+        "dropped": lambda bucket: f"{bucket.dropped:,}",
+    }
+    return [(*columns,), *(tuple(write(bucket) for write in columns.values()) for bucket in buckets)]
+
+
+def bucket_note(config: ReportConfig) -> str:
+    """Return what the columns of [`bucket_cells`] mean."""
+    units = config.units
+    return (
+        f"A bucket is named frames×height×width, or height×width for images. Scale is the mean factor of the sides; "
+        f"tokens and {units.sample} ({units.counts}) are those of one sample. Batches are those of all processes, "
+        f"short ones hold fewer than {config.batch_size} samples; mixed and dropped count samples."
+    )
+
+
 def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     title = (
         f"Buckets by size, with batches of {config.batch_size} on {config.num_processes} processes: "
         f"{report.num_steps:,} steps, {report.mixed_steps:,} of them mixed"
     )
-    units = config.units
-    head = (
-        "bucket",
-        "aspect",
-        "samples",
-        "kept area",
-        "kept frames",
-        "scale",
-        "enlarged",
-        "tokens",
-        units.sample,
-        "batches",
-        "short",
-        "mixed",
-        "dropped",
-    )
-    lines = [
-        title,
-        align([head, *(_bucket_line(bucket, units) for bucket in report.used)]),
-        f"tokens and {units.sample} ({units.counts}) are those of one sample; scale is the mean factor of "
-        "cover-resize;",
-        "batches are those of all processes, short the ones that are not full; mixed and dropped count samples",
-    ]
+    lines = [title, align(bucket_cells(report.used, config.units)), fill(bucket_note(config), width=118)]
     empty = [
         f"{bucket.bucket_id}:\u00a0{size_label(bucket.size)}" for bucket in report.buckets if not bucket.num_samples
     ]
@@ -139,25 +149,7 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     return "\n".join(lines)
 
 
-def _bucket_line(bucket: BucketUse, units: CostUnits) -> Line:
-    return (
-        f"{bucket.bucket_id}: {size_label(bucket.size)}",
-        f"{bucket.size.aspect_ratio:.3f}",
-        f"{bucket.num_samples:,}",
-        percent(bucket.kept_area),
-        percent(bucket.kept_frames),
-        f"{bucket.scale:.3f}",
-        f"{bucket.enlarged:,}",
-        f"{bucket.num_tokens:,}",
-        short_number(bucket.cost * units.sample_factor),
-        f"{bucket.batches:,}",
-        f"{bucket.short_batches:,}",
-        f"{bucket.mixed_samples:,}",
-        f"{bucket.dropped:,}",
-    )
-
-
-def own_sizes(report: Report) -> str:
+def _own_sizes(report: Report) -> str:
     """Return at which sizes padding and packing take samples, as text that follows "take samples"."""
     limit = report.config.max_area
     if limit == "none":
@@ -169,35 +161,89 @@ def own_sizes(report: Report) -> str:
     return f"at up to {pixels} pixels per frame (those of the largest bucket of as many frames)"
 
 
-def _strategy_lines(report: Report) -> str:
-    strategies, config = report.strategies, report.config
-    rows: list[Line] = [
-        ("", *(strategy.name for strategy in strategies)),
-        ("samples kept", *(f"{strategy.kept:,}" for strategy in strategies)),
-        ("samples dropped", *(f"{sum(strategy.dropped.values()):,}" for strategy in strategies)),
-        ("steps per epoch", *(f"{strategy.num_steps:,}" for strategy in strategies)),
-        ("tokens per sample, mean", *(short_number(strategy.tokens_per_sample) for strategy in strategies)),
-        ("real ÷ computed tokens", *(percent(strategy.token_use) for strategy in strategies)),
-        ("cropped area, mean", *(percent(strategy.cropped_area) for strategy in strategies)),
-        ("cut-off frames, mean", *(percent(strategy.cropped_frames) for strategy in strategies)),
-        ("step-time balance", *(percent(strategy.step_balance) for strategy in strategies)),
-        ("useful work", *(percent(strategy.efficiency) for strategy in strategies)),
-        (
-            f"epoch cost, {config.units.epoch}",
-            *(short_number(strategy.epoch_cost * config.units.epoch_factor) for strategy in strategies),
+class Measure(NamedTuple):
+    """What compares strategies: an attribute of [`StrategyReport`], its title, its unit, and how to read it."""
+
+    name: str
+    title: str
+    unit: str
+    note: str = ""
+
+    def values(self, report: Report) -> list[float]:
+        """Return the measure of each strategy in its unit, shares in per cent."""
+        factor = 100.0 if self.unit.startswith("%") else 1.0
+        if self.name == "epoch_cost":
+            factor = report.config.units.epoch_factor
+        return [factor * getattr(strategy, self.name) for strategy in report.strategies]
+
+    def cells(self, report: Report) -> list[str]:
+        """Return the measure of each strategy as text."""
+        values = self.values(report)
+        return [percent(value / 100) if self.unit.startswith("%") else short_number(value) for value in values]
+
+
+def measures_of(report: Report) -> list[Measure]:
+    """Return what compares the strategies of a report; some counts need no note."""
+    units = report.config.units
+    return [
+        Measure("kept", "samples kept", "samples", "Of one epoch."),
+        Measure("num_dropped", "samples dropped", "samples"),
+        Measure("num_steps", "steps per epoch", "steps", "Of each process."),
+        Measure("mixed_steps", "mixed steps", "steps"),
+        Measure("tokens_per_sample", "tokens per sample, mean", "tokens", "Without padding."),
+        Measure("token_use", "real ÷ computed tokens", "% of computed tokens", "The rest is padding."),
+        Measure("cropped_area", "cropped area, mean", "% of the frame", "Cut off by cover-resize and crop."),
+        Measure("cropped_frames", "cut-off frames, mean", "% of the frames"),
+        Measure(
+            "step_balance",
+            "step-time balance",
+            "% of the slowest process",
+            "Mean over steps of mean ÷ largest cost over processes; the rest is waiting.",
+        ),
+        Measure(
+            "epoch_cost",
+            "epoch cost",
+            units.epoch,
+            f"Sum over steps of the largest cost over processes, {units.counts}.",
+        ),
+        Measure(
+            "efficiency",
+            "useful work",
+            "% of all processes' time",
+            "Cost of the samples alone, without padding and waiting, ÷ (epoch cost × processes).",
         ),
     ]
-    max_tokens = next(strategy.max_tokens for strategy in strategies if strategy.max_tokens is not None)
-    reasons = [f"{strategy.name} drops {_counts(strategy.dropped)}" for strategy in strategies if strategy.dropped]
+
+
+def strategy_cells(report: Report) -> list[Line]:
+    """Return what compares the strategies, one measure after another: its title and a cell for each strategy."""
+    lines = [("way", *(strategy.name for strategy in report.strategies))]
+    for measure in measures_of(report):
+        title = measure.title if measure.name != "epoch_cost" else f"{measure.title}, {measure.unit}"
+        lines.append((title, *measure.cells(report)))
+    return lines
+
+
+def describe_strategies(report: Report) -> list[str]:
+    """Return what padding, bucketing and packing are, with the limits of a report, and why they drop samples."""
+    config = report.config
+    max_tokens = next(strategy.max_tokens for strategy in report.strategies if strategy.max_tokens is not None)
+    how = (
+        f"Padding draws {config.batch_size} samples of any sizes and pads each to the largest; bucketing draws "
+        f"{config.batch_size} of one bucket; packing joins samples up to {max_tokens:,} tokens. Padding and packing "
+        f"take samples {_own_sizes(report)}, bucketing at those of its buckets: an epoch costs less where it crops "
+        "more. All numbers come from the plan of a real epoch."
+    )
+    return [how, *(f"{way.name} drops {_counts(way.dropped)}" for way in report.strategies if way.dropped)]
+
+
+def _strategy_lines(report: Report) -> str:
+    config = report.config
     return "\n".join([
         f"Strategies on {config.num_processes} processes, from the plan of one epoch",
-        align(rows),
-        *reasons,
-        fill(f"Padding and packing take samples {own_sizes(report)}, bucketing at those of its buckets.", 100),
-        f"Padding and bucketing take {config.batch_size} samples per process and step, packing {max_tokens:,} tokens.",
-        "step-time balance: mean over steps of mean cost over processes ÷ largest cost over processes",
-        f"epoch cost: sum over steps of the largest cost over processes, {config.units.counts}",
-        "useful work: cost of the samples alone, without padding and waiting, ÷ (epoch cost × processes)",
+        align(strategy_cells(report)),
+        *(fill(text, 118) for text in describe_strategies(report)),
+        *(f"{measure.title}: {measure.note}" for measure in measures_of(report) if measure.note),
     ])  # fmt: skip
 
 
@@ -276,17 +322,3 @@ def describe_packed_frames(frames: npt.ArrayLike, table: OpenTable) -> str:
         f"In packs, samples keep at most {table.max_frames:,} frames (--max_frames); {longer:,} of "
         f"{np.size(frames):,} rows have more."
     )
-
-
-def format_ladders(reports: Sequence[LadderReport]) -> str:
-    """Return the reports as a table in markdown."""
-    lines = [
-        "| own sizes | aspect_step | buckets | common ratios | worst ratio | mix | too small | short batches |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for report in reports:
-        own = ", ".join(f"{height}×{width}" for height, width in report.choice.sizes) or "none"
-        shares = (report.common, report.worst, report.mix, report.too_small, report.short_batches)
-        cells = [own, f"{report.choice.aspect_step:g}", f"{report.num_buckets:,}", *map(percent, shares)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -13,14 +13,19 @@ from datasets import IterableDataset as Stream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..errors import BucketingError, explains_arguments
+from ..buckets.assignment import Rejection
+from ..columns.faults import path_of
+from ..errors import BucketingError, MediaError, explains_arguments
 from ..loaders.bucket_sampler import check_table
+from ..loaders.collators import PLANNED
+from ..loaders.faults import FaultLog
 from ..loaders.state import describe
 from ..settings import check_at_least, chosen_config, names_of
 from .config import StreamLimits
 from .definition import define
 from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row, bytes_of
 from .resume import Place, ResumableStream, StreamBatch
+from .unreadable import UnreadableRows
 
 
 @explains_arguments()
@@ -46,6 +51,12 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         collate_fn (callable): Makes a `dict` from a list of rows, in the worker.
         steps_per_epoch (`int`, *optional*): Steps after which an epoch ends; see [`StreamLimits`].
         config ([`StreamLimits`], *optional*): Rows that wait for a batch, and `steps_per_epoch`, in one value.
+        faults ([`FaultLog`][hf_bucketing.loaders.FaultLog], *optional*): Log of unreadable rows, for which
+            `collate_fn` raises MediaError: the next row of its bucket takes the place of one, or in packs the next
+            that has room. A batch then has the list `planned_index`, which holds unreadable rows in the places that
+            others took. Rows whose `rejection` is `"unreadable"` are logged too. Rows need an `index`. By default, an
+            unreadable row is an error.
+        kept (sequence of `str`): Columns that a batch has as lists, beside what `collate_fn` makes.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
@@ -66,6 +77,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         collate_fn: Callable[[Sequence[Row]], dict[str, Any]],
         steps_per_epoch: int | None = None,
         config: StreamLimits | None = None,
+        faults: FaultLog | None = None,
+        kept: Sequence[str] = (),
         snapshot_every: int = 256,
         num_processes: int | None = None,
         process_index: int | None = None,
@@ -84,6 +97,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         self.dataset = _split(dataset, self.process_index, self.num_processes)
         self.grouping = grouping
         self.collate_fn = collate_fn
+        self.faults = faults
+        self.kept = kept
         self._definition = define(dataset)
         self._rereads = any("buffer_size" in step for step in self._definition)
         self.epoch = 0
@@ -164,38 +179,95 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         place = (self._places[worker] if self._places else None) or _START
         if worker < self._turn:
             yield StreamBatch(None, place, ended=False)
-        for rows, after in self._batches(place):
-            place = after
-            if rows:
-                yield StreamBatch(self.collate_fn(rows), place, ended=False, size=len(rows))
+        place = yield from self._batches(place)
         while True:
             yield StreamBatch(None, place, ended=True)
 
-    def _batches(self, place: Place) -> Iterator[tuple[list[Row], Place]]:
-        """Yield the rows of each batch and the place after it; at the end, no rows and the last place."""
+    def _batches(self, place: Place) -> Generator[StreamBatch, None, Place]:
+        """Yield the batches from a place on; return the last place."""
         snapshots = deque([(place["ordinal"], place["stream"])])
         read, rejected = place["read"], place["rejected"]
         self.dataset.load_state_dict(place["stream"])
         rows = iter(self.dataset)
         groups = self.grouping.start()
-        complete = deque(_read_again(rows, place, self.grouping, groups))
-        most, most_bytes = self.config.max_buffered, self.config.max_buffered_bytes
+        complete = deque(_read_again(rows, place, groups))
+        unreadable = UnreadableRows.of(place)
         nothing: tuple[None, None, int] = (None, None, 0)  # before the first row, for groups that were complete
-        for row, measure, num_bytes in itertools.chain([nothing], self._measured(rows, snapshots, read=read)):
-            if row is not None:
-                if measure is None:
+        read_rows = itertools.chain([nothing], self._measured(rows, snapshots, read=read), [None])
+        for item in read_rows:
+            if item is not None and item[0] is not None:
+                row, measure, num_bytes = item
+                if measure is None and self._is_unreadable(row):
+                    unreadable.count += 1
+                    self._report([row], [f"{self._file_of(row)} cannot be read."], unreadable.count, read=read)
+                elif measure is None:
                     rejected += 1
                 else:
                     complete.extend(groups.add(row, ordinal=read, measure=measure, num_bytes=num_bytes))
                 read += 1
-            while complete or groups.num_rows > most or groups.num_bytes > most_bytes:
-                if not complete:
-                    complete.append(groups.flush(next(iter(groups)).key))
-                group = complete.popleft()
-                yield group.rows, _place(snapshots, complete, groups, read=read, rejected=rejected)
-        for key in sorted(groups.waiting):
-            yield groups.flush(key).rows, _place(snapshots, (), groups, read=read, rejected=rejected)
-        yield [], _place(snapshots, (), groups, read=read, rejected=rejected)
+            while group := self._next_group(complete, groups, ended=item is None):
+                batch = self._collate(group, groups, complete, unreadable=unreadable, read=read)
+                if batch is not None:
+                    after = _place(snapshots, complete, groups, unreadable, read=read, rejected=rejected)
+                    yield StreamBatch(batch, after, ended=False, size=len(group.rows))
+        return _place(snapshots, (), groups, unreadable, read=read, rejected=rejected)
+
+    def _next_group(self, complete: deque[Group], groups: OpenGroups, *, ended: bool) -> Group | None:
+        """Return the group that is to be sent now, which waits no longer; None if more rows may join all of them."""
+        if complete:
+            return complete.popleft()
+        if ended and groups.waiting:
+            return groups.flush(min(groups.waiting))
+        if groups.num_rows > self.config.max_buffered or groups.num_bytes > self.config.max_buffered_bytes:
+            return groups.flush(next(iter(groups)).key)
+        return None
+
+    def _collate(
+        self, group: Group, groups: OpenGroups, complete: deque[Group], *, unreadable: UnreadableRows, read: int
+    ) -> dict[str, Any] | None:
+        """Return the batch of a group; None if rows of it are unreadable, so that the others wait again."""
+        try:
+            batch = self.collate_fn(group.rows)
+        except MediaError:
+            if self.faults is None:
+                raise
+            if reasons := self._faults_of(group.rows):
+                if len(reasons) < len(group.rows):
+                    self.faults.consecutive = 0
+                rows = unreadable.take_out(group, reasons, slot=groups.slot(group.key), read=read)
+                self._report(rows, [*reasons.values()], unreadable.count, read=read)
+                complete.extend(groups.put_back(group) if group.rows else ())
+                return None
+            batch = self.collate_fn(group.rows)  # of a server that did not answer at once
+        if self.faults is not None:
+            self.faults.consecutive = 0
+            batch[PLANNED] = unreadable.planned(group, slot=groups.slot(group.key))
+        return {**batch, **{name: [row[name] for row in group.rows] for name in self.kept}}
+
+    def _is_unreadable(self, row: Row) -> bool:
+        """Return whether a row without a measure counts as unreadable, instead of rejected."""
+        return self.faults is not None and row.get("rejection") == Rejection.UNREADABLE.label
+
+    def _file_of(self, row: Row) -> str:
+        return path_of(row.get(getattr(self.collate_fn, "column", ""))) or "A file without a path"
+
+    def _report(self, rows: Sequence[Row], reasons: Sequence[str], count: int, *, read: int) -> None:
+        """Log unreadable rows, the last of so many in this pass."""
+        assert self.faults is not None
+        for row, reason in zip(rows, reasons, strict=True):
+            self.faults.report(epoch=self.epoch, index=int(row["index"]), reason=reason)
+        if count > self.faults.faults.max_errors:
+            self.faults.check_share(count, rows=read, epoch=self.epoch, reason=reasons[-1])
+
+    def _faults_of(self, rows: Sequence[Row]) -> dict[int, str]:
+        """Return why rows cannot be read, by their positions."""
+        reasons = {}
+        for position, row in enumerate(rows):
+            try:
+                self.collate_fn([row])
+            except MediaError as error:
+                reasons[position] = str(error)
+        return reasons
 
     def _measured(
         self, rows: Iterator[Row], snapshots: deque[tuple[int, Any]], *, read: int
@@ -225,18 +297,25 @@ _START: Place = {"ordinal": 0, "stream": None, "read": 0, "rejected": 0, "groups
 
 
 def _place(
-    snapshots: deque[tuple[int, Any]], complete: Sequence[Group], groups: OpenGroups, *, read: int, rejected: int
+    snapshots: deque[tuple[int, Any]],
+    complete: Sequence[Group],
+    groups: OpenGroups,
+    unreadable: UnreadableRows,
+    *,
+    read: int,
+    rejected: int,
 ) -> Place:
     """Return the place, with the last state of the stream before the oldest row that still waits."""
-    oldest = min((group.ordinals[0] for group in (*complete, *itertools.islice(groups, 1))), default=read)
+    oldest = min((group.ordinals[0] for group in (*complete, *groups)), default=read)
     while len(snapshots) > 1 and snapshots[1][0] <= oldest:
         snapshots.popleft()
     ordinal, stream = snapshots[0]
     waiting = [group.saved for group in complete] + [group.saved for group in groups.waiting.values()]
-    return {"ordinal": ordinal, "stream": stream, "read": read, "rejected": rejected, "groups": waiting}
+    counts = {"read": read, "rejected": rejected, **unreadable.saved()}
+    return {"ordinal": ordinal, "stream": stream, **counts, "groups": waiting}
 
 
-def _read_again(rows: Iterator[Row], place: Place, grouping: Grouping, groups: OpenGroups) -> Iterator[Group]:
+def _read_again(rows: Iterator[Row], place: Place, groups: OpenGroups) -> Iterator[Group]:
     """Read up to where the place stands, put the rows that waited back, and yield groups that were complete."""
     saved = [Group(key, list(ordinals)) for key, ordinals in place["groups"]]
     waiting = {ordinal: group for group in saved for ordinal in group.ordinals}
@@ -249,10 +328,7 @@ def _read_again(rows: Iterator[Row], place: Place, grouping: Grouping, groups: O
         if ordinal in waiting:
             waiting[ordinal].rows.append(row)
     for group in saved:
-        measures = grouping.measures(group.rows)
-        if None in measures:
-            raise BucketingError("A row that the saved run kept is rejected now; the stream has changed.")
-        yield from groups.restore(group, [measure for measure in measures if measure is not None])
+        yield from groups.put_back(group)
 
 
 def _split(dataset: Stream, process: int, num_processes: int) -> Stream:

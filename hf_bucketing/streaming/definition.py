@@ -15,7 +15,8 @@ from datasets.fingerprint import Hasher
 def define(dataset: IterableDataset) -> list[dict[str, Any]]:
     """Return each step of a stream as a `dict`: its kind and its settings; the sources come last.
 
-    Settings are plain values, digests of functions and data sets, and states of random generators. What else a step
+    Settings are plain values, digests of functions (of their `identity`, where they have one) and data sets, and
+    states of random generators. What else a step
     holds, such as a connection, is named by its type only, since nobody could compare it in another run.
     """
     steps, waiting = [], [dataset._ex_iterable]
@@ -43,4 +44,4 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in (value.func, value.args, value.keywords)]
     if isinstance(value, types.MethodType) or not callable(value):
         return f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
-    return Hasher.hash(value)
+    return Hasher.hash(getattr(value, "identity", value))

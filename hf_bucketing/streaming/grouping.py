@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..errors import OversizeError, PlanError, explains_arguments
+from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
 from ..plans.packs import SHORTEN, PackLimits, strip_tokens
@@ -47,12 +48,14 @@ class OpenGroups(ABC):
     """The groups in which one worker's rows wait.
 
     Attributes:
-        waiting (`dict`): The open groups by their keys, that of the oldest row first.
+        waiting (`dict`): The open groups by their keys, that of the oldest row first; behind them those that were put
+            back.
         num_rows (`int`): Rows in them.
         num_bytes (`int`): Memory that those take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grouping: Grouping) -> None:
+        self.grouping = grouping
         self.waiting: dict[int, Group] = {}
         self.num_rows = 0
         self.num_bytes = 0
@@ -67,6 +70,21 @@ class OpenGroups(ABC):
     @abstractmethod
     def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
         """Put back a group of a saved run, the oldest group first; return it if it is complete."""
+
+    def slot(self, key: int) -> int:
+        """Return the number that a group shares with those whose rows may take the places of its unreadable ones."""
+        return key
+
+    def put_back(self, group: Group) -> list[Group]:
+        """Let the rows of a group wait again, as the newest group; return it if it is complete as it is.
+
+        Raises:
+            BucketingError: If a row of it is rejected.
+        """
+        measures = self.grouping.measures(group.rows)
+        if None in measures:
+            raise BucketingError("A row that the saved run kept is rejected now; the stream has changed.")
+        return self.restore(group, [measure for measure in measures if measure is not None])
 
     def flush(self, key: int) -> Group:
         """Remove a waiting group and return it, complete or not."""
@@ -147,15 +165,12 @@ class _BucketGroups(OpenGroups):
     """One group per bucket."""
 
     def __init__(self, grouping: BucketGrouping) -> None:
-        super().__init__()
-        self.grouping = grouping
-        self._sizes: dict[int, int] = {}
+        super().__init__(grouping)
+        self._size_of = functools.cache(grouping.size_of)
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
-        if measure not in self._sizes:
-            self._sizes[measure] = self.grouping.size_of(measure)
         group = self._append(measure, {**row, "bucket_id": measure}, ordinal, num_bytes)
-        return [self.flush(measure)] if len(group.rows) >= self._sizes[measure] else []
+        return [self.flush(measure)] if len(group.rows) >= self._size_of(measure) else []
 
     def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
         for row, ordinal, measure in zip(group.rows, group.ordinals, measures, strict=True):
@@ -229,7 +244,7 @@ class _PackGroups(OpenGroups):
     """One group per open pack."""
 
     def __init__(self, grouping: PackGrouping) -> None:
-        super().__init__()
+        super().__init__(grouping)
         self.packs = FirstFit(grouping.of_bins(smallest=grouping.strip_length), open_packs=grouping.open_packs)
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
@@ -246,6 +261,9 @@ class _PackGroups(OpenGroups):
         self.packs.close(key)
         self.packs.closed.clear()
         return super().flush(key)
+
+    def slot(self, key: int) -> int:
+        return 0
 
     def _complete(self) -> list[Group]:
         groups = [super(_PackGroups, self).flush(number) for number in self.packs.closed]

@@ -139,6 +139,11 @@ class ResumableStream(DataLoaderStateMixin):
         """Rejected rows among those that this process's workers have read in this epoch."""
         return sum(place["rejected"] for place in self._read if place is not None)
 
+    @property
+    def unreadable(self) -> int:
+        """Unreadable rows among those that this process's workers have read in this epoch."""
+        return sum(place.get("unreadable", 0) for place in self._read if place is not None)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to read, from its start; choosing the current one changes nothing.
 

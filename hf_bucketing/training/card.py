@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +15,19 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
+from ..adapters.files import COMFYUI_WEIGHTS
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
 from ..models.loading import dtypes
 from ..models.recipe import IMAGES, Recipe
+from ..report.charts import save_charts
 from ..settings import names_of, settings_in
 from .config import TrainingConfig
+from .logs import Logs
 from .recount import count_replaced
-from .review import draw_losses, plans_of
+from .review import FEWEST_STEPS, loss_charts
 from .run_data import RunData
-from .run_log import read_log, read_sample_logs
 from .settings.hub import HubConfig
 
 LOSSES = "loss.png"
@@ -34,8 +35,6 @@ LOSSES = "loss.png"
 
 _OURS = "<!-- Written by hf_bucketing; the next run in this folder replaces it, unless this line is removed. -->"
 _SHOWN_BUCKETS = 30
-_FEWEST_STEPS = 10
-"""Fewest optimizer steps whose losses are drawn."""
 
 _VERSIONS = ("hf_bucketing", "diffusers", "torch", "accelerate")
 
@@ -76,18 +75,18 @@ def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
     path = folder / REPOCARD_NAME
     if path.is_file() and _OURS.encode() not in path.read_bytes():
         return [REPOCARD_NAME], f"Kept {path}, which is not a card of hf_bucketing"
-    figure = None
-    if len(read_log(folder, "losses")) >= _FEWEST_STEPS:
-        draw_losses([folder], folder / LOSSES)
+    logs, figure = Logs(folder), None
+    if len(logs.losses) >= FEWEST_STEPS:
+        save_charts(folder / LOSSES, loss_charts([logs]), columns=2)
         figure = LOSSES
     with complete_file(path) as partial:
-        partial.write_text(str(ModelCard(_content(folder, run, figure=figure))), encoding="utf-8")
+        partial.write_text(str(ModelCard(_content(logs, run, figure=figure))), encoding="utf-8")
     files = [file.relative_to(folder).as_posix() for file in run.samples]
     return [REPOCARD_NAME, *([] if figure is None else [figure]), *files], f"Model card: {path}"
 
 
-def _content(folder: Path, run: Run, *, figure: str | None) -> str:
-    config, recipe = run.config, run.recipe
+def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
+    config, recipe, folder = run.config, run.recipe, logs.folder
     adapted, base = config.adapters.lora_rank is not None, shown(config.pretrained_model_name_or_path)
     task = f"{'image' if recipe.takes_image else 'text'}-to-{'image' if _makes_images(recipe) else 'video'}"
     on_hub = not Path(config.pretrained_model_name_or_path).exists()
@@ -104,6 +103,7 @@ def _content(folder: Path, run: Run, *, figure: str | None) -> str:
         or None,
     )
     name = run.repository or folder.resolve().name
+    comfyui = config.adapters.lora_format != "diffusers"
     what = f"LoRA adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
@@ -112,9 +112,10 @@ def _content(folder: Path, run: Run, *, figure: str | None) -> str:
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
-        f"## Data\n\n{_table(('rows', 'count'), _counts(folder, run.data))}\n",
+        *([f"For ComfyUI, put `{COMFYUI_WEIGHTS}` into `models/loras`.\n"] if adapted and comfyui else []),
+        f"## Data\n\n{_table(('rows', 'count'), _counts(logs, run.data))}\n",
         f"{_buckets(run)}\n",
-        f"## Training\n\n{_progress(folder)}\n",
+        f"## Training\n\n{_progress(logs)}\n",
         *([f"![Training loss]({figure})\n"] if figure else []),
         f"Settings that differ from their defaults:\n\n```yaml\n{_settings(config)}```\n",
         f"Versions: {', '.join(f'{name} {_version(name)}' for name in _VERSIONS)}.\n",
@@ -148,17 +149,15 @@ def _code(run: Run, *, name: str, base: str) -> str:
     lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
     if adapted:
         second = ", load_into_transformer_2=True" if config.trained_component == "transformer_2" else ""
-        lines.append(f'pipeline.load_lora_weights("{name}"{second})')
+        file = f', weight_name="{COMFYUI_WEIGHTS}"' if config.adapters.lora_format == "comfyui" else ""
+        lines.append(f'pipeline.load_lora_weights("{name}"{file}{second})')
     prompt = next(iter(run.samples.values()), "what it shows")
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **{image: f'load_image("{image}.png")' for image in images},
-        "height": size.height,
-        "width": size.width,
-        **recipe.duration(size.frames),
+        **recipe.size_arguments(size),
     }
-    taken = inspect.signature(recipe.pipeline_type().__call__).parameters  # some take their size from the image
-    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items() if argument in taken)
+    arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
     if _makes_images(recipe):
         return "\n".join([*lines, 'result.images[0].save("image.png")'])
@@ -177,13 +176,13 @@ def _fps(data: RunData) -> int:
     return 16 if rates is None or not (rates > 0).any() else round(float(np.median(rates[rates > 0])))
 
 
-def _counts(folder: Path, data: RunData) -> list[tuple[str, int]]:
+def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
     """Return the rows of the last epoch by what became of them; of a stream, the samples that were trained."""
     rejection = data.rejections
     if rejection is None:
-        return [("trained, of a stream", sum(line.get("samples", 0) for line in read_log(folder, "losses")))]
-    *_, plan = plans_of(folder).values()
-    replaced = count_replaced(line for log in read_sample_logs(folder) for line in log)
+        return [("trained, of a stream", sum(line.get("samples", 0) for line in logs.losses))]
+    *_, plan = logs.first_plans.values()
+    replaced = count_replaced(logs.batches)
     return [
         ("in the data set", len(rejection)),
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
@@ -208,8 +207,8 @@ def _buckets(run: Run) -> str:
     return _table((f"{title} (frames×height×width)", whose, "tokens"), lines)
 
 
-def _progress(folder: Path) -> str:
-    losses = read_log(folder, "losses")
+def _progress(logs: Logs) -> str:
+    losses = logs.losses
     samples, epochs = sum(line.get("samples", 0) for line in losses), len({line["epoch"] for line in losses})
     return f"{len(losses):,} optimizer steps with {samples:,} samples, in {epochs} epochs."
 

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
-from ..adapters.lora import LORA_WEIGHTS
+from ..adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..models.recipe import Recipe
@@ -142,7 +142,7 @@ def _warn_of_new_run(folder: Path) -> None:
     Raises:
         BucketingError: If the folder holds the result of a finished run.
     """
-    results = [name for name in (PIPELINE_INDEX, LORA_WEIGHTS) if (folder / name).is_file()]
+    results = [name for name in (PIPELINE_INDEX, LORA_WEIGHTS, COMFYUI_WEIGHTS) if (folder / name).is_file()]
     if results:
         raise BucketingError(
             f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "

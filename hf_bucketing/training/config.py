@@ -283,9 +283,11 @@ class TrainingConfig:
     output_dir: str = field(metadata={"on_resume": "free"})
     dry_run: bool = setting(False, on_resume="free")
     seed: int = setting(0, on_resume="plan")
-    num_train_epochs: int = setting(1, on_resume="applied")
+    num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True)
     max_train_steps: int | None = setting(None, on_resume="applied")
-    gradient_accumulation_steps: int = setting(1, argument="accumulation_steps", on_resume="applied")
+    gradient_accumulation_steps: int = setting(
+        1, argument="accumulation_steps", on_resume="applied", decides_steps=True
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
     trained_component: Literal["transformer", "transformer_2"] = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")

@@ -51,11 +51,9 @@ from .agreement import check_same
 from .config import TrainingConfig
 from .held_out import check_apart, split_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
+from .run_log import log_path
 
 logger = get_logger(__name__)
-
-UNREADABLE = "unreadable.jsonl"
-"""Log of unreadable samples, beside those of the run."""
 
 
 @dataclass(kw_only=True)
@@ -67,16 +65,18 @@ class TrainingData(RunData):
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's.
+        source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
     """
 
     dataset: Dataset
     sampler: PlannedBatchSampler
     bucket_ids: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
+    source_ids: npt.NDArray[np.int64] | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
-        return {} if self.sources is None else plan.counts_by_group(self.sources.ids, self.sources.names)
+        return {} if self.source_ids is None else plan.counts_by_group(self.source_ids, self.sources)
 
     def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
         """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
@@ -95,7 +95,7 @@ class TrainingData(RunData):
             tokens=self.lengths_of(rows, epoch=epoch),
             weights=self.loss_weights(rows, epoch=epoch),
             total=float(self.loss_weights(loader.rows_in_window, epoch=epoch).sum()),
-            sources=None if self.sources is None else self.sources.ids[rows],
+            sources=None if self.source_ids is None else self.source_ids[rows],
         )
 
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
@@ -340,6 +340,7 @@ def _data_of(
         texts=texts,
         conditions=tuple(prepared.conditions),
         sources=prepared.sources,
+        source_ids=prepared.source_ids,
     )
 
 
@@ -458,8 +459,13 @@ def _make_collator(
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
         return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
-    replacements = config.faults.replacements(prepared.dataset, log=Path(config.output_dir) / "logs" / UNREADABLE)
+    replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))
     return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
+
+
+def unreadable_log(config: TrainingConfig) -> Path:
+    """Return the path of the log of a run's unreadable samples."""
+    return log_path(Path(config.output_dir), "unreadable")
 
 
 def media_collator(

@@ -19,6 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..media.conditions import FRAME_BY_FRAME, MASK
 from ..models.recipe import Recipe
+from ..packing.batch import has_latent_size
 from ..placement.settings import Precision
 from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
@@ -103,6 +104,7 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         memory = dataclasses.replace(memory, gradient_checkpointing=True)
     return PlanConfig(
         batching=config.batches.batching,
+        strip_length=config.batches.strip_length,
         cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
         mixed_precision=cast("Precision", accelerator.mixed_precision),
         sharding="fsdp2" if accelerator.is_fsdp2 else "ddp",
@@ -265,6 +267,6 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
         batch["text_mask"] = torch.ones(shape, device=device) if family.text.padding == "masked" else None
         drawn = family.draw_conditioning(transformer, [data.spec.grid(size) for size in sizes])
         batch["text_others"] = {
-            name: values.to(device) for name, values in drawn.items() if name not in family.latent_conditioning
+            name: values.to(device) for name, values in drawn.items() if not has_latent_size(values)
         }
     return batch

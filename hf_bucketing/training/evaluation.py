@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..models.loading import PARTS, Part, read_config
+from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
 from ..placement.shards import SHARDED
 from .held_out_loss import HeldOutLoss, in_evaluation
@@ -27,7 +27,7 @@ def plan_validation(opened: OpenedRun) -> Validation | None:
     if not config.validation.validation_prompts:
         return None
     sizes = parse_sizes(config.validation.validation_sizes, opened.spec)
-    each = recipe.num_images(read_config(config.pretrained_model_name_or_path, config.trained_component))
+    each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, config.trained_component))
     return Validation(
         config=config.validation,
         images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),

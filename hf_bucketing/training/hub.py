@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.utils import HFValidationError
 
-from ..adapters.lora import LORA_WEIGHTS
+from ..adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
 from ..errors import HubError
 from .checkpoint import PIPELINE_INDEX
 from .settings.hub import HubConfig
@@ -53,7 +53,7 @@ def open_repository(config: HubConfig, *, folder: Path) -> str:
 def result_parts(folder: Path, *, adapters: bool) -> list[str]:
     """Return the names of the files and folders in an output folder that hold the adapters, or the pipeline."""
     if adapters:
-        return [LORA_WEIGHTS]
+        return [name for name in (LORA_WEIGHTS, COMFYUI_WEIGHTS) if (folder / name).is_file()]
     names = json.loads((folder / PIPELINE_INDEX).read_text())
     return [*(name for name in names if (folder / name).is_dir()), PIPELINE_INDEX]
 

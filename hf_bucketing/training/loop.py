@@ -30,7 +30,7 @@ from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
 from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
-from ..settings import changed
+from ..settings import changed, marked
 from .agreement import check_shared
 from .card import Run, write_card
 from .checkpoint import (
@@ -42,7 +42,7 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data import UNREADABLE, make_data, make_held_out_data
+from .data import make_data, make_held_out_data, unreadable_log
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .held_out_loss import HeldOutLoss
@@ -59,7 +59,7 @@ from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .trained import TrainedModel, add_trained_parts
 
-_DECIDE_STEPS = ("num_train_epochs", "gradient_accumulation_steps", "num_processes")
+_DECIDE_STEPS = (*marked(TrainingConfig, "decides_steps"), "num_processes")
 """What the number of optimizer steps depends on, beside the plan, which a resumed run must have as it was."""
 
 LOCK = "run.lock"
@@ -162,7 +162,7 @@ class Trainer:
         opened, config, tokens = self.opened, self.config, ModelTokens.of(self.recipe)
         with self.accelerator.main_process_first():  # the others find its columns in the cache
             if self.accelerator.is_main_process and self.checkpoint is None and not config.dry_run:
-                (self.folder / "logs" / UNREADABLE).unlink(missing_ok=True)
+                unreadable_log(config).unlink(missing_ok=True)
             self.data: RunData
             if stream is None:
                 self.data = make_data(config, opened.spec, tokens, prepared=opened.prepared)
@@ -238,8 +238,7 @@ class Trainer:
     def _start(self) -> None:
         """Load the checkpoint to resume, if any, and begin the logs."""
         keep, changes = self._resume()
-        held_out = self.evaluation.held_out is not None
-        self.report = RunReport(self.config, self.data, self.accelerator, held_out=held_out, keep=keep)
+        self.report = RunReport(self.config, self.data, self.accelerator, keep=keep)
         resumed = None
         if self.checkpoint is not None:
             place = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes}
@@ -334,7 +333,7 @@ class Trainer:
         if skipped is None:
             self.trained.update()
         else:
-            self.report.log.write_skipped(self.global_step + 1, skipped)
+            self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()
         entry = {**metrics, "lr": self.trained.lr_scheduler.get_last_lr()[0], "epoch": epoch}
         return entry if skipped is None else {**entry, "skipped": True}

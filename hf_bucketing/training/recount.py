@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BucketingError
-from .run_log import log_path, read_log, read_sample_logs, read_status
-
-Line = Mapping[str, Any]
+from .logs import Line, Logs
 
 
 class Leg(NamedTuple):
@@ -65,20 +62,7 @@ class Recount(NamedTuple):
     faults: list[str]
 
 
-class _Logs(NamedTuple):
-    status: Line
-    losses: list[dict[str, Any]]
-    plans: list[dict[str, Any]]
-    samples: list[list[dict[str, Any]]]
-    skipped: list[dict[str, Any]]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run has said how it ended; others may have been killed at any line."""
-        return self.status.get("status", "running") != "running"
-
-
-def recount(output_dir: Path) -> Recount:
+def recount(logs: Logs) -> Recount:
     """Go through the logs of a run line by line.
 
     Optimizer steps, batches and plans are numbered without a gap, each batch has one line of every process that took
@@ -90,7 +74,11 @@ def recount(output_dir: Path) -> Recount:
     Raises:
         BucketingError: If the run left no logs, or those of an earlier release.
     """
-    logs = _read_logs(output_dir)
+    if not logs.losses or not logs.plans or any("busy_batches" not in line for line in logs.losses):
+        raise BucketingError(
+            f"The logs in {logs.folder} cannot be recounted: there is no optimizer step or no plan yet, or an earlier "
+            "release wrote them."
+        )
     batches = sum(line["busy_batches"] for line in logs.losses)
     legs: list[Leg] = []
     faults = list(_misnumbered(logs))
@@ -99,7 +87,7 @@ def recount(output_dir: Path) -> Recount:
         faults += _missing(logs, legs, batches)
     if not faults:
         faults = [*_unlike_losses(logs), *_unlike_plans(legs), *_unlike_passes(logs, legs)]
-    counted = [line for log in logs.samples for line in log if line["batch"] < batches]
+    counted = [line for line in logs.batches if line["batch"] < batches]
     return Recount(
         status=logs.status,
         steps=len(logs.losses),
@@ -117,23 +105,12 @@ def count_replaced(lines: Iterable[Line]) -> int:
     return sum(row != planned for line in lines for row, planned in zip(line["index"], _planned(line), strict=True))
 
 
-def _read_logs(output_dir: Path) -> _Logs:
-    # Losses before samples: those of a run that still trains are then at most behind.
-    status, losses, plans = (
-        read_status(output_dir) or {},
-        read_log(output_dir, "losses"),
-        read_log(output_dir, "plans"),
-    )
-    skipped = read_log(output_dir, "skipped") if log_path(output_dir, "skipped").is_file() else []
-    if not losses or not plans or any("busy_batches" not in line for line in losses):
-        raise BucketingError(
-            f"The logs in {output_dir} cannot be recounted: there is no optimizer step or no plan yet, or an earlier "
-            "release wrote them."
-        )
-    return _Logs(status, losses, plans, read_sample_logs(output_dir), skipped)
+def _has_ended(logs: Logs) -> bool:
+    """Return whether the run has said how it ended; others may have been killed at any line."""
+    return bool(logs.status.get("status", "running") != "running")
 
 
-def _misnumbered(logs: _Logs) -> Iterator[str]:
+def _misnumbered(logs: Logs) -> Iterator[str]:
     """Yield what is wrong with the numbers of lines, and with how many there are of each log."""
     numbers = {
         "losses.jsonl": ([line["global_step"] for line in logs.losses], range(1, len(logs.losses) + 1)),
@@ -148,18 +125,18 @@ def _misnumbered(logs: _Logs) -> Iterator[str]:
     steps = [line["global_step"] for line in logs.losses if line.get("skipped")]
     if steps != [line["global_step"] for line in logs.skipped]:
         yield "losses.jsonl and skipped.jsonl name different steps"
-    if logs.ended:
+    if _has_ended(logs):
         lines = {"losses": logs.losses, "plans": logs.plans, "samples": logs.samples[0]}
         for name, wanted_lines in logs.status.get("lines", {}).items():
             if name in lines and len(lines[name]) != wanted_lines:
                 yield f"the run wrote {wanted_lines} lines of {name}, and {len(lines[name])} are left"
 
 
-def _legs(logs: _Logs, batches: int) -> tuple[list[Leg], list[str]]:
+def _legs(logs: Logs, batches: int) -> tuple[list[Leg], list[str]]:
     """Return the legs of a run by the lines of process 0, which takes part in all; and what no plan explains."""
     lines = [line for line in logs.samples[0] if line["batch"] < batches]
     by_batch: dict[int, list[Line]] = {}
-    for line in (line for log in logs.samples for line in log):
+    for line in logs.batches:
         by_batch.setdefault(line["batch"], []).append(line)
     legs: list[Leg] = []
     start, seen = 0, Counter[int]()
@@ -182,7 +159,7 @@ def _legs(logs: _Logs, batches: int) -> tuple[list[Leg], list[str]]:
     return legs, [f"no plan leads to batch {start}, of epoch {epoch} and step {step}"]
 
 
-def _missing(logs: _Logs, legs: Sequence[Leg], batches: int) -> Iterator[str]:
+def _missing(logs: Logs, legs: Sequence[Leg], batches: int) -> Iterator[str]:
     """Yield which processes lack batches, or have others than those of the legs in which they took part."""
     processes = max(leg.plan["num_processes"] for leg in legs)
     if len(logs.samples[0]) < batches:
@@ -205,12 +182,12 @@ def _missing(logs: _Logs, legs: Sequence[Leg], batches: int) -> Iterator[str]:
             yield f"samples-{process}.jsonl has {len(rest)} batches after the last optimizer step"
 
 
-def _unlike_losses(logs: _Logs) -> Iterator[str]:
+def _unlike_losses(logs: Logs) -> Iterator[str]:
     """Yield the first optimizer step that counted other samples than the lines of its batches hold."""
-    if logs.ended and len(logs.losses) != logs.status["global_step"]:
+    if _has_ended(logs) and len(logs.losses) != logs.status["global_step"]:
         yield f"the run ended after {logs.status['global_step']} optimizer steps, and {len(logs.losses)} are logged"
     samples = Counter[int]()
-    for line in (line for log in logs.samples for line in log):
+    for line in logs.batches:
         samples[line["batch"]] += len(line["index"])
     first = 0
     for line in logs.losses:
@@ -246,20 +223,22 @@ def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:
         before = leg
 
 
-def _unlike_passes(logs: _Logs, legs: Sequence[Leg]) -> Iterator[str]:
-    """Yield the passes over a stream that hold a row twice, or other rows than a whole pass before."""
+def _unlike_passes(logs: Logs, legs: Sequence[Leg]) -> Iterator[str]:
+    """Yield the passes over a stream that hold a row twice, or other readable rows than a whole pass before."""
+    unreadable = {line["index"] for line in logs.unreadable}
     whole: set[int] | None = None
     streamed = [leg for leg in legs if "pass_began" in leg.plan]
     last = streamed[-1].plan["pass_began"] if streamed else None
     for began, group in groupby(streamed, lambda leg: int(leg.plan["pass_began"])):
         spans = [range(leg.start, leg.start + leg.steps) for leg in group]
         batches = range(spans[0].start, spans[-1].stop)
-        rows = Counter(i for log in logs.samples for line in log if line["batch"] in batches for i in _planned(line))
+        rows = Counter(i for line in logs.batches if line["batch"] in batches for i in line["index"])
         if rows.total() != len(rows):
             yield f"the pass over the stream that began in epoch {began} holds {rows.total() - len(rows)} rows twice"
-        if whole is not None and not (rows.keys() <= whole if began == last else rows.keys() == whole):
+        readable = rows.keys() - unreadable
+        if whole is not None and not (readable <= whole if began == last else readable == whole):
             yield f"the pass over the stream that began in epoch {began} holds other rows than the one before"
-        whole = set(rows) if whole is None else whole
+        whole = readable if whole is None else whole
 
 
 def _place(line: Line) -> tuple[int, int]:
@@ -272,7 +251,7 @@ def _named(batch: tuple[int, int, int] | None) -> str:
 
 def _planned(line: Line) -> Sequence[int]:
     """Return the rows that were planned, where others replaced some of them."""
-    rows: Sequence[int] = line.get("planned", line["index"])
+    rows: Sequence[int] = line["planned"] if "planned" in line else line["index"]
     return rows
 
 

@@ -37,7 +37,6 @@ class RunReport:
         config ([`TrainingConfig`]): Settings of the run.
         data ([`RunData`]): What it draws from.
         accelerator (`Accelerator`): Its accelerator.
-        held_out (`bool`): Whether held-out losses are logged.
         keep (mapping, *optional*): State of the logs in the checkpoint that is resumed.
     """
 
@@ -47,7 +46,6 @@ class RunReport:
         data: RunData,
         accelerator: Accelerator,
         *,
-        held_out: bool,
         keep: Mapping[str, int] | None,
     ) -> None:
         self.config, self.data, self.accelerator, self.folder = config, data, accelerator, Path(config.output_dir)
@@ -57,14 +55,13 @@ class RunReport:
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             degree=degree,
-            held_out=held_out,
             keep=keep,
         )
         self.metrics = StepMetrics(
             accelerator,
             max_tokens=config.batches.token_limit,
             degree=degree,
-            sources=() if data.sources is None else data.sources.names,
+            sources=data.sources,
         )
         self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
 
@@ -83,7 +80,7 @@ class RunReport:
             if resumed is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
             else:
-                self.log.write_resume(global_step, resumed)
+                self.log.write_step("resumes", global_step, resumed)
             settings = json.dumps(self.config.flat(), indent=2) + "\n"
             for name, text in ((SETTINGS, settings), (CONFIG_FILE, to_repeat)):
                 with complete_file(self.folder / name) as partial:
@@ -147,14 +144,14 @@ class RunReport:
             index=index[counted].tolist(),
             loss=loss[counted].tolist(),
             sources=None if sources is None else sources.tolist(),
-            planned=batch.get(PLANNED),
+            planned=np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
         )
 
     def step(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, and move the progress bar."""
         self._track(global_step, entry)
         with writing(self.folder / "logs"):
-            self.log.write_loss(global_step, entry)
+            self.log.write_step("losses", global_step, entry)
         self.bar.update()
         shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
         self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
@@ -170,7 +167,7 @@ class RunReport:
             if message := unreadable_message(entry["unreadable"], *before or [None]):
                 logger.warning(message)
             logger.info(f"Held-out loss {entry['validation_loss']:.4f} after optimizer step {global_step}")
-        self.log.write_validation(global_step, entry)
+        self.log.write_step("validation", global_step, entry)
 
     def status(self, status: Status, global_step: int, planned: StepCount) -> None:
         """Say how the run ended, or that it runs."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..adapters.lora import SETTINGS
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import FloatArray
 from ..errors import BucketingError
-from ..files import complete_file
+from ..report.charts import Chart, Line, line_chart
+from .logs import Logs, StepLog
 from .recount import Leg, Recount, recount
-from .run_log import log_path, read_log, read_sample_logs
+from .run_log import read_log
 
-_FEWEST_STEPS = 10
+FEWEST_STEPS = 10
 """Fewest optimizer steps that have tenths."""
 
 _NAMED_STEPS = 10
@@ -35,59 +34,13 @@ def losses_of(output_dir: Path) -> list[float]:
     return [line["train_loss"] for line in read_log(output_dir, "losses")]
 
 
-class StepLog(NamedTuple):
-    """Logged values of each optimizer step.
-
-    Attributes:
-        loss (`float64`, shape `(n,)`): Mean loss over the samples of the step.
-        samples (`int64`, shape `(n,)`): Samples of all processes in the step.
-        seconds (`float64`, shape `(n,)`): Time since the end of the step before.
-    """
-
-    loss: FloatArray
-    samples: IntArray
-    seconds: FloatArray
-
-
-def steps_of(output_dir: Path) -> StepLog:
-    """Return what a run logged of each optimizer step.
-
-    Raises:
-        BucketingError: If the run left no log of its steps.
-    """
-    lines = read_log(output_dir, "losses")
-    if not lines or any("samples" not in line or "seconds" not in line for line in lines):
-        path = log_path(output_dir, "losses")
-        raise BucketingError(f"{path} holds no samples and seconds of each step; train again to draw its losses.")
-    return StepLog(
-        np.array([line["train_loss"] for line in lines], np.float64),
-        np.array([line["samples"] for line in lines], np.int64),
-        np.array([line["seconds"] for line in lines], np.float64),
-    )
-
-
-def plans_of(output_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return the counts of each epoch's plan, as [`EpochPlan.summary`][hf_bucketing.plans.EpochPlan] gives them.
-
-    Of an epoch that was resumed on another number of processes, they are those of its beginning. A stream has only
-    the number of processes and the epoch in which the pass over it began.
-
-    Raises:
-        BucketingError: If the run left no log.
-    """
-    plans: dict[int, dict[str, Any]] = {}
-    for line in read_log(output_dir, "plans"):
-        plans.setdefault(line["epoch"], line)
-    return plans
-
-
 def summarise_losses(losses: Sequence[float]) -> tuple[float, float]:
     """Return the mean loss over the first and over the last tenth of the steps.
 
     Raises:
         BucketingError: If there are fewer than ten losses.
     """
-    if len(losses) < _FEWEST_STEPS:
+    if len(losses) < FEWEST_STEPS:
         raise BucketingError(f"Comparing tenths of a run needs at least ten optimizer steps, got {len(losses)}.")
     tenth = len(losses) // 10
     return _mean(losses[:tenth]), _mean(losses[-tenth:])
@@ -124,17 +77,17 @@ class RunReview(NamedTuple):
         return "\n".join([f"{self.name}:", *map(str, self.checks)])
 
 
-def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
+def review_run(logs: Logs, *, min_fall: float = 1 / 3) -> RunReview:
     """Recount the logs of a run, and compare them with its plans.
 
     Args:
-        output_dir (`Path`): Output folder of the run.
+        logs ([`Logs`][hf_bucketing.training.logs.Logs]): Logs of the run.
         min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
 
     Raises:
         BucketingError: If the run left no logs, or those of an earlier release.
     """
-    run, losses = recount(output_dir), losses_of(output_dir)
+    run, losses = recount(logs), [line["train_loss"] for line in logs.losses]
     checks = [_check_end(run)]
     if run.faults:
         more = f"; and {len(run.faults) - 1} more" if len(run.faults) > 1 else ""
@@ -144,44 +97,34 @@ def review_run(output_dir: Path, *, min_fall: float = 1 / 3) -> RunReview:
         ignored = (
             f", and {run.unfinished} after the last optimizer step that are not counted" if run.unfinished else ""
         )
-        checks += [Check(True, whole + ignored), *_check_epochs(run, drops=_drops_remainders(output_dir))]
-    if len(losses) < _FEWEST_STEPS:
+        checks += [Check(True, whole + ignored), *_check_epochs(run, drops=logs.settings.get("remainder") == "drop")]
+    if len(losses) < FEWEST_STEPS:
         checks.append(Check(True, f"{len(losses)} optimizer steps, too few to compare tenths of the loss"))
-        return RunReview(output_dir.name, tuple(checks))
+        return RunReview(logs.name, tuple(checks))
     first, last = summarise_losses(losses)
     fall = 1 - last / first
     said = f"loss {first:.4f} in the first tenth, {last:.4f} in the last: {fall:.0%} less"
-    return RunReview(output_dir.name, (*checks, Check(fall >= min_fall, said)))
+    return RunReview(logs.name, (*checks, Check(fall >= min_fall, said)))
 
 
-def losses_by_bucket(output_dir: Path) -> dict[int, tuple[int, float]]:
-    """Return the number of samples of each bucket in the second half of a run, and their mean loss; empty for packs.
-
-    Raises:
-        BucketingError: If the run left no log.
-    """
-    lines = [line for log in read_sample_logs(output_dir) for line in log]
-    half = max(line["batch"] for line in lines) // 2
+def losses_by_bucket(logs: Logs) -> dict[int, tuple[int, float]]:
+    """Return how many samples of each bucket the second half of a run has, and their mean loss; empty for packs."""
+    half = max(line["batch"] for line in logs.batches) // 2
     losses: dict[int, list[float]] = {}
-    for line in lines:
+    for line in logs.batches:
         if line["batch"] >= half and line["bucket_id"] is not None:
             losses.setdefault(line["bucket_id"], []).extend(line["loss"])
     return {bucket: (len(values), _mean(values)) for bucket, values in sorted(losses.items())}
 
 
-def held_out_losses(output_dir: Path) -> list[dict[str, Any]]:
-    """Return what a run logged of its held-out loss, one entry per computation; empty if it held nothing out."""
-    return read_log(output_dir, "validation") if log_path(output_dir, "validation").is_file() else []
-
-
-def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]:
+def describe_held_out(logs: Logs, *, by_bucket: bool = False) -> list[str]:
     """Return the held-out loss of a run as lines of text: its first, lowest and last values, and the last by noise.
 
     Args:
-        output_dir (`Path`): Output folder of the run.
+        logs ([`Logs`][hf_bucketing.training.logs.Logs]): Logs of the run.
         by_bucket (`bool`): Whether to add the last values of each bucket.
     """
-    entries = held_out_losses(output_dir)
+    entries = logs.held_out
     if not entries:
         return []
     first, last = entries[0], entries[-1]
@@ -202,20 +145,17 @@ def describe_held_out(output_dir: Path, *, by_bucket: bool = False) -> list[str]
         lines.append(
             f"bucket {bucket['bucket_id']:4} ({size}), {bucket['samples']:6} held out, mean loss {bucket['loss']:.4f}"
         )
-    return [f"{output_dir.name}: {line}" for line in lines]
+    return [f"{logs.name}: {line}" for line in lines]
 
 
-def review_sources(output_dir: Path) -> list[str]:
-    """Return a line per source of a run: samples and repeats of its first epoch, and the mean loss of each half.
+def review_sources(logs: Logs) -> list[str]:
+    """Return a line per source of a run: its samples, of plans those of the first epoch, and the loss of each half.
 
     Empty if there was one source.
-
-    Raises:
-        BucketingError: If the run left no log.
     """
-    plans = plans_of(output_dir)
-    counts: dict[str, dict[str, int]] = plans[min(plans)].get("sources", {})
-    lines = [line for log in read_sample_logs(output_dir) for line in log if "sources" in line]
+    epoch, plan = min(logs.first_plans.items(), default=(0, {}))
+    counts: dict[str, dict[str, int]] = plan.get("sources", {})
+    lines = [line for line in logs.batches if "sources" in line] if counts else []
     half = max((line["batch"] for line in lines), default=0) // 2
     losses: list[tuple[list[float], list[float]]] = [([], []) for _ in counts]
     for line in lines:
@@ -224,8 +164,12 @@ def review_sources(output_dir: Path) -> list[str]:
     said = []
     for (name, own), halves in zip(counts.items(), losses, strict=True):
         first, second = (f"{_mean(values):.4f}" if values else "none" for values in halves)
-        planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {min(plans)}"
-        said.append(f"source {name}: {planned}; mean loss {first} in the first half, {second} in the second")
+        planned = f"{sum(map(len, halves))} samples"  # of a stream, which has no plan
+        if own:
+            planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {epoch}"
+        said.append(
+            f"{logs.name}: source {name}: {planned}; mean loss {first} in the first half, {second} in the second"
+        )
     return said
 
 
@@ -243,11 +187,6 @@ def _check_end(run: Recount) -> Check:
     return Check(complete, said)
 
 
-def _drops_remainders(output_dir: Path) -> bool:
-    path = output_dir / SETTINGS
-    return path.is_file() and json.loads(path.read_text()).get("remainder") == "drop"
-
-
 def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     """Compare the samples of each epoch, whose logs are whole, with its plans."""
     epochs, legs = run.epochs, [leg for legs in run.epochs.values() for leg in legs]
@@ -256,8 +195,9 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     if "num_steps" not in last.plan:
         passes = len({leg.plan["pass_began"] for leg in legs})
         rows = sum(leg.samples for leg in legs)
+        said = f"{rows} rows of the stream in {passes} passes over it, none twice in a pass"
         return [
-            Check(True, f"{rows} rows of the stream in {passes} passes over it, none twice in a pass"),
+            Check(True, said + _said_of_replaced(run)),
             Check(True, f"equal steps on all processes in {total} of {total} epochs, {steps} in all"),
         ]
     once = sum(map(_as_planned, epochs.values()))
@@ -265,9 +205,7 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     said = f"every planned sample seen {often} in {once} of {total} epochs"
     if not last.whole:
         said += f", as far as they go: {last.steps} of {last.plan['num_steps']} steps in the last"
-    if run.replaced:
-        said += f"; {run.replaced} unreadable samples were replaced"
-    checks = [Check(once == total, said)]
+    checks = [Check(once == total, said + _said_of_replaced(run))]
     dropped = [leg.plan["dropped"].get("remainder", 0) for leg in legs]
     few = all(count < leg.plan["num_processes"] for count, leg in zip(dropped, legs, strict=True))
     reason = 'as `remainder="drop"` asks for' if drops else "fewer than the processes"
@@ -282,6 +220,10 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
             )
         )
     return checks
+
+
+def _said_of_replaced(run: Recount) -> str:
+    return f"; {run.replaced} unreadable samples were replaced" if run.replaced else ""
 
 
 def _planned_as_mixed(leg: Leg) -> int:
@@ -329,41 +271,40 @@ def time_unit(seconds: float) -> tuple[str, int]:
     return next((name, size) for name, size in _TIME_UNITS if seconds >= 3 * size or size == 1)
 
 
-def draw_losses(runs: Iterable[Path], path: Path) -> None:
-    """Draw the losses of runs over the samples seen and over time, as a PNG.
+def loss_charts(runs: Sequence[Logs]) -> list[Chart]:
+    """Chart the losses of runs over the samples seen and over time.
 
     This compares runs with different numbers of samples per step at equal work and at equal time. Each line is a
     running mean over the same number of samples in all runs: a twentieth of those of the shortest run. Dots are losses
     of held-out samples.
 
     Raises:
-        BucketingError: If a run left no log.
+        BucketingError: If a run logged no samples and seconds of its steps.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    runs = list(runs)
-    logs = {run.name: steps_of(run) for run in runs}
-    held_out_of = {run.name: held_out_losses(run) for run in runs}
-    window = max(1, min(int(steps.samples.sum()) for steps in logs.values()) // 20)
-    longest = max(float(steps.seconds.sum()) for steps in logs.values())
-    unit, seconds = time_unit(longest)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    by_samples, by_time = figure.subplots(1, 2, sharey=True)
-    for name, steps in logs.items():
-        mean = running_mean(steps, window=window)
-        for axes, place in ((by_samples, np.cumsum(steps.samples)), (by_time, np.cumsum(steps.seconds) / seconds)):
-            (line,) = axes.plot(place, mean, label=f"{name} ({len(mean)} steps)")
-            axes.plot(place, steps.loss, color=line.get_color(), alpha=0.25, linewidth=0.8)
-            if held_out := held_out_of[name]:
-                at = np.array([entry["global_step"] for entry in held_out]) - 1
-                values = [entry["validation_loss"] for entry in held_out]
-                label = f"{name}, held out"
-                axes.plot(place[at], values, "o--", color=line.get_color(), markersize=4, label=label)
-    by_samples.set(xlabel="samples seen", ylabel="training loss", xlim=(0, None), ylim=(0, None))
-    by_time.set(xlabel=f"training time in {unit}", xlim=(0, None))
-    for axes in (by_samples, by_time):
-        axes.grid(alpha=0.3)
-    by_samples.legend(title=f"running mean over {window} samples")
-    with complete_file(path) as partial:
-        FigureCanvasAgg(figure).print_figure(str(partial), dpi=120, format="png")
+    window = max(1, min(int(run.steps.samples.sum()) for run in runs) // 20)
+    unit, seconds = time_unit(max(float(run.steps.seconds.sum()) for run in runs))
+    places: dict[str, Callable[[StepLog], FloatArray]] = {
+        "samples seen": lambda steps: np.cumsum(steps.samples).astype(np.float64),
+        f"training time in {unit}": lambda steps: np.cumsum(steps.seconds) / seconds,
+    }
+    charts = []
+    for label, place in places.items():
+        lines = []
+        for colour, run in enumerate(runs):
+            x = place(run.steps)
+            lines.append(Line("", x, run.steps.loss, colour, "faint"))
+            lines.append(Line(run.name, x, running_mean(run.steps, window=window), colour))
+            at = np.array([entry["global_step"] for entry in run.held_out], np.int64) - 1
+            values = np.array([entry["validation_loss"] for entry in run.held_out], np.float64)
+            lines.append(Line(f"{run.name}, held out", x[at], values, colour, "dots"))
+        charts.append(
+            line_chart(
+                lines,
+                title=f"Loss over {label}",
+                alt=f"Training loss over {label} of {', '.join(run.name for run in runs)}.",
+                x_label=label,
+                y_label="loss",
+                note=f"Thick: running mean over {window:,} samples; pale: single steps; dots: the held-out samples.",
+            )
+        )
+    return charts

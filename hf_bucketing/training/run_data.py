@@ -18,7 +18,6 @@ from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from ..columns.prepared import RowSources
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
@@ -59,7 +58,8 @@ class StepRows(NamedTuple):
         weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
         total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
             where it is not known before the window ends.
-        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, where there are several.
+        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, as a position in the names of the
+            sources, where there are several.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -89,8 +89,7 @@ class RunData(ABC):
         texts (mapping of `str` to [`TextEmbeddings`]): Texts that a run needs beside those of its rows, where they
             come from a cache, by caption; `""` is the null text.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
-        sources ([`RowSources`][hf_bucketing.columns.prepared.RowSources], *optional*): Source of each row, where there
-            are several.
+        sources (tuple of `str`): Names of the sources of its rows, where there are several.
     """
 
     loader: DataLoader[Any]
@@ -101,7 +100,7 @@ class RunData(ABC):
     reduction: Reduction
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
-    sources: RowSources | None = None
+    sources: tuple[str, ...] = ()
 
     @abstractmethod
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:

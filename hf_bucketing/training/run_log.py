@@ -31,6 +31,9 @@ TABLE = "table.json"
 STATUS = "status.json"
 """File in the folder of logs that says how far a run was to go and how it ended."""
 
+_RARE = ("validation", "resumes", "skipped")
+"""Logs of process 0 that begin when there is something to write."""
+
 Status = Literal["running", "finished", "interrupted", "failed"]
 
 _FITTED_STEPS = 5000
@@ -65,7 +68,6 @@ class RunLog:
         process_index (`int`): Index of this process. Process 0 writes plans and losses; each writes its samples.
         num_processes (`int`): Number of processes. Logs of further ones are from a part of the run before it resumed.
         degree (`int`): Neighbouring processes that take the same samples: only the first of them logs these.
-        held_out (`bool`): Whether process 0 logs held-out losses.
         keep (mapping, *optional*): [`state_dict`][RunLog.state_dict] of the run when its checkpoint was saved.
 
     Raises:
@@ -79,7 +81,6 @@ class RunLog:
         process_index: int,
         num_processes: int,
         degree: int = 1,
-        held_out: bool = False,
         keep: Mapping[str, int] | None = None,
     ) -> None:
         keep = keep or {}
@@ -89,14 +90,8 @@ class RunLog:
         if process_index % degree == 0:
             self._files["samples"] = self._samples(log_path(output_dir, "samples", process_index // degree))
         if process_index == 0:
-            names = ["plans", "losses"]
-            if held_out or log_path(output_dir, "validation").is_file():
-                names.append("validation")
-            if keep or log_path(output_dir, "resumes").is_file():
-                names.append("resumes")
-            if keep.get("skipped") or log_path(output_dir, "skipped").is_file():
-                names.append("skipped")
-            for name in names:
+            began = [name for name in _RARE if keep.get(name) or log_path(output_dir, name).is_file()]
+            for name in ("plans", "losses", *began):
                 self._files[name] = _JsonLines(log_path(output_dir, name), keep=keep.get(name, 0))
             for path in _sample_logs(output_dir)[num_processes // degree :]:
                 self._samples(path).file.close()
@@ -133,23 +128,18 @@ class RunLog:
         self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 
-    def write_loss(self, global_step: int, entry: Mapping[str, Any]) -> None:
-        """Log an optimizer step, in process 0."""
-        self._write("losses", {"global_step": global_step, **entry})
+    def write_step(self, name: str, global_step: int, entry: Mapping[str, Any]) -> None:
+        """Log something of an optimizer step, in process 0.
 
-    def write_validation(self, global_step: int, entry: Mapping[str, Any]) -> None:
-        """Log a held-out loss, in process 0."""
-        self._write("validation", {"global_step": global_step, **entry})
-
-    def write_resume(self, global_step: int, entry: Mapping[str, Any]) -> None:
-        """Log that the run was resumed after an optimizer step, in process 0."""
-        self._write("resumes", {"global_step": global_step, **entry})
-
-    def write_skipped(self, global_step: int, entry: Mapping[str, Any]) -> None:
-        """Log that an optimizer step changed no weights, in process 0; the first such step begins the log."""
-        if self._main and "skipped" not in self._files:
-            self._files["skipped"] = _JsonLines(log_path(self._output_dir, "skipped"), keep=0)
-        self._write("skipped", {"global_step": global_step, **entry})
+        Args:
+            name (`str`): `"losses"` for what the step came to, `"validation"` for a held-out loss after it,
+                `"resumes"` if the run was resumed after it, and `"skipped"` if it changed no weights.
+            global_step (`int`): Number of the optimizer step.
+            entry (mapping): What is logged of it.
+        """
+        if self._main and name not in self._files:
+            self._files[name] = _JsonLines(log_path(self._output_dir, name), keep=0)
+        self._write(name, {"global_step": global_step, **entry})
 
     def state_dict(self) -> dict[str, int]:
         """Return the batches that each process has logged, and the lines of the other logs."""
@@ -323,17 +313,26 @@ def read_status(output_dir: Path) -> dict[str, Any] | None:
 
 
 def log_path(output_dir: Path, name: str, process_index: int = 0) -> Path:
-    """Return the path of a log: `"plans"`, `"losses"`, `"validation"`, `"resumes"`, `"skipped"` or `"samples"`."""
+    """Return the path of a log.
+
+    Args:
+        output_dir (`Path`): Output folder of a run.
+        name (`str`): `"plans"`, `"losses"`, `"validation"`, `"resumes"`, `"skipped"`, `"unreadable"` or `"samples"`.
+        process_index (`int`): Process whose samples are logged.
+    """
     return output_dir / "logs" / (f"{name}-{process_index}.jsonl" if name == "samples" else f"{name}.jsonl")
 
 
 def read_log(output_dir: Path, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
     """Return the entries of a log other than `"samples"`, or the last of them; see [`log_path`].
 
+    Held-out losses, resumes, skipped steps and unreadable samples are none where there is no such file.
+
     Raises:
-        BucketingError: If there is no such file.
+        BucketingError: If there is no file of another log.
     """
-    return _read_lines(log_path(output_dir, name), last=last)
+    path = log_path(output_dir, name)
+    return [] if name in (*_RARE, "unreadable") and not path.is_file() else _read_lines(path, last=last)
 
 
 def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:

@@ -5,36 +5,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ..adapters.lora import SETTINGS
-from ..buckets.arrays import FloatArray
 from ..buckets.sizes import Size
-from ..buckets.table import BucketTable
 from ..errors import BucketingError, MediaError
 from ..media.source import MediaSource
 from ..media.thumbnails import animation
-from ..report.charts import Chart, Line, bar_chart, line_chart
+from ..report.charts import Line, bar_chart, line_chart
 from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table
 from ..report.text import short_number, size_label
+from .logs import Logs, StepLog
 from .review import (
-    StepLog,
-    held_out_losses,
+    FEWEST_STEPS,
+    loss_charts,
     losses_by_bucket,
     review_run,
     review_sources,
     running_mean,
-    steps_of,
     summarise_losses,
     time_unit,
 )
-from .run_log import TABLE, log_path, read_log, read_sample_logs
 from .validation import rendering_name
 
 _SHOWN_STEPS = 3
@@ -50,33 +44,6 @@ _RENDERING = re.compile(r".*/step-\d+/\d+x\d+x\d+-[^/]+\.(mp4|png)")
 """Path of a rendering of a run, beside which people may keep files of their own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Logs of a run.
-
-    Attributes:
-        name (`str`): Name of the run on the page.
-        folder (`Path`): Its output folder.
-        colour (`int`): Number of its colour.
-        steps ([`StepLog`]): Its optimizer steps.
-        lines (`list` of `dict`): The same steps as they were logged.
-        held_out (`list` of `dict`): Held-out losses.
-        settings (mapping): Settings by name.
-    """
-
-    name: str
-    folder: Path
-    colour: int
-    steps: StepLog
-    lines: list[dict[str, Any]]
-    held_out: list[dict[str, Any]]
-    settings: Mapping[str, Any]
-
-    def column(self, name: str) -> FloatArray:
-        """Return a value of each step, NaN where it is not logged."""
-        return np.array([line.get(name, math.nan) for line in self.lines], np.float64)
-
-
 def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
     """Lay out the logs of runs as a page.
 
@@ -85,14 +52,13 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
         min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
 
     Raises:
-        BucketingError: If a run left no log.
+        BucketingError: If a run left no log, or one without samples and seconds of its steps.
     """
-    names = [folder.name for folder in folders]
-    unique = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-    runs = [_read_run(folder, name, colour) for colour, (folder, name) in enumerate(zip(folders, unique, strict=True))]
+    same_names = len({folder.name for folder in folders}) < len(folders)
+    runs = [Logs(folder, str(folder) if same_names else folder.name) for folder in folders]
     sections = [
         Section(name="overview", title="Overview", blocks=_overview(runs, min_fall)),
-        Section(name="loss", title="Loss", blocks=[_losses(runs)]),
+        Section(name="loss", title="Loss", blocks=[Charts(charts=loss_charts(runs))]),
         Section(name="noise", title="Loss by noise level", blocks=[_noise(runs)]),
         Section(name="buckets", title="Loss by bucket", blocks=_buckets(runs)),
         Section(name="speed", title="Speed, fill and balance", blocks=[_speed(runs)]),
@@ -101,34 +67,20 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
         Section(name="settings", title="Settings", blocks=_settings(runs)),
         Section(name="resumes", title="Resumes", blocks=_resumes(runs)),
     ]
-    return Page(title="Training report", subtitle=f"Runs: {', '.join(unique)}", sections=sections)
+    return Page(title="Training report", subtitle=f"Runs: {', '.join(run.name for run in runs)}", sections=sections)
 
 
-def _read_run(folder: Path, name: str, colour: int) -> _Run:
-    settings, steps = folder / SETTINGS, steps_of(folder)
-    return _Run(
-        name=name,
-        folder=folder,
-        colour=colour % 6,
-        steps=steps,
-        lines=read_log(folder, "losses"),
-        # A run that still trains may have logged more steps by now.
-        held_out=[entry for entry in held_out_losses(folder) if entry["global_step"] <= len(steps.loss)],
-        settings=json.loads(settings.read_text()) if settings.is_file() else {},
-    )
-
-
-def _overview(runs: Sequence[_Run], min_fall: float) -> list[Block]:
+def _overview(runs: Sequence[Logs], min_fall: float) -> list[Block]:
     rows, checks = [], []
     for run in runs:
-        enough = len(run.steps.loss) >= 10
+        enough = len(run.steps.loss) >= FEWEST_STEPS
         first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)
         held_out = [float(entry["validation_loss"]) for entry in run.held_out]
         rows.append(
             (
                 run.name,
                 str(run.settings.get("batching", "–")),
-                f"{len(read_sample_logs(run.folder)):,}",
+                f"{len(run.samples):,}",
                 f"{len(run.steps.loss):,}",
                 f"{int(run.steps.samples.sum()):,}",
                 _duration(float(run.steps.seconds.sum())),
@@ -161,9 +113,9 @@ def _overview(runs: Sequence[_Run], min_fall: float) -> list[Block]:
     ]
 
 
-def _not_finite(run: _Run) -> str:
+def _not_finite(run: Logs) -> str:
     """Return a warning about losses of samples that are not finite, which end a run before it logs their step."""
-    lines = [line for log in read_sample_logs(run.folder) for line in log if not np.isfinite(line["loss"]).all()]
+    lines = [line for line in run.batches if not np.isfinite(line["loss"]).all()]
     if not lines:
         return ""
     count = sum(np.count_nonzero(~np.isfinite(line["loss"])) for line in lines)
@@ -172,47 +124,21 @@ def _not_finite(run: _Run) -> str:
     return f"The loss of {run.name} is not finite for {count:,} samples, first in {at}."
 
 
-def _checks(run: _Run, min_fall: float) -> Iterator[tuple[str, str]]:
+def _checks(run: Logs, min_fall: float) -> Iterator[tuple[str, str]]:
     try:
-        review = review_run(run.folder, min_fall=min_fall)
+        review = review_run(run, min_fall=min_fall)
     except BucketingError as error:  # a run that has made no step, or of an earlier release
         yield "not checked", str(error)
         return
     yield from (("holds" if check.holds else "FAILED", check.statement) for check in review.checks)
 
 
-def _losses(runs: Sequence[_Run]) -> Charts:
-    window = max(1, min(int(run.steps.samples.sum()) for run in runs) // 20)
-    longest = max(float(run.steps.seconds.sum()) for run in runs)
-    unit, seconds = time_unit(longest)
-    places: dict[str, Callable[[_Run], FloatArray]] = {
-        "samples seen": lambda run: np.cumsum(run.steps.samples).astype(np.float64),
-        f"training time in {unit}": lambda run: np.cumsum(run.steps.seconds) / seconds,
-    }
-    charts = []
-    for label, place in places.items():
-        lines = []
-        for run in runs:
-            x = place(run)
-            lines.append(Line("", x, run.steps.loss, run.colour, "faint"))
-            lines.append(Line(run.name, x, running_mean(run.steps, window=window), run.colour))
-            if run.held_out:
-                at = np.array([entry["global_step"] for entry in run.held_out]) - 1
-                values = np.array([entry["validation_loss"] for entry in run.held_out], np.float64)
-                lines.append(Line(f"{run.name}, held out", x[at], values, run.colour, "dots"))
-        alt = f"Training loss over {label} of {', '.join(run.name for run in runs)}."
-        chart = line_chart(lines, alt=alt, x_label=label, y_label="loss")
-        note = f"Thick: running mean over {window:,} samples; pale: single steps; dots: the held-out samples."
-        charts.append((f"Loss over {label}", chart, note))
-    return Charts(charts=charts)
-
-
-def _noise(runs: Sequence[_Run]) -> Charts:
+def _noise(runs: Sequence[Logs]) -> Charts:
     charts = []
     for run in runs:
-        names = sorted({name for line in run.lines for name in line if name.startswith(_NOISE)})
+        names = sorted({name for line in run.losses for name in line if name.startswith(_NOISE)})
         levels = np.array([float(name.removeprefix(_NOISE)) + 0.05 for name in names])
-        half = len(run.lines) // 2
+        half = len(run.losses) // 2
         lines = []
         for colour, (title, part) in {3: ("first half", slice(half)), 4: ("second half", slice(half, None))}.items():
             columns = [run.column(name)[part] for name in names]
@@ -222,99 +148,92 @@ def _noise(runs: Sequence[_Run]) -> Charts:
             last = run.held_out[-1]["by_noise"]
             x, y = (np.array([level[name] for level in last]) for name in ("noise_level", "loss"))
             lines.append(Line("held out, last", x, y, 5, "dots"))
-        alt = f"Mean loss of {run.name} by noise level."
-        chart = line_chart(lines, alt=alt, x_label="noise level, 0 clean, 1 only noise", y_label="loss")
-        charts.append((run.name, chart, "Means over steps; each point covers a tenth of the noise levels."))
+        charts.append(
+            line_chart(
+                lines,
+                title=run.name,
+                alt=f"Mean loss of {run.name} by noise level.",
+                x_label="noise level, 0 clean, 1 only noise",
+                y_label="loss",
+                note="Means over steps; each point covers a tenth of the noise levels.",
+            )
+        )
     return Charts(charts=charts)
 
 
-def _buckets(runs: Sequence[_Run]) -> list[Block]:
+def _buckets(runs: Sequence[Logs]) -> list[Block]:
     blocks: list[Block] = []
-    for run in runs:
-        held_out = {bucket["bucket_id"]: bucket for bucket in run.held_out[-1]["by_bucket"]} if run.held_out else {}
-        trained = losses_by_bucket(run.folder)
+    for colour, run in enumerate(runs):
+        last = run.held_out[-1]["by_bucket"] if run.held_out else []
+        held_out = {bucket["bucket_id"]: bucket for bucket in last}
+        trained = losses_by_bucket(run)
+        fullest = sorted(trained, key=lambda bucket: -trained[bucket][0])
+        names = {bucket: f"bucket {bucket}" for bucket in trained}
+        names |= {bucket: size_label(Size(*entry["size"])) for bucket, entry in held_out.items()}
+        names |= {bucket: size_label(size) for bucket, size in enumerate(run.sizes)}
+        title = f"{run.name}: loss by bucket"
         if trained:
-            blocks += _trained_buckets(run, trained, held_out)
-        elif held_out:
-            rows = [
-                (_size_of(bucket), f"{bucket['samples']:,}", _number(bucket["loss"])) for bucket in held_out.values()
-            ]
-            head = ("size", "samples held out", "loss, last")
-            blocks.append(Table(title=f"{run.name}, which trained on packs: held out", head=head, rows=rows))
+            losses = [(names[bucket], trained[bucket][1]) for bucket in fullest[:_MOST_BARS]]
+            chart = bar_chart(
+                [(name, (loss,), _number(loss)) for name, loss in losses],
+                title=title,
+                x_label="mean loss in the second half",
+                note="The buckets of most samples come first; a bucket is frames×height×width, or height×width for "
+                "images.",
+                colours=[colour] * len(losses),
+            )
+            blocks.append(Charts(charts=[chart]))
         else:
             blocks.append(Paragraphs(texts=[f"{run.name} trained on packs, whose samples have no bucket."]))
+        rows = []
+        for bucket in [*fullest, *(set(held_out) - set(trained))]:
+            count, loss = trained.get(bucket, (0, math.nan))
+            apart = held_out.get(bucket, {"samples": 0, "loss": math.nan})
+            numbers = (f"{count:,}", _number(loss), f"{apart['samples']:,}", _number(apart["loss"]))
+            rows.append((names[bucket], f"{bucket}", *numbers))
+        head = ("bucket", "id", "samples, second half", "mean loss", "samples held out", "held-out loss, last")
+        if rows:
+            long = len(rows) > _MOST_BARS
+            blocks.append(Table(title=f"{title} in numbers", head=head, rows=rows, folded=long))
     return blocks
 
 
-def _trained_buckets(
-    run: _Run, trained: Mapping[int, tuple[int, float]], held_out: Mapping[int, Mapping[str, Any]]
-) -> list[Block]:
-    table = log_path(run.folder, "losses").with_name(TABLE)
-    sizes = BucketTable.from_json(table.read_text()).sizes if table.is_file() else ()
-    names = {bucket: f"bucket {bucket}" for bucket in trained}
-    names |= {bucket: _size_of(one) for bucket, one in held_out.items()}
-    names |= {bucket: size_label(size) for bucket, size in enumerate(sizes)}
-    fullest = sorted(trained, key=lambda bucket: -trained[bucket][0])
-    bars = [(names[bucket], (trained[bucket][1],), _number(trained[bucket][1])) for bucket in fullest[:_MOST_BARS]]
-    alt = f"Mean loss of {run.name} by bucket in the second half."
-    chart = bar_chart(bars, alt=alt, x_label="mean loss in the second half", colours=[run.colour] * len(bars))
-    note = "The buckets of most samples come first; a bucket is frames×height×width, or height×width for images."
-    rows = []
-    for bucket in [*fullest, *(set(held_out) - set(trained))]:
-        count, loss = trained.get(bucket, (0, math.nan))
-        apart = held_out.get(bucket, {"samples": 0, "loss": math.nan})
-        numbers = (f"{count:,}", _number(loss), f"{apart['samples']:,}", _number(apart["loss"]))
-        rows.append((names[bucket], f"{bucket}", *numbers))
-    head = ("bucket", "id", "samples, second half", "mean loss", "samples held out", "held-out loss, last")
-    title = f"{run.name}: loss by bucket"
-    return [
-        Charts(charts=[(title, chart, note)]),
-        Table(title=f"{title} in numbers", head=head, rows=rows, folded=len(rows) > _MOST_BARS),
-    ]
-
-
-def _size_of(entry: Mapping[str, Any]) -> str:
-    return size_label(Size(*entry["size"]))
-
-
-def _speed(runs: Sequence[_Run]) -> Charts:
-    fills = [run for run in runs if np.isfinite(run.column("fill")).any()]
+def _speed(runs: Sequence[Logs]) -> Charts:
     panels = (
-        ("Tokens per second", runs, "tokens_per_second", "tokens per second", "All processes together."),
-        ("Fill", fills, "fill", "tokens ÷ max_tokens", "1 is full; of runs whose batches have a limit of tokens."),
-        ("Imbalance", runs, "imbalance", "largest ÷ mean cost", "1: no process waits for another."),
+        ("Tokens per second", "tokens_per_second", "tokens per second", "All processes together."),
+        ("Fill", "fill", "tokens ÷ max_tokens", "1 is full; of runs whose batches have a limit of tokens."),
+        ("Imbalance", "imbalance", "largest ÷ mean cost", "1: no process waits for another."),
     )
-    charts: list[tuple[str, Chart, str]] = []
-    for title, shown, column, label, note in panels:
-        if shown:
-            lines = []
-            for run in shown:
-                x, values = np.arange(1.0, len(run.lines) + 1), run.column(column)
-                lines.append(Line("", x, values, run.colour, "faint"))
+    charts = []
+    for title, column, label, note in panels:
+        lines = []
+        for colour, run in enumerate(runs):
+            values = run.column(column)
+            if np.isfinite(values).any():
+                x, ones = np.arange(1.0, len(values) + 1), np.ones(len(values))
+                mean = running_mean(StepLog(values, ones.astype(np.int64), ones), window=max(1, len(values) // 20))
                 median = f"{run.name} (median {short_number(float(np.nanmedian(values)))})"
-                lines.append(Line(median, x, _moving_mean(values), run.colour))
-            alt = f"{title} over the optimizer steps."
-            chart = line_chart(lines, alt=alt, x_label="optimizer steps", y_label=label)
-            charts.append((title, chart, f"{note} Thick: mean over a twentieth of the steps."))
+                lines += [Line("", x, values, colour, "faint"), Line(median, x, mean, colour)]
+        if lines:
+            charts.append(
+                line_chart(
+                    lines,
+                    title=title,
+                    alt=f"{title} over the optimizer steps.",
+                    x_label="optimizer steps",
+                    y_label=label,
+                    note=f"{note} Thick: mean over a twentieth of the steps.",
+                )
+            )
     return Charts(charts=charts)
 
 
-def _moving_mean(values: FloatArray) -> FloatArray:
-    """Return the mean over the last twentieth of the values, or over those that there are."""
-    window = max(1, len(values) // 20)
-    sums = np.append(0.0, np.cumsum(values))
-    first = np.maximum(np.arange(1, len(values) + 1) - window, 0)
-    return (sums[1:] - sums[first]) / (np.arange(1, len(values) + 1) - first)
-
-
-def _sources(runs: Sequence[_Run]) -> list[Block]:
-    lines = [
-        f"{run.name}: {line}" for run in runs if read_log(run.folder, "plans") for line in review_sources(run.folder)
-    ]
+def _sources(runs: Sequence[Logs]) -> list[Block]:
+    lines = [line for run in runs for line in review_sources(run)]
     return [Paragraphs(texts=lines)] if lines else []
 
 
-def _samples(runs: Sequence[_Run]) -> list[Block]:
+def _samples(runs: Sequence[Logs]) -> list[Block]:
     """Show the renderings of each run, prompt by prompt, as long as the page stays small."""
     blocks: list[Block] = []
     left = _MOST_BYTES
@@ -351,7 +270,7 @@ def _step_of(file: Path) -> int:
     return int(file.parent.name.removeprefix("step-"))
 
 
-def _prompt_of(run: _Run, stem: str) -> tuple[str, str]:
+def _prompt_of(run: Logs, stem: str) -> tuple[str, str]:
     """Return the size and the prompt of a rendering by its file's name; the name's words if no prompt has it."""
     size, _, words = stem.partition("-")
     prompts = run.settings.get("validation_prompts") or []
@@ -371,7 +290,7 @@ def _picture(file: Path, prompt: str) -> Picture:
     )
 
 
-def _settings(runs: Sequence[_Run]) -> list[Block]:
+def _settings(runs: Sequence[Logs]) -> list[Block]:
     names = [*dict.fromkeys(name for run in runs for name in run.settings)]
     if not names:
         return []
@@ -390,14 +309,13 @@ def _setting(value: object) -> str:
     return "not given" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _resumes(runs: Sequence[_Run]) -> list[Block]:
+def _resumes(runs: Sequence[Logs]) -> list[Block]:
     rows = []
     for run in runs:
-        for line in read_log(run.folder, "resumes") if log_path(run.folder, "resumes").is_file() else []:
+        for line in run.resumes:
             changes = ", ".join(line["changes"]) or "none"
-            rows.append(
-                (run.name, f"{line['global_step']:,}", f"{line['epoch']}", f"{line['num_processes']}", changes)
-            )
+            numbers = (f"{line['global_step']:,}", f"{line['epoch']}", f"{line['num_processes']}")
+            rows.append((run.name, *numbers, changes))
     if not rows:
         return []
     head = ("run", "after step", "in epoch", "processes", "settings that changed")

@@ -6,11 +6,11 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from ..caching.settings import CacheConfig
-from ..columns.settings import NOT_FLAGS, SourceConfig
+from ..columns.settings import SourceConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
 from ..planner.settings import PlanConfig
 from ..report.measure import ReportConfig
-from ..settings import flatten, names_of, settings_in
+from ..settings import flag_names, flatten, settings_in
 from .config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -24,16 +24,22 @@ what scripts/prepare_dataset.py writes."""
 def settings_of_scripts() -> dict[str, frozenset[str]]:
     """Return the names of all settings of each script of a run."""
     pipeline = "pretrained_model_name_or_path"
-    source = {*names_of(SourceConfig)} - {*NOT_FLAGS}
-    cache = {*names_of(CacheConfig)} - {"folder"}
-    report = {*names_of(ReportConfig)} - {"metric"}
     names = {
-        "prepare_dataset": {*source, pipeline, "num_proc", "overwrite", "streaming", "output_dir"},
-        "cache_latents": {*cache, pipeline, "dataset_dir", "cache_dir", "output_dir", "mixed_precision", "vae_tiling"}
-        | {"max_sequence_length"},
-        "train_text_to_video": {*names_of(TrainingConfig)},
-        "plan_memory": {*names_of(PlanConfig), pipeline, "gpu_memory", "figure", "json"},
-        "report_buckets": {*report, "dataset", "table", "buckets", "novelai", "bucket_frames", "json", "figures"}
+        "prepare_dataset": {*flag_names(SourceConfig), pipeline, "num_proc", "overwrite", "streaming", "output_dir"},
+        "cache_latents": {*flag_names(CacheConfig), pipeline, "dataset_dir", "cache_dir", "output_dir"}
+        | {"mixed_precision", "vae_tiling", "max_sequence_length"},
+        "train_text_to_video": {*flag_names(TrainingConfig)},
+        "plan_memory": {*flag_names(PlanConfig), pipeline, "gpu_memory", "figure", "json"},
+        "report_buckets": {
+            *flag_names(ReportConfig),
+            "dataset",
+            "table",
+            "buckets",
+            "novelai",
+            "bucket_frames",
+            "json",
+            "figures",
+        }
         | {"html", pipeline},
         "report_training": {"runs", "figure", "html", "by_bucket", "min_fall"},
     }
@@ -81,7 +87,7 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
     ]
     commands = []
     if cached:
-        names = ("mixed_precision", "batching", "max_sequence_length", "vae_tiling")
+        names = settings_of_scripts()["cache_latents"]
         of_cache = [flag for flag in given if flag.split()[0].removeprefix("--") in names]
         folders = "--dataset_dir prepared --cache_dir cache --output_dir cached"
         commands.append(" ".join([f"{launch} scripts/cache_latents.py", folders, common, *of_cache]))

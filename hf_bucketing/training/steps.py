@@ -235,11 +235,8 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
     if config.batches.batching == "bucket":
         return BucketStep(**common)
     batches = config.batches
-    if batches.token_drop is not None and not recipe.family.drops_tokens:
-        name = type(recipe.transformer).__name__
-        raise BucketingError(
-            f"Omit `token_drop_rate`: {name} does more than attention across tokens, and needs them all."
-        )
+    if batches.token_drop is not None:
+        _check_token_drop(recipe)
     packing = enable_packing(
         recipe.transformer,
         backend=batches.attention_backend,
@@ -248,6 +245,15 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         base_size=None if batches.base_size is None else cast("Grid", tuple(batches.base_size)),
     )
     return PackStep(packing=packing, token_drop=batches.token_drop, **common)
+
+
+def _check_token_drop(recipe: Recipe) -> None:
+    """Raise BucketingError if the model needs all tokens of a sample."""
+    family, transformer = recipe.family, recipe.transformer
+    try:
+        family.check_grid(transformer, family.trial_grids(transformer)[0], kept=torch.tensor([0]))
+    except PackingError as error:
+        raise BucketingError(f"Omit `token_drop_rate`: {error}") from error
 
 
 def check_data(step: Step, data: RunData) -> None:
@@ -272,7 +278,7 @@ def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[
     for bucket_id, count in counts.items():
         size = table.size(bucket_id)
         try:
-            step.recipe.family.check_grids(step.recipe.transformer, [spec.grid(size)])
+            step.recipe.family.check_grid(step.recipe.transformer, spec.grid(size))
         except PackingError as error:
             raise BucketingError(
                 f"The model cannot take the {count} samples of {size}: {error} --max_frames of "

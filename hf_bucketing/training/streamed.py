@@ -19,7 +19,7 @@ from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, SOURCE, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..errors import BucketingError
@@ -27,6 +27,7 @@ from ..loaders.planned import StepCount
 from ..loaders.workers import worker_options
 from ..losses.reduction import reduction_weights
 from ..packing.token_drop import TokenDrop
+from ..plans.packs import strip_tokens
 from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
 from ..streaming.grouping import BucketGrouping, Grouping, PackGrouping
@@ -40,6 +41,7 @@ from .data import (
     learned_tokens,
     make_cost_model,
     media_collator,
+    unreadable_log,
 )
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 
@@ -78,7 +80,8 @@ def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStrea
     num_workers = config.loader.dataloader_num_workers
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)
-        rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed)
+        reject = config.faults.on_error == "replace"
+        rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject)
         for warning in warn_of_shards(
             rows.num_shards, num_processes=accelerator.num_processes, num_workers=num_workers
         ):
@@ -150,7 +153,8 @@ class StreamedData(RunData):
         tokens = self._tokens(sizes)
         learned = torch.from_numpy(learned_tokens(tokens, sizes, self.spec))
         weights = reduction_weights(learned, self.reduction) * batch["weight"].cpu()
-        return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None)
+        sources = np.array(batch[SOURCE], np.int64) if self.sources else None
+        return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the first rows, each with its number of rows."""
@@ -170,9 +174,11 @@ class StreamedData(RunData):
         largest = LargestStep([], 0)
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
-            each = int(self._tokens([size])[0]) + self.text_tokens
+            tokens = int(self._tokens([size])[0])
+            each = tokens + self.text_tokens
             if isinstance(grouping, PackGrouping):
-                count = max(1, grouping.max_tokens // each)
+                span = strip_tokens(tokens, grouping.strip_length) + self.text_tokens
+                count = max(1, grouping.max_tokens // span)
             elif grouping.max_tokens is not None and each > grouping.max_tokens:
                 continue  # an error if such a row comes
             else:
@@ -182,7 +188,8 @@ class StreamedData(RunData):
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return what is known of an epoch before it comes, for the log."""
-        return {"num_processes": self.stream.num_processes, "pass_began": loader.began}
+        summary = {"num_processes": self.stream.num_processes, "pass_began": loader.began}
+        return {**summary, "sources": {name: {} for name in self.sources}} if self.sources else summary
 
     def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
         """Return what is known of the run before it starts, and its limits, as lines of text."""
@@ -200,6 +207,7 @@ class StreamedData(RunData):
             f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
             f"  Stream = {shards} shards, {each}; {self._order(stream.shuffle_buffer)}",
             f"  Samples per epoch = {rows}",
+            *([f"  Sources = {', '.join(self.sources)}"] if self.sources else []),
             *describe_conditions(self.conditions),
             f"  Steps per epoch = {steps}",
             f"  Most per step and process = {most}",
@@ -226,13 +234,15 @@ class StreamedData(RunData):
         Raises:
             BucketingError: If no row came.
         """
-        rejected = int(accelerator.reduce(torch.tensor(loader.rejected, device=accelerator.device), "sum"))
+        unused = torch.tensor([loader.rejected, loader.unreadable], device=accelerator.device)
+        rejected, unreadable = accelerator.reduce(unused, "sum").tolist()
         if not num_batches:
             raise BucketingError(
-                f"No row of the stream can be trained: it ended after {rejected} rejected rows; prepare it again with "
-                "other buckets."
+                f"No row of the stream can be trained: it ended after {rejected} rejected and {unreadable} unreadable "
+                "rows; prepare it again with other buckets."
             )
-        return [f"{rejected} rows of the stream were rejected so far in this pass"] if rejected else []
+        counts = {"were rejected": rejected, "could not be read": unreadable}
+        return [f"{count} rows of the stream {what} so far in this pass" for what, count in counts.items() if count]
 
     def _tokens(self, sizes: Sequence[Size]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the tokens of samples, or those that token drop keeps."""
@@ -277,6 +287,8 @@ def make_streamed_data(
         grouping,
         collate_fn=media_collator(config, prepared, table=table),
         config=stream,
+        faults=config.faults.log(unreadable_log(config)),
+        kept=[SOURCE] if prepared.sources else [],
     )
     workers = config.loader.dataloader_num_workers
     timeout = config.loader.dataloader_timeout if workers else 0
@@ -291,6 +303,7 @@ def make_streamed_data(
         reduction=config.objective.loss_reduction,
         token_drop=batches.token_drop,
         conditions=tuple(prepared.conditions),
+        sources=prepared.sources,
     )
 
 

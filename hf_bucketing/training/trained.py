@@ -31,15 +31,22 @@ from .skipped import check_finite
 
 
 def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
-    """Add adapters to a transformer, if any, and what saves memory; return the settings with the adapters' alpha.
+    """Add adapters to a transformer, if any, and what saves memory; return the settings that the adapters have.
 
     What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
     """
     if config.adapters.lora_rank is not None:
         adapters = start_adapters(recipe.pipeline, config.adapters, component=recipe.trained)
         cast_training_params(recipe.transformer, dtype=trained_dtype(config))
-        config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)
-        checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained)
+        config = changed(
+            config,
+            lora_alpha=adapters.lora_alpha,
+            lora_targets=adapters.lora_targets,
+            lora_format=adapters.lora_format,
+        )
+        checkpoint_adapters_only(
+            accelerator, recipe.pipeline, component=recipe.trained, lora_format=adapters.lora_format
+        )
     if config.memory.gradient_checkpointing:
         recipe.transformer.enable_gradient_checkpointing()
     if config.memory.offload_blocks:
@@ -155,7 +162,12 @@ class TrainedModel:
     def save_adapters(self, folder: Path) -> None:
         """Save the adapters, averaged if there are averages; call it on every process."""
         with self.averages():
-            save_lora(self.recipe.pipeline, folder, component=self.recipe.trained)
+            save_lora(
+                self.recipe.pipeline,
+                folder,
+                component=self.recipe.trained,
+                lora_format=self.config.adapters.lora_format,
+            )
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.

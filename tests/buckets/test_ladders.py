@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, novelai_ladder, token_ladder
 from hf_bucketing.buckets.ladders import COMMON_RATIOS
-from hf_bucketing.report import LadderChoice, measure_ladder
+from hf_bucketing.report import measure_ladder
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 NATIVE = token_ladder(WAN, [8190, 32760], frames=[1, 17, 49, 81], sizes=[(480, 832), (720, 1280)])
@@ -119,15 +118,21 @@ def test_the_default_ladder_keeps_what_the_documentation_says() -> None:
     options = {"tokens": [8190, 32760], "frames": [1, 17, 49, 81]}
     for sizes in ((), ((480, 832), (720, 1280))):
         for limit in (2.5, 4.0):
-            choice = LadderChoice(sizes=sizes, max_aspect_ratio=limit, **options)
-            report = measure_ladder(choice, WAN, num_samples=20_000)
-            assert report.common > 0.995
-            assert report.mix > 0.98
-            assert report.worst > 0.94
-            coarse = measure_ladder(replace(choice, aspect_step=math.inf), WAN, num_samples=20_000)
-            assert coarse.num_buckets < report.num_buckets
-            assert coarse.mix < report.mix
-            assert coarse.short_batches < report.short_batches
+            fine, coarse = (
+                measure_ladder(
+                    token_ladder(WAN, sizes=sizes, max_aspect_ratio=limit, aspect_step=step, **options),
+                    WAN,
+                    max_aspect_ratio=limit,
+                    num_samples=20_000,
+                )
+                for step in (0.08, math.inf)
+            )
+            assert fine.common > 0.995
+            assert fine.mix > 0.98
+            assert fine.worst > 0.94
+            assert coarse.num_buckets < fine.num_buckets
+            assert coarse.mix < fine.mix
+            assert coarse.short_batches < fine.short_batches
 
 
 @given(st.floats(-math.log(4), math.log(4)), st.floats(500, 5000), st.sampled_from([1, 17, 49, 81]))

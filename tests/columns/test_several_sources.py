@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Iterable
@@ -71,13 +70,13 @@ def test_files_and_bytes_become_one_data_set_with_one_table(sources: dict[str, P
     alone = [prepared(part) for part in parts]
     prepared(*parts).save(tmp_path / "out")
     both = PreparedDataset.load(tmp_path / "out")
-    assert both.sources is not None
-    assert both.sources.names == ("clips", "faces")
+    assert both.sources
+    assert both.sources == ("clips", "faces")
     assert both.dataset["index"][:] == list(range(20))
     assert both.dataset[ROW_WEIGHT][:] == [1.0] * 9 + [2.0] * 11
     assert both.dataset["caption"][:] == alone[0].dataset["caption"][:] + alone[1].dataset["text"][:]
     for number, one in enumerate(alone):
-        rows = np.flatnonzero(both.sources.ids == number)
+        rows = np.flatnonzero(both.source_ids == number)
         assert len(rows) == len(one.dataset)
         for name in ("num_frames", "fps", "width", "num_tokens", "rejection"):
             assert [both.dataset[name][int(row)] for row in rows] == one.dataset[name][:]
@@ -246,7 +245,7 @@ def test_sources_that_cannot_go_together_are_refused(sources: dict[str, Path], t
 
 def test_one_source_has_neither_a_source_nor_a_weight_column(sources: dict[str, Path]) -> None:
     one = prepare(config(sources["clips"]), spec=SPEC, say=lambda _: None)
-    assert one.sources is None
+    assert one.sources == ()
     assert not {"source", ROW_WEIGHT} & set(one.dataset.column_names)
     half = prepare(config(sources["clips"], repeats=0.5), spec=SPEC, say=lambda _: None)
     assert half.dataset[ROW_WEIGHT][:] == [0.5] * 9
@@ -280,4 +279,4 @@ def test_saved_settings_of_sources_give_the_same_sources_again() -> None:
 
 def test_a_script_without_a_source_says_what_to_give() -> None:
     with pytest.raises(BucketingError, match="Give --dataset, or a file with `sources`"):
-        sources_from(argparse.Namespace(dataset=None, config=None, **COMMON))
+        sources_from({"dataset": None, **COMMON})

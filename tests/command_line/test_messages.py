@@ -89,6 +89,7 @@ def test_a_message_from_a_worker_names_flags_without_the_workers_traceback(tmp_p
         ({"batching": "pack"}, "Packing needs --max_tokens"),
         ({"lr_warmup_steps": 9}, "--lr_scheduler constant_with_warmup"),
         ({"lora_alpha": 9}, "--lora_alpha scales adapters"),
+        ({"lora_format": "comfyui"}, "--lora_format is that of saved adapters"),
         ({"balance": "cost"}, "Omit --balance: no effect with --batching bucket"),
     ],
     ids=str,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_bucketing.columns.settings import NOT_FLAGS, SourceConfig
+from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.training.script_settings import settings_of_scripts
@@ -77,9 +77,10 @@ def test_every_block_of_settings_is_yaml() -> None:
 
 def test_the_file_of_settings_lists_sources(files_of_settings: dict[str, Path]) -> None:
     parser = FlagParser(None)
-    parser.add_settings(SourceConfig, skip=NOT_FLAGS, several=["dataset"])
+    parser.add_settings(SourceConfig, several=["dataset"])
     parser.add_config("prepare_dataset", others=settings_of_scripts)
-    first, second = sources_from(parser.parse_args(["--config", str(files_of_settings["run.yaml"])]))
+    args = parser.parse_args(["--config", str(files_of_settings["run.yaml"])])
+    first, second = sources_from(vars(args), args.config)
     assert (first.dataset, first.target_fps, first.repeats) == ("clips", 16.0, 1.0)
     assert (second.dataset, second.target_fps, second.repeats) == ("faces.parquet", 8.0, 2.0)
     assert first.table.bucket_tokens == second.table.bucket_tokens == [8190, 18480]

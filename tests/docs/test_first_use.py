@@ -19,7 +19,7 @@ from synthetic.media import Clip, render
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
-from hf_bucketing.training.review import plans_of
+from hf_bucketing.training.logs import Logs
 from tests.conftest import ROOT, launch_flags
 from tests.docs.pages import PAGES
 from tests.processes import launch_forked, run_forked
@@ -108,7 +108,7 @@ def test_the_commands_of_a_page_run_on_clips_of_3_to_40_seconds(name: str, folde
     prepared = PreparedDataset.load(folder / "prepared-wan")
     assert prepared.dataset["rejection"][:] == ["none"] * (len(CLIPS) + 1)
     assert max(prepared.dataset["num_frames"]) == 40 * 16
-    plan = plans_of(folder / "trained-wan")[0]
+    plan = Logs(folder / "trained-wan").first_plans[0]
     assert plan["kept"] == len(CLIPS) + 1
     assert (folder / "trained-wan" / "pytorch_lora_weights.safetensors").is_file()
 

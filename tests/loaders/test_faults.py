@@ -273,7 +273,7 @@ def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -
         FaultRule(on_error="skip")
     with pytest.raises(BucketingError, match="no argument max_share; did you mean max_error_share"):
         FaultRule(max_share=0.5)
-    with pytest.raises(BucketingError, match='got `on_error="raise"`; leave out `replacements`'):
+    with pytest.raises(BucketingError, match='got `on_error="raise"`; leave it out'):
         Replacements(images, log=tmp_path / "log", faults=FaultRule(max_errors=3))
     with pytest.raises(ColumnError, match="index column"):
         Replacements(images.remove_columns("index"), log=tmp_path / "log")

@@ -73,7 +73,7 @@ def test_the_first_latent_frame_of_1_5_fills_a_patch(folders) -> None:
 @pytest.mark.parametrize("name", ["cogvideox-2b", "cogvideox-5b-i2v"])
 def test_texts_have_the_length_of_the_table_of_positions(name: str, folders) -> None:
     assert load(folders[name]).max_sequence_length == 64
-    with pytest.raises(BucketingError, match="for texts of 64 tokens, got `max_sequence_length=16`"):
+    with pytest.raises(BucketingError, match="takes captions of 64 tokens, and `max_sequence_length` is 16"):
         load(folders[name], max_sequence_length=16)
 
 
@@ -96,6 +96,6 @@ def test_the_first_frame_is_scaled_as_the_vae_asks(folders) -> None:
         config, latents = recipe.pipeline.vae.config, recipe.encode_latents(pixels[:, :, :1])
         assert config.invert_scale_latents == inverted
         scaled = latents[:, :, :1] / (config.scaling_factor**2 if inverted else 1)
-        (image,) = recipe.encode_conditions(pixels, recipe.encode_latents(pixels)).values()
+        (image,) = recipe.encode_conditions(pixels, recipe.encode_latents(pixels), {}).values()
         assert torch.allclose(image, scaled, atol=1e-5)
         assert recipe.blank_conditions(latents[0])["image_latents"].shape == image.shape[1:]

@@ -16,7 +16,7 @@ from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing, stock
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.models.unpackable import UNPACKABLE
-from hf_bucketing.models.wan import WanFamily
+from hf_bucketing.models.wan.packing import WanFamily
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import TIMESTEPS, Samples, largest_difference, make_model
 from tests.models.families import CASES

@@ -53,5 +53,5 @@ def test_people_may_drive_the_forward_themselves(case: FamilyCase) -> None:
     packing = enable_packing(model, strip_length=4)
     batch = samples.pack(packing)
     with use_layout(batch.layout):
-        output = model(**packing.family.forward_kwargs(batch), return_dict=False)[0]
+        output = model(**packing.family.inputs(packing.family.rows(batch)), return_dict=False)[0]
     assert torch.equal(packing.family.output_strips(batch, output), packed_forward(model, batch))

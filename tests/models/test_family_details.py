@@ -18,6 +18,7 @@ from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forwa
 from hf_bucketing.packing.attention import dispatch, grouped
 from tests.models.cases import CASES, Samples, largest_difference
 from tests.models.cross_models import make_cosmos
+from tests.models.families import wan_vace
 
 
 @pytest.mark.parametrize("name", ["pixart", "wan", "wan image", "sd3", "cogvideox", "flux"])
@@ -54,7 +55,7 @@ def test_videos_are_refused_by_a_model_of_images() -> None:
     case = CASES["pixart"]
     samples = Samples(case=case)
     samples.latents[2] = torch.zeros(4, 3, 4, 4)
-    with pytest.raises(PackingError, match=r"Sample 2 has a token grid of \(3, 2, 2\).* 1 positions for frames"):
+    with pytest.raises(PackingError, match="Sample 2 has 3 latent frames, but PixArtTransformer2DModel takes images"):
         samples.pack(enable_packing(case.model()))
 
 
@@ -62,9 +63,8 @@ def test_image_to_video_refuses_texts_that_the_stock_model_would_cut_wrongly() -
     samples = Samples(case=CASES["wan image"])
     samples.text[1] = samples.text[1][:500]
     model = CASES["wan image"].model()
-    batch = samples.pack(enable_packing(model))
-    with pytest.raises(PackingError, match="texts of 512 tokens"):
-        packed_forward(model, batch)
+    with pytest.raises(PackingError, match=r"texts of 512 tokens, .* text 1 has 500"):
+        samples.pack(enable_packing(model))
 
 
 def test_cosmos_refuses_what_packing_does_not_carry_or_the_machine_cannot_run() -> None:
@@ -162,3 +162,21 @@ def test_the_attention_of_latte_over_frames_stays_on_segments_where_auto_is_varl
     assert len(over_frames.queries) == 8 * 9 + 10 * 8
     assert {name for name, segments in calls if segments is over_frames} == {"segments"}
     assert {name for name, segments in calls if segments is not over_frames} == {"varlen"}
+
+
+@torch.no_grad()
+def test_conditioning_of_the_size_of_latents_may_come_as_a_list_or_as_a_stack() -> None:
+    case = wan_vace.CASES["wan-vace"]
+    model, samples = case.model(), Samples(case=case, order=(0, 4))
+    packing, control = enable_packing(model, strip_length=4), samples.conditioning["control_hidden_states"]
+    assert isinstance(control, (list, tuple))
+    outputs = packed_forward(model, samples.pack(packing))
+    samples.conditioning["control_hidden_states"] = torch.stack(list(control))
+    assert torch.equal(packed_forward(model, samples.pack(packing)), outputs)
+    samples.conditioning["control_hidden_states"] = [values.mean((1, 2, 3)) for values in control]
+    with pytest.raises(PackingError, match=r"has shape .*; expected \(channels, frames, height, width\)"):
+        samples.pack(packing)
+    samples.conditioning["control_hidden_states"] = list(control)[::-1]
+    samples.conditioning["control_hidden_states"][0] = control[0][:, :, :2]
+    with pytest.raises(PackingError, match="Expected tensors with the token grids"):
+        samples.pack(packing)

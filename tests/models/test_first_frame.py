@@ -11,12 +11,24 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
-from hf_bucketing.buckets.sizes import Size
-from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, shown_ends, with_clean_first_frame
+from hf_bucketing.buckets.sizes import LatentSpec, Size
+from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, FirstFrameRecipe, shown_ends
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
 from tests.models.families import RECIPES
+
+
+class RateRecipe(FirstFrameRecipe):
+    """Takes the frame rates beside the clean first frames."""
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        return {"fps": samples.fps}
+
+
+RECIPE = RateRecipe(
+    pipeline=None, spec=LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 1, 1)), max_sequence_length=8
+)
 
 
 def samples_of(*frames: int) -> Samples:
@@ -32,7 +44,7 @@ def samples_of(*frames: int) -> Samples:
 
 def test_the_first_frame_of_a_video_is_clean_has_timestep_zero_and_does_not_count() -> None:
     samples = samples_of(3)
-    inputs = with_clean_first_frame(samples, conditioning={"fps": samples.fps})
+    inputs = RECIPE.model_inputs(samples)
     (latent,), (weights,) = inputs.latents, inputs.weights or ()
     assert latent[:, :1].equal(samples.noised.clean[0][:, :1])
     assert latent[:, 1:].equal(samples.noised.latents[0][:, 1:])
@@ -45,7 +57,7 @@ def test_the_first_frame_of_a_video_is_clean_has_timestep_zero_and_does_not_coun
 
 def test_an_image_beside_a_video_has_no_condition() -> None:
     samples = samples_of(2, 1)
-    inputs = with_clean_first_frame(samples, conditioning={})
+    inputs = RECIPE.model_inputs(samples)
     assert inputs.latents[1].equal(samples.noised.latents[1])
     assert inputs.timesteps[1].tolist() == [900.0]
     assert inputs.weights is not None
@@ -55,7 +67,7 @@ def test_an_image_beside_a_video_has_no_condition() -> None:
 def test_the_first_frame_of_the_data_set_stands_in_the_place_of_the_samples_own() -> None:
     samples = samples_of(3, 1)
     shown = [torch.randn(4, 1, 2, 3) for _ in range(2)]
-    inputs = with_clean_first_frame(replace(samples, conditions={FIRST_LATENT: shown}), conditioning={})
+    inputs = RECIPE.model_inputs(replace(samples, conditions={FIRST_LATENT: shown}))
     assert inputs.latents[0][:, :1].equal(shown[0])
     assert inputs.latents[0][:, 1:].equal(samples.noised.latents[0][:, 1:])
     assert inputs.latents[1].equal(samples.noised.latents[1]), "an image has no condition"

@@ -105,9 +105,9 @@ def test_models_that_packing_cannot_run_are_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "sample", "change", "message"),
     [
-        ("sd3", 1, {"latent": (4, 2, 8, 4)}, "1 positions for frames"),
+        ("sd3", 1, {"latent": (4, 2, 8, 4)}, "2 latent frames, but .* takes images"),
         ("sd3", 1, {"latent": (4, 1, 130, 2)}, "64 positions for rows"),
-        ("flux", 3, {"latent": (4, 2, 6, 6)}, "1 positions for frames"),
+        ("flux", 3, {"latent": (4, 2, 6, 6)}, "2 latent frames, but .* takes images"),
         ("cogvideox-learned", 2, {"latent": (8, 1, 10, 10)}, "learned positions .* for 5×6"),
         ("cogvideox-1.5", 0, {"latent": (4, 2, 12, 12)}, "5 positions for rows"),
         ("cogvideox-1.5", 0, {"latent": (4, 3, 4, 4)}, "does not divide into patches"),

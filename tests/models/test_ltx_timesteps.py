@@ -30,7 +30,7 @@ def timesteps_of(samples: Samples, patch: tuple[int, int, int], *, by_frame: boo
 def test_a_timestep_per_token_or_frame_gives_what_the_stock_model_gives(name: str) -> None:
     case = CASES[name]
     model, samples = case.model(torch.float64), Samples(torch.float64, case=case)
-    patch = families()[type(model).__name__].patch(model)
+    patch = families()[type(model).__name__].patch(model.config)
     whole = samples.alone(model)
     for by_frame in (True, False) if case.timestep_per_token else (True,):
         timesteps = timesteps_of(samples, patch, by_frame=by_frame)

@@ -125,7 +125,9 @@ def test_stretched_positions_are_every_other_one_of_a_sample_twice_as_large(name
     family = family_of(model)
     frames = 1 if family.limits(model)[0] == 1 else 2
     small, large = (frames, 2, 3), (frames * frames, 4, 6)
-    half, size = (tuple(a * b for a, b in zip(grid, family.patch(model), strict=True)) for grid in (small, large))
+    half, size = (
+        tuple(a * b for a, b in zip(grid, family.patch(model.config), strict=True)) for grid in (small, large)
+    )
     stretch = {"positions": "interpolate", "base_size": large}
     if name in ADDED:
         native, stretched = packed_embeddings(name, model, size), packed_embeddings(name, model, half, **stretch)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 
-from hf_bucketing import BucketingError, LatentSpec
+from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.losses import batch_vlb, masked_mse
+from hf_bucketing.models.loading import strides_of
 from hf_bucketing.models.objectives import Denoising, FlowMatching
 from hf_bucketing.models.recipe import Recipe, Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of, recipes as recipes_by_class
@@ -206,3 +208,27 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(BucketingError, match=r"latte, .*ltx, .*wan"):
         make_tiny_pipeline(tmp_path / "x", family="invented")
+
+
+@pytest.mark.parametrize(("pipeline", "expected"), [
+    ("WanPipeline", {"height": 64, "width": 96, "num_frames": 5}),
+    ("LattePipeline", {"height": 64, "width": 96, "video_length": 5}),
+    ("FluxPipeline", {"height": 64, "width": 96}),
+    ("Cosmos2TextToImagePipeline", {"height": 64, "width": 96}),
+    ("CogVideoXFunControlPipeline", {"height": 64, "width": 96}),
+    ("ChronoEditPipeline", {"height": 64, "width": 96}),
+    ("HunyuanVideo15ImageToVideoPipeline", {"num_frames": 5}),
+])  # fmt: skip
+def test_a_pipeline_is_called_with_what_it_takes_of_a_size(pipeline: str, expected: dict[str, int]) -> None:
+    assert recipes_by_class()[pipeline].size_arguments(Size(frames=5, height=64, width=96)) == expected
+
+
+@pytest.mark.parametrize(("vae", "strides"), [
+    ({"temporal_compression_ratio": 8, "spatial_compression_ratio": 16}, (8, 16)),
+    ({"scale_factor_temporal": 4, "scale_factor_spatial": 16}, (4, 16)),
+    ({"temporal_compression_ratio": 4, "block_out_channels": [8] * 4}, (4, 8)),
+    ({"block_out_channels": [8] * 6}, (4, 32)),
+    ({"base_dim": 96}, (4, 8)),
+])  # fmt: skip
+def test_strides_follow_from_the_configuration_of_a_vae(vae: dict[str, Any], strides: tuple[int, int]) -> None:
+    assert strides_of(vae) == strides

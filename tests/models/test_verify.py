@@ -7,7 +7,7 @@ import torch
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
-from hf_bucketing.models.wan import WanFamily
+from hf_bucketing.models.wan.packing import WanFamily
 from hf_bucketing.packing import SegmentSpans, attention, positions
 from tests.conftest import run_script_here
 from tests.models.cases import CASES, Samples, make_model
@@ -95,25 +95,25 @@ def test_wrong_positions_fail_the_outputs_but_leak_nothing(monkeypatch) -> None:
 
 
 def test_a_timestep_of_another_sample_fails(monkeypatch) -> None:
-    original = WanFamily.forward_kwargs
+    original = WanFamily.inputs
 
-    def swapped(self, batch):
-        kwargs = original(self, batch)
+    def swapped(self, rows):
+        kwargs = original(self, rows)
         return {**kwargs, "timestep": kwargs["timestep"].flip(0)}
 
-    monkeypatch.setattr(WanFamily, "forward_kwargs", swapped)
+    monkeypatch.setattr(WanFamily, "inputs", swapped)
     assert {"outputs", "loss", "gradients"} <= failed(verify())
 
 
 def test_timesteps_of_another_frame_fail_their_own_check_alone(monkeypatch) -> None:
-    original = WanFamily.forward_kwargs
+    original = WanFamily.inputs
 
-    def swapped(self, batch):
-        kwargs = original(self, batch)
+    def swapped(self, rows):
+        kwargs = original(self, rows)
         by_token = kwargs["timestep"].ndim == 2
         return {**kwargs, "timestep": kwargs["timestep"].flip(0)} if by_token else kwargs
 
-    monkeypatch.setattr(WanFamily, "forward_kwargs", swapped)
+    monkeypatch.setattr(WanFamily, "inputs", swapped)
     failures = [check.name for check in verify().checks if not check.holds]
     assert failures == ["outputs, a timestep per frame"]
 

@@ -160,7 +160,7 @@ def test_positions_and_schedules_are_exact_under_fsdp_that_casts(
             latents=samples.latents[0][None],
             timesteps=samples.timesteps[:1],
             text=samples.text[0][None],
-            patch=family.patch(model),
+            patch=family.patch(model.config),
             conditioning={name: values[:1] for name, values in samples.conditioning.items()},
         )
         run = partial(family.run, model, rows, wrapped=model)

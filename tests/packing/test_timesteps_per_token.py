@@ -49,7 +49,7 @@ def test_a_pack_with_diffusion_forcing_equals_the_stock_model() -> None:
     rows = Rows(latents=latents, timesteps=timesteps, text=text, patch=(1, 2, 2))
     assert largest_difference([alone[0], alone[4]], packing.family.run(model, rows)) <= 1e-11
     timesteps[0, 1] += 1
-    with pytest.raises(PackingError, match="one timestep for all tokens of a frame"):
+    with pytest.raises(PackingError, match="a timestep per frame"):
         packing.family.run(model, rows)
 
 

@@ -107,7 +107,7 @@ def stacks(case: FamilyCase) -> Forward:
             latents=torch.stack(samples.latents),
             timesteps=samples.timesteps,
             text=torch.stack(samples.text),
-            patch=family.patch(model),
+            patch=family.patch(model.config),
             text_mask=mask,
             conditioning=samples.conditioning,
         )

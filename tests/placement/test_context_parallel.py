@@ -24,9 +24,10 @@ from hf_bucketing import BucketingError
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.placement.context_parallel import form_groups
 from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.opened import check_settings, open_run
-from hf_bucketing.training.review import held_out_losses, losses_of
+from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
 from tests.conftest import ROOT, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients
@@ -137,7 +138,7 @@ def test_a_killed_and_resumed_run_with_sharded_weights_has_the_losses_of_one_pro
 
 
 def assert_same_held_out_losses(one: Path, two: Path) -> None:
-    (expected,), (found,) = held_out_losses(one), held_out_losses(two)
+    (expected,), (found,) = Logs(one).held_out, Logs(two).held_out
     assert found["samples"] == expected["samples"] == 3
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
 

@@ -21,14 +21,15 @@ from synthetic.pipelines import make_tiny_pipeline
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS
+from hf_bucketing.adapters.files import LORA_WEIGHTS
 from hf_bucketing.placement import sharding
 from hf_bucketing.placement.blocks import block_names
 from hf_bucketing.placement.shards import AVERAGES
 from hf_bucketing.placement.trust import refuse_code_in_shards
 from hf_bucketing.training import TrainingConfig, loop, opened
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import make_accelerator
-from hf_bucketing.training.review import held_out_losses, losses_of
+from hf_bucketing.training.review import losses_of
 from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
 from tests.placement.test_precision import unreadable
@@ -128,7 +129,7 @@ def test_sharded_runs_have_the_losses_of_ddp(ddp: str, fsdp: str, runs: Path) ->
     assert len(losses_of(runs / fsdp)) == 4
     assert losses_of(runs / fsdp) == pytest.approx(losses_of(runs / ddp), abs=1e-4)
     expected, found = (
-        [(entry["global_step"], entry["samples"], entry["validation_loss"]) for entry in held_out_losses(runs / name)]
+        [(entry["global_step"], entry["samples"], entry["validation_loss"]) for entry in Logs(runs / name).held_out]
         for name in (ddp, fsdp)
     )
     assert [entry[:2] for entry in found] == [(2, 3), (4, 3)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from PIL import Image
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
-from hf_bucketing.report.charts import HEIGHT, Line, bar_chart, even_ticks, histogram_chart, line_chart
+from hf_bucketing.report.charts import Line, bar_chart, histogram_chart, line_chart
 from hf_bucketing.report.histograms import Histogram
 from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
 from tests.browser import look_at
@@ -107,7 +109,7 @@ def test_the_page_says_what_the_report_says() -> None:
         assert ways[strategy.name][-1] == f"{strategy.efficiency:.1%}"
     head, row = page.tables["GiB by kind at the highest moment of that step"]
     assert head == ["settings", "weights", "context", "total"]
-    assert row == ["LoRA", "3.0", "1.0", "4.0"]
+    assert row == ["LoRA", "3", "1", "4"]
     assert "tiny, 2 × 64×64" in page.text
 
 
@@ -147,14 +149,13 @@ def test_texts_are_escaped_wherever_they_stand() -> None:
     name = """<b> & "ü" '--max_upscale'"""
     uri = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
     picture = Picture(source=uri, width=1, height=1, alt=name, name=name, lines=[name], box=(0, 0, 1, 1))
-    chart = line_chart(
-        [Line(name, np.arange(3.0), np.array([1.0, math.nan, 2.0]))], alt=name, x_label=name, y_label=name
-    )
+    line = Line(name, np.arange(3.0), np.array([1.0, math.nan, 2.0]))
+    chart = line_chart([line], title=name, alt=name, x_label=name, y_label=name, note=name)
     blocks = [
         Paragraphs(texts=[name], warning=True),
         Table(title=name, head=(name, name), rows=[(name, name)], texts=(1,), note=name),
         Gallery(title=name, pictures=[picture]),
-        Charts(charts=[(name, chart, name)]),
+        Charts(charts=[chart]),
     ]
     text = render_page(Page(title=name, subtitle=name, sections=[Section(name="a", title=name, blocks=blocks)]))
     assert "<b>" not in text
@@ -163,20 +164,42 @@ def test_texts_are_escaped_wherever_they_stand() -> None:
     assert page.tables[name][1] == [name, name]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"), [(0, 23, [0, 5, 10, 15, 20]), (0, 1.05, [0, 0.5, 1]), (3, 7, [3, 4, 5, 6, 7])]
-)
-def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
-    assert even_ticks(low, high) == ticks
+def test_labels_are_texts_and_numbers_in_them_stay_as_they_are() -> None:
+    text = r"$x_1$ costs 0.125 <i> & 1.0"
+    bars = bar_chart([(text, (0.25,), text)], title="t", alt="a", x_label=text)
+    assert unescape(str(bars.svg)).count(f">{text}</text>") == 3
+    assert ">0.1</text>" in bars.svg
+    assert bars.svg == bars.svg, "the same bytes each time"
+
+
+def test_charts_take_fonts_and_colours_from_the_page_and_need_no_names_in_it() -> None:
+    line = Line("a", np.arange(3.0), np.arange(3.0), 1, "dots")
+    svg = line_chart([line, line._replace(style="faint")], title="t", alt="a", x_label="x", y_label="y").svg
+    assert "var(--c1)" in svg
+    assert not re.search(r"#[0-9a-f]{6}|font|\bid=|href|url", str(svg))
+
+
+def paths_of(svg: str) -> list[list[tuple[float, ...]]]:
+    """Return the points of the paths of a chart that are of its series, not of its grid."""
+    paths = re.findall(r'd="([^"]*)" style="[^"]*var\(--c', svg)
+    return [[tuple(map(float, point.split())) for point in re.findall(r"[ML] ([\d. ]+)", path)] for path in paths]
 
 
 def test_values_below_zero_lie_inside_a_chart_and_infinite_ones_have_no_bar() -> None:
     line = Line("a", np.array([1.0, 2.0]), np.array([-3.0, -1.0]))
-    path = str(line_chart([line], alt="a", x_label="x", y_label="y").svg).split('points="')[1].split('"')[0]
-    heights = [float(point.split(",")[1]) for point in path.split()]
-    assert 0 < heights[1] < heights[0] < HEIGHT - 40
-    bars = str(bar_chart([("a", (math.inf,), "inf"), ("b", (2.0,), "2")], alt="a", x_label="x").svg)
-    assert [float(bar.split('"')[0]) > 0 for bar in bars.split(' width="')[1:]] == [False, True]
+    ((first, second),) = paths_of(str(line_chart([line], title="t", alt="a", x_label="x", y_label="y").svg))
+    assert 0 < second[1] < first[1] < 240
+    (bar,) = paths_of(str(bar_chart([("a", (math.inf,), "inf"), ("b", (2.0,), "2")], title="t", x_label="x").svg))
+    assert max(x for x, _ in bar) - min(x for x, _ in bar) > 100
+
+
+def test_bars_beyond_three_times_a_limit_are_cut() -> None:
+    bars = [("a", (5.0, 100.0), "105"), ("b", (1.0, 2.0), "3")]
+    svg = str(bar_chart(bars, title="t", x_label="x", parts=("p", "q"), limit=(2.0, "2 GiB")).svg)
+    of_p, of_p_too, of_q, of_q_too = [[x for x, _ in bar] for bar in paths_of(svg)]
+    assert (max(of_q) - min(of_p)) == pytest.approx(2 * (max(of_q_too) - min(of_p_too)), abs=0.2), "6 and 3"
+    assert ">105</text>" in svg
+    assert ">2 GiB</text>" in svg
 
 
 def save_images(folder: Path) -> Path:
@@ -215,12 +238,15 @@ def test_the_script_shows_frames_and_names_files_that_cannot_be_read(tmp_path: P
 def test_what_does_not_occur_is_not_shown() -> None:
     """No group or kind without a sample in a legend, and no empty section."""
     sizes = Histogram(edges=(1.0, 2.0, 4.0), counts={"with a bucket": (3, 1), "rejected": (0, 0)})
-    chart = histogram_chart(sizes, alt="a", x_label="x", y_label="y")
+    chart = histogram_chart(sizes, title="a", x_label="x", y_label="y")
     assert chart.legend == (("with a bucket (4)", "s0"),)
-    assert "s1" not in chart.svg
+    assert "--c1" not in chart.svg
+    marked = histogram_chart(sizes, title="a", x_label="x", y_label="y", marks={"empty": [], "used": [1.5, 3.0]})
+    assert marked.legend == (("with a bucket (4)", "s0"), ("used (2)", "s5"))
+    assert [len(path) for path in paths_of(str(marked.svg))[1:]] == [2, 2]
     rejected = Histogram(edges=(1.0, 2.0, 4.0), counts={"with a bucket": (0, 0), "rejected": (0, 2)})
-    assert histogram_chart(rejected, alt="a", x_label="x", y_label="y").legend == (("rejected (2)", "s1"),)
-    kinds = bar_chart([("a", (0.0, 2.0, 0.0), "2")], alt="a", x_label="x", parts=("full", "short", "mixed"))
+    assert histogram_chart(rejected, title="a", x_label="x", y_label="y").legend == (("rejected (2)", "s1"),)
+    kinds = bar_chart([("a", (0.0, 2.0, 0.0), "2")], title="a", x_label="x", parts=("full", "short", "mixed"))
     assert kinds.legend == (("short", "s1"),)
     blocks = {"one": [Paragraphs(texts=["p"])], "two": []}
     sections = [Section(name=name, title=name, blocks=own) for name, own in blocks.items()]
@@ -239,7 +265,7 @@ def test_histograms_beside_each_other_mean_different_things_by_different_colours
     )
     (charts,) = next(section for section in page.sections if section.name == "data").blocks
     meanings: dict[str, set[str]] = {}
-    for _, chart, _ in charts.charts:
+    for chart in charts.charts:
         for name, colour in chart.legend:
             meanings.setdefault(colour, set()).add(name.partition(" (")[0])
     assert {"s0", "s2", "s3"} <= set(meanings)

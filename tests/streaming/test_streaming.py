@@ -15,8 +15,8 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, PlanError, Size
-from hf_bucketing.loaders import resume
+from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, MediaError, PlanError, Size
+from hf_bucketing.loaders import FaultLog, FaultRule, resume
 from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.plans.packs import packs_of
 from hf_bucketing.settings import names_of
@@ -43,7 +43,7 @@ def batcher(grouping=BUCKET, *, dataset=None, **options) -> StreamingBucketBatch
     if {"max_buffered", "max_buffered_bytes"} & options.keys():
         limits = {name: options.pop(name) for name in names_of(StreamLimits) if name in options}
         options["config"] = StreamLimits(**limits)
-    return StreamingBucketBatcher(dataset or make_stream(), grouping, collate_fn=collate_rows, **options)
+    return StreamingBucketBatcher(dataset or make_stream(), grouping, **{"collate_fn": collate_rows, **options})
 
 
 def loader(grouping=BUCKET, *, num_workers: int = 0, **options):
@@ -159,6 +159,79 @@ def test_a_row_that_closes_two_packs_can_be_resumed_between_them() -> None:
         again = fresh()
         again.load_state_dict(state)
         assert [batch["index"] for batch in again] == wanted[finished:]
+
+
+def collate_readable(rows, broken: tuple[int, ...]) -> dict[str, list]:
+    for row in rows:
+        if row["index"] in broken:
+            raise MediaError(f"{row['index']}.mp4 is broken.")
+    return collate_rows(rows)
+
+
+@groupings
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"max_buffered": 5, "snapshot_every": 3}, {"dataset": "shuffled"}])
+def test_later_rows_take_the_places_of_unreadable_ones_and_every_state_yields_exactly_the_rest(
+    grouping, num_workers: int, options, tmp_path: Path
+) -> None:
+    broken = (0, 1, 4, 22, 50, 87, 88)
+
+    def fresh():
+        log = FaultLog(log=tmp_path / "unreadable.jsonl")
+        dataset = make_stream().shuffle(seed=3, buffer_size=20) if "dataset" in options else make_stream()
+        collate = partial(collate_readable, broken=broken)
+        stream = batcher(grouping, **{**options, "dataset": dataset}, collate_fn=collate, faults=log, kept=["height"])
+        return resume(Accelerator(cpu=True), stream.make_loader(num_workers=num_workers))
+
+    whole = fresh()
+    states, wanted = [], []
+    for batch in whole:
+        wanted.append((batch["index"], batch["planned_index"]))
+        states.append(json.loads(json.dumps(whole.state_dict())))
+        assert len(batch["height"]) == len(batch["index"])
+        if grouping is BUCKET:
+            assert {index % 3 for index in batch["planned_index"]} == {batch["index"][0] % 3}, "of the same bucket"
+    seen = Counter(index for indices, _ in wanted for index in indices)
+    assert seen == dict.fromkeys((i for i in range(ROWS) if not rejected(i) and i not in broken), 1)
+    replaced = [old for pair in wanted for new, old in zip(*pair, strict=True) if new != old]
+    assert set(replaced) <= set(broken)
+    assert len(replaced) == len(set(replaced)) > 0
+    assert whole.unreadable == len(broken)
+    lines = [json.loads(line) for line in (tmp_path / "unreadable.jsonl").read_text().splitlines()]
+    assert {line["index"] for line in lines} == set(broken)
+    assert all(f"{line['index']}.mp4" in line["reason"] and line["replacement"] is None for line in lines)
+    for finished, state in list(enumerate(states[:-1], start=1))[:: 5 if num_workers else 1]:
+        again = fresh()
+        again.load_state_dict(state)
+        assert [(batch["index"], batch["planned_index"]) for batch in again] == wanted[finished:]
+
+
+def test_the_next_row_of_its_bucket_takes_the_place_of_an_unreadable_one(tmp_path: Path) -> None:
+    stream = make_stream(rows=36, shards=1)
+    log = FaultLog(log=tmp_path / "unreadable.jsonl")
+    source = resume(Accelerator(cpu=True), StreamingBucketBatcher(
+        stream, BUCKET, collate_fn=partial(collate_readable, broken=(3, 33)), faults=log
+    ).make_loader())  # fmt: skip
+    batches = [(batch["index"], batch["planned_index"]) for batch in source if batch["bucket_id"][0] == 0]
+    assert batches == [
+        ([0, 6, 12, 15], [0, 6, 12, 3]), ([18, 21, 24, 27], [18, 21, 24, 27]), ([30], [30]),
+    ], "nothing comes after row 33, whose batch is smaller"  # fmt: skip
+
+
+@pytest.mark.parametrize(("limits", "broken", "message"), [
+    ({"max_errors": 3}, range(40), r"4 samples in a row could not be read; the last: [0-9]+\.mp4"),
+    ({"max_errors": 3, "max_error_share": 0.05}, range(0, 90, 4), r"4 of [0-9]+ samples .* share of 5\.00%"),
+])  # fmt: skip
+def test_too_many_unreadable_rows_end_a_stream(limits, broken, message: str, tmp_path: Path) -> None:
+    def source(faults: FaultLog | None):
+        stream = batcher(collate_fn=partial(collate_readable, broken=tuple(broken)), faults=faults)
+        return resume(Accelerator(cpu=True), stream.make_loader())
+
+    faults = FaultRule(on_error="replace", **limits)
+    with pytest.raises(MediaError, match=message):
+        list(source(FaultLog(log=tmp_path / "unreadable.jsonl", faults=faults)))
+    with pytest.raises(MediaError, match=r"\.mp4 is broken"):
+        list(source(None))
 
 
 def test_memory_is_bounded_by_flushing_the_oldest_group() -> None:

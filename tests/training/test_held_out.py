@@ -29,8 +29,9 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.held_out import check_apart, files_of, split_rows
 from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import describe_held_out, held_out_losses
+from hf_bucketing.training.review import describe_held_out
 from tests.conftest import run_script_here
 from tests.placement.test_sharding import DDP, train_all
 from tests.training.training_cases import TINY_WAN, in_process, run
@@ -206,7 +207,7 @@ def apart(prepared: PreparedDataset, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def logged(output: Path) -> list[dict[str, Any]]:
-    return [without_times(entry) for entry in held_out_losses(output)]
+    return [without_times(entry) for entry in Logs(output).held_out]
 
 
 @pytest.mark.slow
@@ -347,7 +348,8 @@ def test_caches_that_do_not_go_together_are_refused(training, validation, messag
 
 def test_a_report_shows_the_held_out_loss(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert describe_held_out(tmp_path) == []
+    (tmp_path / "logs" / "losses.jsonl").write_text("{}\n" * 15)
+    assert describe_held_out(Logs(tmp_path)) == []
     entries = [
         {
             **{"global_step": step, "validation_loss": loss, "samples": samples},
@@ -357,7 +359,7 @@ def test_a_report_shows_the_held_out_loss(tmp_path: Path) -> None:
         for step, loss, samples in ((5, 3.0, 4), (10, 1.0, 4), (15, 2.0, 3))
     ]
     (tmp_path / "logs" / "validation.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    values, levels, bucket = describe_held_out(tmp_path, by_bucket=True)
+    values, levels, bucket = describe_held_out(Logs(tmp_path), by_bucket=True)
     assert "of 3 to 4 samples, as some could not be read each time: 3.0000 first (step 5), 1.0000 lowest" in values
     assert values.endswith("2.0000 last (step 15)")
     assert "1.5000 at 0.25, 2.5000 at 0.75" in levels

@@ -19,13 +19,12 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
 from hf_bucketing.training import HubConfig
 from hf_bucketing.training.card import Run, shown, write_card
-from hf_bucketing.training.data import UNREADABLE
 from hf_bucketing.training.hub import open_repository, upload
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import TRAINING_SCRIPT, launch, run_script_here
@@ -142,7 +141,7 @@ def test_every_run_leaves_a_card_and_keeps_one_that_it_did_not_write(media_dir, 
     line = {"batch": 1, "epoch": 0, "step": 1, "bucket_id": 0, "index": [4, 5, 6], "loss": [1.0] * 3}
     with (output / "logs" / "samples-0.jsonl").open("a") as file:
         file.write(json.dumps({**line, "planned": [1, 5, 2]}) + "\n")
-    (output / "logs" / UNREADABLE).write_text("{}\n" * 9)  # of workers that read ahead, or before a resume
+    (output / "logs" / "unreadable.jsonl").write_text("{}\n" * 9)  # of workers that read ahead, or before a resume
     write_card(output, finished)
     card = ModelCard.load(output / "README.md")
     assert counts_in(card, "rows")["unreadable and replaced, in all epochs"] == 2
@@ -207,7 +206,7 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     renders = {f"validation/step-8/5x32x48-{words}.mp4" for words in ("a-red-circle", "blue")}
     card_files = {"README.md", "loss.png", *renders}
     if adapters:
-        assert files.keys() == {LORA_WEIGHTS, *card_files}
+        assert files.keys() == {LORA_WEIGHTS, COMFYUI_WEIGHTS, *card_files}
     else:
         saved = {path.relative_to(pipeline_dir).as_posix() for path in pipeline_dir.rglob("*") if path.is_file()}
         assert saved | card_files == files.keys()

@@ -13,8 +13,9 @@ from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, iter_frames, probe
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import held_out_losses, losses_of
+from hf_bucketing.training.review import losses_of
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run
 
@@ -61,7 +62,7 @@ def test_training_from_a_cache_of_conditions_is_training_from_files(folders, tmp
     trainer.run()
     assert len(losses) == 4
     assert losses_of(tmp_path / "out") == pytest.approx(losses, abs=1e-4)
-    (files,), (cached,) = (held_out_losses(tmp_path / name) for name in ("files", "out"))
+    (files,), (cached,) = (Logs(tmp_path / name).held_out for name in ("files", "out"))
     assert cached["samples"] == files["samples"] == 2
     assert cached["validation_loss"] == pytest.approx(files["validation_loss"], abs=1e-4)
     save_first_frame(folders["videos"], tmp_path / "first.png")

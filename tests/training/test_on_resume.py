@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError, PlanError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora, save_lora
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
+from hf_bucketing.adapters.lora import add_lora, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.registry import recipe_of
@@ -286,6 +287,8 @@ def test_a_checkpoint_of_adapters_holds_them_and_no_more_however_large_the_base(
     plain = DiffusionPipeline.from_pretrained(tmp_path / "large")
     plain.load_lora_weights(str(checkpoint))
     assert [config.r for config in plain.transformer.peft_config.values()] == [2]
+    assert (checkpoint / COMFYUI_WEIGHTS).is_file()
+    assert (checkpoint.parent / COMFYUI_WEIGHTS).is_file()
     in_checkpoint, in_the_end = load_file(checkpoint / LORA_WEIGHTS), load_file(checkpoint.parent / LORA_WEIGHTS)
     assert all(torch.equal(in_checkpoint[name], in_the_end[name]) for name in in_the_end)
 

@@ -13,6 +13,7 @@ import pytest
 from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, Size
 from hf_bucketing.adapters.lora import SETTINGS
 from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount
 from hf_bucketing.training.review import review_run
 from hf_bucketing.training.run_log import RunLog, log_path, write_status
@@ -110,8 +111,8 @@ class PretendedRun:
             entry = {"train_loss": 2.0 / self.global_step, "samples": samples, "busy_batches": window, "seconds": 0.5}
             if self.global_step in self.skipped:
                 entry["skipped"] = True
-                logs[0].write_skipped(self.global_step, {"index": []})
-            logs[0].write_loss(self.global_step, {**entry, "epoch": sampler.epoch})
+                logs[0].write_step("skipped", self.global_step, {"index": []})
+            logs[0].write_step("losses", self.global_step, {**entry, "epoch": sampler.epoch})
             window = samples = 0
             if self.global_step == stop:
                 self.keep, self.state = logs[0].state_dict(), sampler.state_dict(step=step + 1)
@@ -131,7 +132,7 @@ def stream(folder: Path, *, ids: list[list[list[int]]], began: list[int]) -> Pat
                 log.write_samples(epoch=epoch, step=step, bucket_id=0, index=index, loss=[1.0] * len(index))
             global_step += 1
             entry = {"train_loss": 1 / global_step, "samples": sum(map(len, pair)), "busy_batches": 1, "epoch": epoch}
-            logs[0].write_loss(global_step, entry)
+            logs[0].write_step("losses", global_step, entry)
     end = {"global_step": global_step, "max_train_steps": global_step}
     write_status(folder, "finished", **end, lines=logs[0].state_dict())
     return folder
@@ -192,9 +193,9 @@ RUNS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_correct_run_passes(name: str, tmp_path: Path) -> None:
-    review = review_run(RUNS[name](tmp_path))
+    review = review_run(Logs(RUNS[name](tmp_path)))
     assert review.passed, str(review)
-    assert recount(tmp_path).faults == []
+    assert recount(Logs(tmp_path)).faults == []
 
 
 def lines_of(folder: Path) -> dict[Path, list[str]]:
@@ -224,7 +225,7 @@ def test_every_line_that_is_lost_doubled_or_moved_is_reported(name: str, tmp_pat
             path.write_text("".join(f"{line}\n" for line in mutation))
             total += 1
             try:
-                if review_run(folder).passed:
+                if review_run(Logs(folder)).passed:
                     missed.append((path.name, len(lines), len(mutation)))
             except BucketingError:
                 assert not mutation  # a log without a line
@@ -238,11 +239,11 @@ def test_what_is_lost_is_named(tmp_path: Path) -> None:
     path = log_path(folder, "samples", 1)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], *lines[3:], ""]))
-    assert recount(folder).faults[0].startswith("line 3 of samples-1.jsonl is batch ")
-    assert "expected was batch 2 of epoch 0, step 2" in recount(folder).faults[0]
-    assert "FAILED  the logs are not those of whole steps: line 3 of samples-1.jsonl" in str(review_run(folder))
+    assert recount(Logs(folder)).faults[0].startswith("line 3 of samples-1.jsonl is batch ")
+    assert "expected was batch 2 of epoch 0, step 2" in recount(Logs(folder)).faults[0]
+    assert "FAILED  the logs are not those of whole steps: line 3 of samples-1.jsonl" in str(review_run(Logs(folder)))
     path.unlink()
-    assert "line 1 of samples-1.jsonl is missing, expected was batch 0" in str(review_run(folder))
+    assert "line 1 of samples-1.jsonl is missing, expected was batch 0" in str(review_run(Logs(folder)))
 
 
 def test_rows_that_differ_from_the_plan_are_reported(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_rows_that_differ_from_the_plan_are_reported(tmp_path: Path) -> None:
     def passes(line: int, **values: object) -> bool:
         changed = [*lines[:line], {**lines[line], **values}, *lines[line + 1 :]]
         path.write_text("".join(json.dumps(one) + "\n" for one in changed))
-        return review_run(folder).passed
+        return review_run(Logs(folder)).passed
 
     assert passes(0)
     assert not passes(0, index=lines[1]["index"])  # a row twice, another never
@@ -264,13 +265,13 @@ def test_rows_that_differ_from_the_plan_are_reported(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_is_said_to_be_one(tmp_path: Path) -> None:
     run = PretendedRun(tmp_path)
-    review = review_run(run.train(2, stop=7, status="interrupted"))
+    review = review_run(Logs(run.train(2, stop=7, status="interrupted")))
     assert str(review.checks[0]) == "  FAILED  7 of 1000 optimizer steps, interrupted"
     assert [check.holds for check in review.checks[1:]].count(False) == 0
     assert "7 optimizer steps, too few to compare tenths" in str(review)
     planned = buckets(num_processes=2).plan(0).num_steps
     assert f"in 1 of 1 epochs, as far as they go: 7 of {planned} steps in the last" in str(review)
-    finished = review_run(run.train(2))
+    finished = review_run(Logs(run.train(2)))
     assert finished.passed
     assert str(finished.checks[0]).startswith("  ok      ")
     assert str(finished.checks[0]).endswith("optimizer steps, finished")
@@ -280,33 +281,33 @@ def test_what_a_killed_run_logged_after_its_last_optimizer_step_is_named_and_not
     folder = PretendedRun(tmp_path, accumulation=2).train(2, stop=8, status="running")
     path = log_path(folder, "losses")
     path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:-1]))
-    review = review_run(folder)
+    review = review_run(Logs(folder))
     assert "7 of 1000 optimizer steps, still running or killed" in str(review)
     assert "and 2 after the last optimizer step that are not counted" in str(review)
     (folder / "logs" / "status.json").unlink()
-    assert "7 optimizer steps, its end was not logged" in str(review_run(folder))
+    assert "7 optimizer steps, its end was not logged" in str(review_run(Logs(folder)))
 
 
 def test_replaced_and_skipped_samples_are_named(tmp_path: Path) -> None:
     folder = PretendedRun(tmp_path, replaced=frozenset(np.flatnonzero(IDS >= 0)[:2].tolist()), skipped=(2, 5)).train(2)
-    said = str(review_run(folder))
-    assert recount(folder).replaced in (3, 4)  # in two epochs, of each of which one row at most is dropped
+    said = str(review_run(Logs(folder)))
+    assert recount(Logs(folder)).replaced in (3, 4)  # in two epochs, of each of which one row at most is dropped
     assert "unreadable samples were replaced" in said
     assert "; 2 changed no weights, as loss or gradients were not finite: 2, 5" in said
 
 
 def test_replaced_samples_are_those_that_were_trained_also_after_a_resume(tmp_path: Path) -> None:
     replaced = {"replaced": frozenset(range(0, 41, 3))}
-    at_once = recount(PretendedRun(tmp_path / "at once", **replaced).train(2)).replaced
-    assert recount(killed(tmp_path / "killed", processes=2, **replaced)).replaced == at_once > 10
+    at_once = recount(Logs(PretendedRun(tmp_path / "at once", **replaced).train(2))).replaced
+    assert recount(Logs(killed(tmp_path / "killed", processes=2, **replaced))).replaced == at_once > 10
 
 
 def test_dropped_remainders_pass_where_they_were_asked_for(tmp_path: Path) -> None:
     folder = PretendedRun(tmp_path, lambda **o: buckets(remainder="drop", **o)).train(2)
-    assert not review_run(folder).passed
+    assert not review_run(Logs(folder)).passed
     (folder / SETTINGS).write_text(json.dumps({"remainder": "drop"}))
-    assert review_run(folder).passed
-    assert 'dropped per epoch, as `remainder="drop"` asks for' in str(review_run(folder))
+    assert review_run(Logs(folder)).passed
+    assert 'dropped per epoch, as `remainder="drop"` asks for' in str(review_run(Logs(folder)))
 
 
 @pytest.mark.parametrize(("ids", "began", "message"), [
@@ -316,6 +317,6 @@ def test_dropped_remainders_pass_where_they_were_asked_for(tmp_path: Path) -> No
     ([[[0], [1]], [[0], [2]]], [0, 1], "began in epoch 1 holds other rows than the one before"),
 ])  # fmt: skip
 def test_a_pass_over_a_stream_holds_each_row_once_and_the_same_rows(ids, began, message: str, tmp_path: Path) -> None:
-    review = review_run(stream(tmp_path, ids=ids, began=began))
+    review = review_run(Logs(stream(tmp_path, ids=ids, began=began)))
     assert message in str(review)
     assert not review.passed

@@ -10,14 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.review import (
-    StepLog,
-    draw_losses,
-    losses_by_bucket,
-    review_run,
-    running_mean,
-    summarise_losses,
-)
+from hf_bucketing.report.charts import save_charts
+from hf_bucketing.training.logs import Logs, StepLog
+from hf_bucketing.training.review import loss_charts, losses_by_bucket, review_run, running_mean, summarise_losses
 from hf_bucketing.training.run_log import RunLog
 from tests.conftest import run_script_here
 
@@ -31,31 +26,33 @@ def write_run(folder: Path, losses: list[float], *, shift: int = 0) -> Path:
         for log, row in zip(logs, (step, len(losses) + step - shift), strict=True):
             log.write_samples(epoch=0, step=step, bucket_id=0, index=[row], loss=[loss])
         entry = {"train_loss": loss, "samples": 2, "seconds": 0.5, "busy_batches": 1, "epoch": 0}
-        logs[0].write_loss(step + 1, entry)
+        logs[0].write_step("losses", step + 1, entry)
     return folder
 
 
 def test_a_review_fails_on_each_thing_that_can_go_wrong(tmp_path: Path) -> None:
     falling, flat = [2.0] * 10 + [1.0] * 10, [2.0] * 20
-    assert review_run(write_run(tmp_path / "good", falling)).passed
+    assert review_run(Logs(write_run(tmp_path / "good", falling))).passed
     for name, losses, shift in (("twice", falling, 1), ("flat", flat, 0)):
-        review = review_run(write_run(tmp_path / name, losses, shift=shift))
+        review = review_run(Logs(write_run(tmp_path / name, losses, shift=shift)))
         assert [check.holds for check in review.checks].count(False) == 1, str(review)
         assert not review.passed
         assert "FAILED" in str(review)
     result = run_script_here("report_training.py", tmp_path / "flat", check=False)
     assert result.returncode == 1
     assert "FAILED" in result.stdout
-    draw_losses([tmp_path / "good", tmp_path / "flat"], tmp_path / "loss.png")
+    runs = [Logs(tmp_path / "good"), Logs(tmp_path / "flat")]
+    save_charts(tmp_path / "loss.png", loss_charts(runs), columns=2)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(BucketingError, match="at least ten optimizer steps"):
         summarise_losses([1.0] * 9)
     with pytest.raises(BucketingError, match="does not exist"):
-        review_run(tmp_path)
+        review_run(Logs(tmp_path))
 
 
 def test_losses_by_bucket_are_means_over_the_second_half(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "losses.jsonl").write_text("")
     batches = [(0, 1, [9.0]), (1, 1, [9.0, 9.0]), (2, 1, [1.0, 3.0]), (3, 4, [5.0])]
     lines = [
         {"batch": b, "epoch": 0, "step": b, "bucket_id": i, "index": [0] * len(v), "loss": v} for b, i, v in batches
@@ -63,7 +60,7 @@ def test_losses_by_bucket_are_means_over_the_second_half(tmp_path: Path) -> None
     for process in range(2):
         path = tmp_path / "logs" / f"samples-{process}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert losses_by_bucket(tmp_path) == {1: (8, 5.5), 4: (2, 5.0)}
+    assert losses_by_bucket(Logs(tmp_path)) == {1: (8, 5.5), 4: (2, 5.0)}
 
 
 def write_losses(folder: Path, steps: StepLog) -> Path:
@@ -74,25 +71,18 @@ def write_losses(folder: Path, steps: StepLog) -> Path:
     return folder
 
 
-def test_runs_of_unequal_steps_are_drawn_by_samples_and_by_time(tmp_path: Path, monkeypatch) -> None:
+def test_runs_of_unequal_steps_are_drawn_by_samples_and_by_time(tmp_path: Path) -> None:
     few = StepLog(np.full(60, 2.0), np.full(60, 2), np.full(60, 30.0))
     many = StepLog(np.full(20, 1.0), np.full(20, 12), np.full(20, 45.0))
     runs = [write_losses(tmp_path / "few", few), write_losses(tmp_path / "many", many)]
-    drawn: list[Figure] = []
-    create = Figure.subplots
-
-    def keep(self: Figure, *args, **kwargs):
-        drawn.append(self)
-        return create(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "subplots", keep)
-    draw_losses(runs, tmp_path / "loss.png")
-    by_samples, by_time = drawn[0].axes
-    assert by_samples.get_xlabel() == "samples seen"
-    assert [line.get_xdata()[-1] for line in by_samples.get_lines()] == [120, 120, 240, 240]
-    assert by_time.get_xlabel() == "training time in minutes"
-    assert [line.get_xdata()[-1] for line in by_time.get_lines()] == [30, 30, 15, 15]
-    assert by_samples.get_legend().get_title().get_text() == "running mean over 6 samples"
+    charts = loss_charts([Logs(run) for run in runs])
+    assert [chart.title for chart in charts] == ["Loss over samples seen", "Loss over training time in minutes"]
+    for chart, ends in zip(charts, ([120, 240, 120, 240], [30, 15, 30, 15]), strict=True):
+        axes = Figure().subplots()
+        chart.draw(axes)
+        assert [line.get_xdata()[-1] for line in axes.get_lines()] == ends, "single steps, then the running means"
+        assert chart.note.startswith("Thick: running mean over 6 samples")
+        assert [name for name, _ in chart.legend] == ["few", "many"]
 
 
 def test_the_running_mean_is_over_samples_and_not_over_steps() -> None:
@@ -106,4 +96,4 @@ def test_logs_without_samples_and_times_are_named(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "losses.jsonl").write_text(json.dumps({"train_loss": 1.0, "samples": 2}) + "\n")
     with pytest.raises(BucketingError, match=r"losses.jsonl holds no samples and seconds"):
-        draw_losses([tmp_path], tmp_path / "loss.png")
+        loss_charts([Logs(tmp_path)])

@@ -13,6 +13,7 @@ from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.adapters.lora import SETTINGS
 from hf_bucketing.media.write import write_image, write_video
 from hf_bucketing.report import render_page
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.review import losses_by_bucket
 from hf_bucketing.training.run_log import TABLE, RunLog
 from hf_bucketing.training.run_page import run_page
@@ -27,7 +28,7 @@ STEPS = 24
 def write_run(folder: Path, *, pack: bool = False, streamed: bool = False) -> Path:
     """Write the logs, settings and renderings of a run of one epoch on two processes."""
     for process in range(2):
-        log = RunLog(folder, process_index=process, num_processes=2, held_out=True, keep={} if process else None)
+        log = RunLog(folder, process_index=process, num_processes=2, keep={} if process else None)
         if not streamed:
             counts = {
                 "num_steps": STEPS,
@@ -44,10 +45,12 @@ def write_run(folder: Path, *, pack: bool = False, streamed: bool = False) -> Pa
             values = {"tokens_per_second": 100.0 + step, "imbalance": 1.0, **({"fill": 0.9} if pack else {})}
             counted = {"busy_batches": 1, "epoch": 0}
             by_noise = {f"loss_by_noise/0.{step % 10}": loss[0]}
-            log.write_loss(
-                step + 1, {"train_loss": loss[0], "samples": 2, "seconds": 2.0, **values, **by_noise, **counted}
+            log.write_step(
+                "losses",
+                step + 1,
+                {"train_loss": loss[0], "samples": 2, "seconds": 2.0, **values, **by_noise, **counted},
             )
-        log.write_validation(STEPS, {
+        log.write_step("validation", STEPS, {
             "validation_loss": 1.25,
             "samples": 3,
             "by_bucket": [{"bucket_id": 1, "size": [9, 32, 48], "samples": 3, "loss": 1.25}],
@@ -70,7 +73,7 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     bucket, pack = write_run(tmp_path / "bucket"), write_run(tmp_path / "pack", pack=True)
     (bucket / "validation" / "step-20" / "1x64x64-a-cat.png").write_bytes(b"no image")
     log = RunLog(bucket, process_index=0, num_processes=2, keep={"samples": STEPS, "losses": STEPS, "plans": 1})
-    log.write_resume(STEPS, {"epoch": 0, "num_processes": 2, "changes": ["learning_rate 0.1 → 0.2"]})
+    log.write_step("resumes", STEPS, {"epoch": 0, "num_processes": 2, "changes": ["learning_rate 0.1 → 0.2"]})
     log.close()
     assert log.state_dict()["resumes"] == 1
     page = check_complete(render_page(run_page([bucket, pack])))
@@ -80,9 +83,9 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     assert {row[1] for row in page.tables["Checks"][1:]} == {"holds"}
     buckets = {int(row[1]): row for row in page.tables["bucket: loss by bucket in numbers"][1:]}
     assert {bucket: row[0] for bucket, row in buckets.items()} == {0: "64×64", 1: "9×32×48"}
-    for number, (count, loss) in losses_by_bucket(bucket).items():
+    for number, (count, loss) in losses_by_bucket(Logs(bucket)).items():
         assert buckets[number][2:4] == [str(count), f"{loss:.4f}"]
-    assert page.tables["pack, which trained on packs: held out"][1] == ["9×32×48", "3", "1.2500"]
+    assert page.tables["pack: loss by bucket in numbers"][1] == ["9×32×48", "1", "0", "–", "3", "1.2500"]
     said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)]
     assert [alt for alt in page.images if PROMPTS[0] in alt] == 2 * said
     assert "1x64x64-a-cat.png could not be shown" in page.text
@@ -103,7 +106,7 @@ def test_a_new_run_forgets_the_resumes_of_an_earlier_one(tmp_path: Path) -> None
     for keep, lines in (({"samples": 0}, 1), ({"samples": 0, "resumes": 1}, 2), (None, 0)):
         log = RunLog(tmp_path, process_index=0, num_processes=1, keep=keep)
         if keep is not None:
-            log.write_resume(3, {})
+            log.write_step("resumes", 3, {})
         log.close()
         assert len((tmp_path / "logs" / "resumes.jsonl").read_text().splitlines()) == lines
 
@@ -113,7 +116,9 @@ def test_runs_without_plans_are_shown_with_what_they_have(tmp_path: Path) -> Non
     short = tmp_path / "short"
     log = RunLog(short, process_index=0, num_processes=1)
     log.write_samples(epoch=0, step=0, bucket_id=0, index=[0], loss=[1.0])
-    log.write_loss(1, {"train_loss": 1.0, "samples": 1, "seconds": 1.0, "tokens_per_second": 9.0, "imbalance": 1.0})
+    log.write_step(
+        "losses", 1, {"train_loss": 1.0, "samples": 1, "seconds": 1.0, "tokens_per_second": 9.0, "imbalance": 1.0}
+    )
     log.close()
     page = check_complete(render_page(run_page([streamed, short])))
     checks = {row[0]: row[1:] for row in page.tables["Checks"][1:]}

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.config_file import read_config_file, write_config
-from hf_bucketing.training.review import losses_of, plans_of, read_sample_logs
+from hf_bucketing.training.logs import Logs
+from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.run_log import read_sample_logs
 from tests.columns.test_several_sources import folder_with_texts, parquet_with_bytes
 from tests.conftest import launch_training, run_script_here
 
@@ -61,7 +63,7 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
     assert losses_of(first) == losses_of(second)
     assert len(losses_of(first)) > 4
     assert read_sample_logs(first) == read_sample_logs(second)
-    assert plans_of(first) == plans_of(second)
+    assert Logs(first).first_plans == Logs(second).first_plans
     weights = [load_file(folder / "pytorch_lora_weights.safetensors") for folder in (first, second)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -73,15 +75,15 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
 
     # Every source is drawn as often as planned, and its loss is logged.
     prepared = PreparedDataset.load(run_file.parent / "prepared")
-    assert prepared.sources is not None
-    for epoch, plan in plans_of(first).items():
+    assert prepared.sources
+    for epoch, plan in Logs(first).first_plans.items():
         lines = [line for log in read_sample_logs(first) for line in log if line["epoch"] == epoch]
         drawn = Counter(index for line in lines for index in line["index"])
         assert [source for line in lines for source in line["sources"]] == [
-            prepared.sources.ids[index] for line in lines for index in line["index"]
+            prepared.source_ids[index] for line in lines for index in line["index"]
         ]
         for source, (name, counts) in enumerate(plan["sources"].items()):
-            rows = np.flatnonzero(prepared.sources.ids == source)
+            rows = np.flatnonzero(prepared.source_ids == source)
             own_counts = [drawn[int(row)] for row in rows if drawn[int(row)]]
             assert counts["kept"] == len(own_counts)
             assert counts["repeated"] == sum(own_counts) - len(own_counts)
@@ -126,16 +128,14 @@ def test_preparing_repeats_from_the_settings_in_its_folder(run_file: Path, tmp_p
     run_script_here("prepare_dataset.py", "--config", first / "config.yaml", "--output_dir", tmp_path / "again")
     one, two = PreparedDataset.load(first), PreparedDataset.load(tmp_path / "again")
     assert one.dataset[:] == two.dataset[:]
-    assert (one.table, one.open_table, one.sources.names) == (two.table, two.open_table, two.sources.names)
+    assert (one.table, one.open_table, one.sources) == (two.table, two.open_table, two.sources)
     assert two.settings["sources"] == one.settings["sources"]
 
 
 def test_flags_name_several_sources_in_place_of_the_file(run_file: Path, media_dir: Path, tmp_path: Path) -> None:
     several = ("--dataset", run_file.parent / "clips", media_dir)
     run_script_here("prepare_dataset.py", "--config", run_file, *several, "--output_dir", tmp_path / "out")
-    assert (
-        PreparedDataset.load(tmp_path / "out").sources.names == ("clips", media_dir.name) or media_dir.name == "clips"
-    )
+    assert PreparedDataset.load(tmp_path / "out").sources == ("clips", media_dir.name) or media_dir.name == "clips"
 
 
 @pytest.mark.parametrize(

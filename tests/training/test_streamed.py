@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -14,20 +15,22 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_bucketing import BucketingError, PlanError
+from hf_bucketing import BucketingError, MediaError, PlanError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
-from hf_bucketing.loaders import resume
+from hf_bucketing.loaders import collators, resume
 from hf_bucketing.losses import global_mean
+from hf_bucketing.media.sample import load
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
-from hf_bucketing.training.review import losses_of, review_run
+from hf_bucketing.training.review import losses_of, review_run, review_sources
 from hf_bucketing.training.run_data import ModelTokens, StepRows
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars
@@ -112,7 +115,7 @@ def test_a_window_has_the_gradient_of_one_mean_whether_its_weights_are_known_bef
     ({"shuffle_buffer": 5, "streaming": False}, "Omit `shuffle_buffer`: no effect without `streaming`"),
     ({"max_train_steps": None}, "no known length: give `max_train_steps`, or `steps_per_epoch`"),
     ({"remainder": "drop"}, r"Omit `remainder` with `streaming=True`: .* smaller batches"),
-    ({"longest_first": True, "on_error": "replace"}, "Omit `longest_first`, `on_error`"),
+    ({"longest_first": True, "remainder": "drop"}, "Omit `remainder`, `longest_first`"),
     ({**PACK, "balance": "cost"}, "Omit `balance`"),
     ({**PACK, "pack_strategy": "sequential"}, "Omit `pack_strategy`"),
     ({**PACK, "random_resize": 32}, "Omit `random_resize`"),
@@ -217,7 +220,7 @@ def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
     logged = [json.loads(line) for line in (out / "logs" / "losses.jsonl").read_text().splitlines()]
     counted = Counter(line["batch"] for lines in by_process for line in lines for _ in line["index"])
     assert [entry["samples"] for entry in logged] == [counted[batch] for batch in range(10)]
-    review = review_run(out, min_fall=-1)
+    review = review_run(Logs(out), min_fall=-1)
     assert review.passed, str(review)
     assert "10 of 10 optimizer steps, finished" in str(review)
     assert "none twice in a pass" in str(review)
@@ -262,6 +265,98 @@ def test_the_rows_of_a_prepared_folder_stream_once_with_the_tokens_of_a_plan(
         "each bucket is checked when it first comes"
     )
     assert data.largest_step().tokens <= 640
+
+
+def test_the_largest_step_of_packs_has_as_many_samples_as_whole_strips_fit(
+    pipeline_dir, stream_dir, tmp_path: Path
+) -> None:
+    data, _ = loaded(pipeline_dir, stream_dir, tmp_path, **{**PACK, "max_tokens": 320, "strip_length": 160})
+    largest = data.largest_step()
+    assert len(largest.sizes) == 2, "a sample of up to 160 tokens takes one strip"
+    assert largest.tokens < 320
+
+
+@pytest.fixture
+def two_sources(media_dir: Path, pipeline_dir: Path, tmp_path: Path) -> Path:
+    """Videos of two folders described as a stream, after the file of one broke."""
+    sources = []
+    for number, name in enumerate(("clips", "more")):
+        folder = tmp_path / name
+        shutil.copytree(media_dir, folder)
+        (folder / "metadata.jsonl").write_text("".join(map(json_line, samples_of(media_dir)[number::2])))
+        table = TableConfig(bucket_tokens=[60, 110, 150], bucket_frames=[1, 9, 17, 25])
+        sources.append(SourceConfig(dataset=str(folder), table=table, target_fps=8.0))
+    spec = recipe_of(str(pipeline_dir)).read_spec(str(pipeline_dir))
+    prepare_stream(sources, spec=spec, say=lambda sentence: None)[0].save(tmp_path / "prepared")
+    (tmp_path / "more" / samples_of(media_dir)[3]["file_name"]).write_bytes(b"broken")
+    return tmp_path / "prepared"
+
+
+def json_line(row: dict) -> str:
+    return json.dumps(row) + "\n"
+
+
+@pytest.fixture
+def undecodable(media_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a video of the first source that fails while it is decoded."""
+    name = samples_of(media_dir)[2]["file_name"]
+
+    def failing(sample):
+        if sample.source.path.endswith(f"clips/{name}"):
+            raise MediaError(f"{name} cannot be decoded.")
+        return load(sample)
+
+    monkeypatch.setattr(collators, "load", failing)
+    return name
+
+
+def test_unreadable_rows_of_a_stream_end_it_or_are_replaced_and_sources_are_known(
+    media_dir, pipeline_dir, two_sources, undecodable: str, tmp_path: Path
+) -> None:
+    for settings in ({}, PACK):
+        with pytest.raises(BucketingError, match=r"cannot be (read|decoded)"):
+            list(loaded(pipeline_dir, two_sources, tmp_path / "out", **settings)[1])
+        raising, _ = loaded(pipeline_dir, two_sources, tmp_path / "out", **settings)
+        data, loader = loaded(pipeline_dir, two_sources, tmp_path / "out", **settings, on_error="replace")
+        assert data.stream.fingerprint() == raising.stream.fingerprint(), "so that such a run can be resumed"
+        assert data.sources == ("clips", "more")
+        assert data.epoch_summary(loader)["sources"] == {"clips": {}, "more": {}}
+        seen: Counter[int] = Counter()
+        indices: list[int] = []
+        replaced = 0
+        for batch in loader:
+            sources = data.rows_of(loader, batch, epoch=0).sources.tolist()
+            seen.update(sources)
+            indices += batch["index"]
+            replaced += sum(new != old for new, old in zip(batch["index"], batch["planned_index"], strict=True))
+        assert len(indices) == len(set(indices)) == len(samples_of(media_dir)) - 2
+        assert seen == {0: len(samples_of(media_dir)[::2]) - 1, 1: len(samples_of(media_dir)[1::2]) - 1}
+        assert replaced <= 1
+        (line,) = data.after_epoch(loader, Accelerator(cpu=True), num_batches=1)
+        assert line == "2 rows of the stream could not be read so far in this pass"
+        lines = [json.loads(line) for line in (tmp_path / "out/logs/unreadable.jsonl").read_text().splitlines()]
+        assert {undecodable in line["reason"] for line in lines} == {True, False}
+        assert len({line["index"] for line in lines}) == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_replaces_rows_of_a_stream_is_recounted_with_its_sources_and_resumes_exactly(
+    media_dir, pipeline_dir, two_sources, undecodable: str, tmp_path: Path
+) -> None:
+    out, settings = tmp_path / "out", {"max_train_steps": 16, "num_train_epochs": 2, "checkpointing_steps": 1}
+    config = streamed(pipeline_dir, two_sources, out, **settings, train_batch_size=1, on_error="replace")
+    whole, drawn = fresh_run(config), samples(out)
+    assert fresh_run(changed(config, resume_from_checkpoint="checkpoint-7")) == whole
+    assert samples(out) == drawn
+    review = review_run(out, min_fall=-9)
+    assert review.passed, str(review)
+    assert "in 2 passes over it, none twice in a pass" in str(review)
+    named = review_sources(out)
+    assert [line.partition(":")[0] for line in named] == ["source clips", "source more"]
+    counts = Counter(source for line in drawn for source in line["sources"])
+    assert [f"{counts[source]} samples" in line for source, line in enumerate(named)] == [True, True]
+    losses = [json.loads(line) for line in (out / "logs" / "losses.jsonl").read_text().splitlines()]
+    assert {name for line in losses for name in line} >= {"loss_by_source/clips", "loss_by_source/more"}
 
 
 def test_a_stream_of_files_has_held_out_rows_of_a_prepared_folder(

@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.training.review import losses_of, plans_of, review_run
+from hf_bucketing.training.logs import Logs
+from hf_bucketing.training.review import losses_of, review_run
 from tests.conftest import launch, run_script_here
 from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 
@@ -25,7 +26,7 @@ def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir,
     result = train(pipeline_dir, prepared_dir, tmp_path / "out", *flags, "--num_train_epochs", 2)
     assert "Num processes = 2" in result.stderr
     assert "100%" in result.stderr
-    plans = plans_of(tmp_path / "out")
+    plans = Logs(tmp_path / "out").first_plans
     epochs = count_samples(tmp_path / "out")
     assert [epoch.epoch for epoch in epochs] == [0, 1]
     for epoch in epochs:
@@ -36,7 +37,7 @@ def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir,
         assert epoch.steps == (plan["num_steps"],) * 2
         if "bucket" in flags:
             assert epoch.mixed_steps == plan["num_mixed_steps"]
-    assert review_run(tmp_path / "out", min_fall=-1).passed
+    assert review_run(Logs(tmp_path / "out"), min_fall=-1).passed
     assert len(losses_of(tmp_path / "out")) == sum(plan["num_steps"] for plan in plans.values())
     check_stock_diffusers_samples(tmp_path / "out", tmp_path / "clip.mp4")
 

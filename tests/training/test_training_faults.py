@@ -16,6 +16,7 @@ from hf_bucketing.loaders import FaultRule
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
+from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount
 from hf_bucketing.training.review import review_run
 from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
@@ -45,9 +46,9 @@ def test_an_unreadable_sample_is_replaced_and_logged(pipeline_dir, broken_dir, t
     assert "0004.mp4" in line["reason"]
     (epoch,) = count_samples(tmp_path / "out")
     assert (epoch.repeated, len(set(epoch.steps))) == (1, 1)
-    assert recount(tmp_path / "out").replaced == 1
-    assert review_run(tmp_path / "out", min_fall=-1).passed
-    assert "1 unreadable samples were replaced" in str(review_run(tmp_path / "out"))
+    assert recount(Logs(tmp_path / "out")).replaced == 1
+    assert review_run(Logs(tmp_path / "out"), min_fall=-1).passed
+    assert "1 unreadable samples were replaced" in str(review_run(Logs(tmp_path / "out")))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| unreadable and replaced, in all epochs | 1 |" in card
 
@@ -82,6 +83,6 @@ def test_a_run_goes_on_with_another_number_of_processes_in_the_middle_of_an_epoc
             seen.update(line["index"])
             assert line["epoch"] == 0
     assert seen == dict.fromkeys(range(20), 1)
-    review = review_run(out, min_fall=-9)
+    review = review_run(Logs(out), min_fall=-9)
     assert review.passed, str(review)
     assert "every planned sample seen exactly once in 1 of 1 epochs" in str(review)

@@ -1,5 +1,1 @@
 """Allegro: rotary positions over frames, rows and columns, made by its pipeline."""
-
-from .packing import FAMILY, AllegroFamily
-
-__all__ = ["FAMILY", "AllegroFamily"]

@@ -1,5 +1,1 @@
 """Chroma: Flux without pooled text and guidance; text in joint attention, masked but for one token of its padding."""
-
-from .packing import FAMILY, ChromaFamily
-
-__all__ = ["FAMILY", "ChromaFamily"]

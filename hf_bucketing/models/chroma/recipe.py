@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..flux.recipe import FluxRecipe
-from ..recipe import Samples, TextEmbeddings
+from ..recipe import Samples
 from .packing import FAMILY
 
 
@@ -14,12 +14,7 @@ class ChromaRecipe(FluxRecipe):
 
     pipeline_class = "ChromaPipeline"
     family = FAMILY
-
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions, with a mask that keeps one token of the padding."""
-        values, _, mask, *_ = self._encode_prompt(captions, do_classifier_free_guidance=False)
-        return TextEmbeddings(values, mask)
+    prompt_outputs = ("values", "", "mask")
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse masked stacks with gradient checkpointing, under which the stock model drops the mask."""

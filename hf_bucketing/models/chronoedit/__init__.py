@@ -1,5 +1,1 @@
 """ChronoEdit: Wan's image-to-video transformer, for which a clip of two latent frames is an image and its edit."""
-
-from .packing import FAMILY, ChronoEditFamily
-
-__all__ = ["FAMILY", "ChronoEditFamily"]

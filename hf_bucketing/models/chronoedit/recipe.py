@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...buckets.sizes import Size
 from ..first_frame import ENDS
 from ..wan.recipe import WanImageToVideoRecipe
 from .packing import FAMILY
@@ -17,9 +18,10 @@ class ChronoEditRecipe(WanImageToVideoRecipe):
     family = FAMILY
     shown = ENDS[:1]
 
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return nothing: by default the pipeline renders an image and its edit, five frames."""
-        return {}
+    @classmethod
+    def size_arguments(cls, size: Size) -> dict[str, int]:
+        """Return the sides alone: by default the pipeline renders an image and its edit, five frames."""
+        return {"height": size.height, "width": size.width}
 
 
 RECIPES = (ChronoEditRecipe,)

@@ -1,5 +1,1 @@
 """CogVideoX 2B, 5B and 1.5: sincos, rotary or learned positions; text before the video in one attention sequence."""
-
-from .packing import FAMILY, CogVideoXFamily
-
-__all__ = ["FAMILY", "CogVideoXFamily"]

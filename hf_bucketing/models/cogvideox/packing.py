@@ -5,7 +5,7 @@ CogVideoX attends to the padding of its text (226 tokens) as encoded: pass the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class CogVideoXFamily(JointFamily):
     stock_processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
     text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding")
     interpolates = True
+    strips_have_positions = False
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
 
@@ -51,11 +52,11 @@ class CogVideoXFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def check_grids(self, transformer: Transformer, grids: Sequence[Grid]) -> None:
-        """Refuse samples that exceed the positions of CogVideoX 1.5, or do not have the size of learned positions."""
-        super().check_grids(transformer, grids)
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
+        """Refuse also samples that do not have the size of learned positions."""
+        super().check_layout(transformer, layout, stretched=stretched)
         height, width = base_grid(transformer)
-        for sample, grid in enumerate(grids):
+        for sample, grid in enumerate(layout.grids):
             if transformer.config.use_learned_positional_embeddings and grid[1:] != (height, width):
                 raise PackingError(
                     f"Sample {sample} has a token grid of {grid}, but the learned positions of this model are for "
@@ -68,10 +69,6 @@ class CogVideoXFamily(JointFamily):
             return UNLIMITED, UNLIMITED, UNLIMITED
         return UNLIMITED, *base_grid(transformer)
 
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit, because no positions are looked up for a strip."""
-        return UNLIMITED
-
     def trial_grids(self, transformer: Transformer) -> list[Grid]:
         """Return grids of the one size of learned positions, where the model has these."""
         grids = super().trial_grids(transformer)
@@ -79,23 +76,13 @@ class CogVideoXFamily(JointFamily):
             return grids
         return [(frames, *base_grid(transformer)) for frames, _, _ in grids]
 
-    def text_length(self, transformer: Transformer) -> int | None:
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the length of the table of positions, where text is part of it."""
-        return int(transformer.config.max_text_seq_length) if has_table(transformer.config) else None
+        return int(config.get("max_text_seq_length", 226)) if has_table(config) else None
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return `ofs`, `(n,)`, for the image-to-video model of 1.5."""
         return {"ofs": lambda grids: torch.full((len(grids),), 2.0)} if transformer.config.ofs_embed_dim else {}
-
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
-        """Refuse also texts that do not have the length of the table of positions."""
-        super().check_layout(transformer, layout)
-        length = self.text_length(transformer)
-        if length is not None and set(layout.text_lengths) != {length}:
-            raise PackingError(
-                f"This CogVideoX transformer takes texts of {length} tokens, padding included "
-                f"(max_text_seq_length); got {layout.text_lengths}."
-            )
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables that its pipeline would pass."""

@@ -7,15 +7,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...buckets.sizes import LatentSpec
-from ...errors import BucketingError, PackingError
+from ...errors import PackingError
 from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
-from ..loading import read_configs
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
-from .packing import FAMILY, has_table
+from ..loading import read_config
+from ..recipe import Conditions, Recipe, Samples, Shown
+from .packing import FAMILY
 
 OFFSET = 2.0
 """The `ofs` that the image-to-video pipeline always passes."""
@@ -40,36 +41,15 @@ class CogVideoXRecipe(Recipe):
 
     @classmethod
     def load(cls, name_or_path: str, *, max_sequence_length: int | None = None, **options: Any) -> Recipe:
-        """Load a pipeline, see [`Recipe.load`], with texts of the length in its transformer's configuration.
-
-        Raises:
-            BucketingError: If the pipeline cannot be loaded, or has a table of positions for texts of another length.
-        """
-        _, config = read_configs(name_or_path)
-        length = config.get("max_text_seq_length", cls.default_sequence_length)
-        if max_sequence_length not in (None, length) and has_table(config):
-            raise BucketingError(
-                f"The positions of {name_or_path} are for texts of {length} tokens, got "
-                f"`max_sequence_length={max_sequence_length}`; omit it."
-            )
-        return super().load(name_or_path, max_sequence_length=max_sequence_length or length, **options)
+        """Load a pipeline, see [`Recipe.load`], by default with texts of the length that its transformer names."""
+        default = read_config(name_or_path, "transformer").get("max_text_seq_length")
+        return super().load(name_or_path, max_sequence_length=max_sequence_length or default, **options)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        side, frames = transformer["patch_size"], transformer.get("patch_size_t")
-        return LatentSpec(
-            temporal_stride=int(vae["temporal_compression_ratio"]),
-            spatial_stride=2 ** (len(vae["block_out_channels"]) - 1),
-            patch=(frames or 1, side, side),
-            repeats_first=frames is not None,
-        )
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.config["out_channels"])
+        """Read the strides of the VAE and the patch of the transformer, and whether the first frame is repeated."""
+        repeats_first = read_config(name_or_path, "transformer").get("patch_size_t") is not None
+        return replace(super().read_spec(name_or_path), repeats_first=repeats_first)
 
     @property
     def media_rule(self) -> str:
@@ -94,9 +74,9 @@ class CogVideoXRecipe(Recipe):
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse sizes for which the model has no positions."""
-        grid = token_grid(samples.noised.latents[0], self.family.patch(self.transformer), sample=0)
+        grid = token_grid(samples.noised.latents[0], self.family.patch(self.transformer.config), sample=0)
         try:
-            self.family.check_grids(self.transformer, [grid])
+            self.family.check_grid(self.transformer, grid)
         except PackingError as error:
             return str(error)
         return None
@@ -120,9 +100,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         return f"{super().media_rule}, conditions of 1 frame"
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the first frame of videos, the data set's or their own: `image_latents`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
@@ -135,18 +113,10 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         """Return the latent of a blank first frame, `(C, 1, h, w)`."""
         return {"image_latents": torch.zeros_like(latent[:, :1])}
 
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the first frame's latent beside the noisy ones, as further channels."""
-        inputs = super().model_inputs(samples)
-        pairs = zip(inputs.latents, samples.conditions["image_latents"], strict=True)
-        return replace(inputs, latents=[_with_image(noisy, image) for noisy, image in pairs])
-
-
-def _with_image(noisy: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Return `(2·C, f, h, w)`: a noisy latent, and the image as the first frame, zeros in the others."""
-    condition = torch.zeros_like(noisy)
-    condition[:, :1] = image
-    return torch.cat([noisy, condition])
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
+        """Return the first frame's latent, and zeros for the other frames."""
+        pairs = zip(samples.noised.latents, samples.conditions["image_latents"], strict=True)
+        return [F.pad(image, (0, 0, 0, 0, 0, noisy.shape[1] - 1)) for noisy, image in pairs]
 
 
 class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
@@ -162,10 +132,6 @@ class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         """Read the strides of the VAE and the patch of the transformer."""
         return replace(super().read_spec(name_or_path), repeats_first=False)
-
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return nothing, as the control has the number of frames."""
-        return {}
 
 
 RECIPES = (CogVideoXRecipe, CogVideoXImageToVideoRecipe, CogVideoXFunControlRecipe)

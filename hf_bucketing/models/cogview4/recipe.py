@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from ...packing.texts import pad_texts
 from ..control import ControlRecipe
 from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..shift import ShiftLaw, ShiftOfLatents, shift_of_scheduler
@@ -35,11 +35,9 @@ class CogView4Recipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions one by one, as GLM sees padding: each has a multiple of 16 tokens, all others are masked."""
-        texts = [self._encode_prompt(caption, do_classifier_free_guidance=False)[0][0] for caption in captions]
+        values, mask = pad_texts([self._encode_prompt(caption)[0][0] for caption in captions])
         length = -(-self.max_sequence_length // TEXT_MULTIPLE) * TEXT_MULTIPLE
-        values = torch.stack([F.pad(text, (0, 0, 0, length - len(text))) for text in texts])
-        lengths = torch.tensor([len(text) for text in texts])
-        return TextEmbeddings(values, (torch.arange(length) < lengths[:, None]).long())
+        return TextEmbeddings(values, mask.long()).padded(length)
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with; the timesteps are those before the pipeline's shift."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from threading import local
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from diffusers.utils import is_torchvision_available
 
 from ...errors import PackingError
-from ...packing.batch import PackedBatch, Rows
+from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.names import Grid
@@ -25,9 +24,6 @@ class CosmosFamily(Family):
 
     `fps`, `(n,)`, is the frame rate of each sample, 0 for images. A condition mask (video-to-world) is a channel of
     the latents. The padding mask is zero everywhere, as in the pipeline.
-
-    With timesteps per token, strips lie along frames instead of columns, because the model takes a timestep for each
-    frame of a row.
     """
 
     transformer_class = "CosmosTransformer3DModel"
@@ -36,7 +32,7 @@ class CosmosFamily(Family):
     text = TextTokens(padding="keep_padding")
     cast_inputs = (*Family.cast_inputs, "padding_mask")
     interpolates = True
-    timestep_per_token = True
+    timesteps_per = "frame"
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models that attend to image contexts, and models that need what is not installed."""
@@ -77,29 +73,12 @@ class CosmosFamily(Family):
             handles += [learned.register_forward_pre_hook(_shorten), learned.register_forward_hook(_look_up)]
         return handles
 
-    def rows(self, batch: PackedBatch) -> Rows:
-        """Return a pack as batch rows; with a timestep per token, a strip is a column of frames one patch wide."""
-        rows = super().rows(batch)
-        if rows.timesteps.ndim == 1:
-            return rows
-        return replace(rows, latents=rows.latents.unflatten(4, (-1, batch.patch[2])).squeeze(2).movedim(3, 2))
-
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Return the transformer's output as strips along columns."""
-        if batch.timesteps.ndim == 1:
-            return super().output_strips(batch, output)
-        return output.movedim(2, 3).flatten(3).unsqueeze(2)
-
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add a padding mask of zeros, and give timesteps the shape that the model asks for."""
-        timesteps = rows.timesteps
-        if timesteps.ndim == 2:
-            by_frame = timesteps.unflatten(1, (rows.grid[0], -1))
-            if by_frame.shape[2] > 1 and not torch.equal(by_frame, by_frame[:, :, :1].expand_as(by_frame)):
-                raise PackingError("Cosmos takes a timestep per frame; those of a frame's tokens differ.")
-            timesteps = by_frame[:, None, :, :1, None]
-        padding_mask = rows.latents.new_zeros(1, 1, *rows.latents.shape[3:])
-        return {**super().inputs(rows), "timestep": timesteps, "padding_mask": padding_mask}
+        """Add a padding mask of zeros, and give timesteps of frames the shape that the model asks for."""
+        inputs = {**super().inputs(rows), "padding_mask": rows.latents.new_zeros(1, 1, *rows.latents.shape[3:])}
+        if rows.timesteps.ndim == 2:
+            inputs["timestep"] = inputs["timestep"][:, None, :, None, None]
+        return inputs
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the one frame rate of all rows; none for images."""

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from diffusers.utils import is_torchvision_available
 
-from ...buckets.sizes import LatentSpec, Size
+from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import BucketingError
-from ..first_frame import FirstFrameRecipe, with_clean_first_frame
-from ..loading import video_spec
-from ..objectives import EDM, FlowMatching, Objective, Shift, WeightingScheme
+from ..first_frame import FirstFrameRecipe
+from ..objectives import EDM, FlowMatching, Objective, Shift
 from ..recipe import ModelInputs, Recipe, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
@@ -93,25 +92,13 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
     pipeline_class = "CosmosTextToWorldPipeline"
     native_sizes = ((704, 1280),)
 
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path)
-
-    def objective(
-        self,
-        *,
-        weighting_scheme: WeightingScheme | None,
-        snr_gamma: float | None,
-        seed: int,
-        shift: float | str | ShiftLaw | None = None,
-    ) -> Objective:
+    def objective(self, *, seed: int, shift: float | str | ShiftLaw | None = None, **others: Any) -> Objective:
         """Return EDM's objective with the deviation and the sign of the pipeline's scheduler.
 
         Raises:
             BucketingError: If a setting is given that does not apply to EDM.
         """
-        for name, value in (("weighting_scheme", weighting_scheme), ("snr_gamma", snr_gamma)):
+        for name, value in others.items():
             if value is not None:
                 raise BucketingError(
                     f"A {self.pipeline_class} is trained by EDM, which fixes noise levels and weights; omit `{name}`."
@@ -155,24 +142,13 @@ class CosmosVideoToWorldRecipe(FirstFrameRecipe, CosmosTextToWorldRecipe):
 
     pipeline_class = "CosmosVideoToWorldPipeline"
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.config["out_channels"])
-
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the clean first frame into the noisy latents."""
-        inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
-        return replace(inputs, timesteps=samples.noised.timesteps)
+        """Put the clean first frame into the noisy latents, marked by a channel."""
+        return replace(_mark_first_frame(super().model_inputs(samples)), timesteps=samples.noised.timesteps)
 
 
 class Cosmos2Recipe(CosmosRecipe):
     """What the recipes of Cosmos Predict 2 share: the VAE of Wan, and timesteps σ/(1 + σ) of flow matching."""
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path)
 
     def objective(self, *, shift: float | str | ShiftLaw | None = None, **options: Any) -> Objective:
         """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""
@@ -201,10 +177,6 @@ class Cosmos2TextToImageRecipe(Cosmos2Recipe):
             )
         return super().model_inputs(samples)
 
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return no argument, because the pipeline's call renders one frame."""
-        return {}
-
 
 class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
     """Recipe of `Cosmos2VideoToWorldPipeline` with an image to begin with; see [`Recipe`].
@@ -216,23 +188,17 @@ class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
     pipeline_class = "Cosmos2VideoToWorldPipeline"
     native_sizes = ((704, 1280), (480, 832))
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents: those that the transformer predicts."""
-        return int(self.config["out_channels"])
-
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Put the clean first frame into the noisy latents, at its own timestep."""
-        inputs = _with_first_frame(samples, conditioning=self.conditioning(samples))
+        """Put the clean first frame into the noisy latents, at its own timestep, marked by a channel."""
+        inputs = _mark_first_frame(super().model_inputs(samples))
         conditioned = CONDITION_SIGMA / (CONDITION_SIGMA + 1)
         pairs = zip(inputs.timesteps, inputs.weights or (), strict=True)
         timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, conditioned) for timestep, weight in pairs]
         return replace(inputs, timesteps=timesteps)
 
 
-def _with_first_frame(samples: Samples, *, conditioning: Mapping[str, Any]) -> ModelInputs:
-    """Let videos begin with their clean first frame, of no weight; add a channel that is 1 there, else 0."""
-    inputs = with_clean_first_frame(samples, conditioning=conditioning)
+def _mark_first_frame(inputs: ModelInputs) -> ModelInputs:
+    """Add a channel that is 1 at the clean first frames of videos, which have no weight in the loss, else 0."""
     pairs = zip(inputs.latents, inputs.weights or (), strict=True)
     return replace(inputs, latents=[torch.cat([latent, 1 - weight]) for latent, weight in pairs])
 

@@ -1,5 +1,1 @@
 """Flux: images in 2×2 blocks, rotary positions over rows and columns; text in joint attention."""
-
-from .packing import FAMILY, FluxFamily
-
-__all__ = ["FAMILY", "FluxFamily"]

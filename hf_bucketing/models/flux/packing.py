@@ -6,6 +6,7 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,11 @@ class FluxFamily(JointFamily):
     latents_as = "tokens"
     attention_kwargs = "joint_attention_kwargs"
     position_module = "pos_embed"
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (  # ComfyUI takes the names of diffusers
+        ("transformer_blocks.**", "transformer_blocks.**"),
+        ("single_transformer_blocks.**", "single_transformer_blocks.**"),
+    )
+    original_prefix: ClassVar[str] = "transformer."
     rotates_text = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -48,8 +54,8 @@ class FluxFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return the block of latent pixels that makes a token."""
+    def patch(self, config: Mapping[str, Any]) -> Grid:
+        """Return the block of latent pixels that makes a token, whatever the `patch_size` of the transformer."""
         return 1, BLOCK, BLOCK
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-
-import torch
+from typing import ClassVar
 
 from ..control import ControlRecipe
-from ..recipe import Recipe, TextEmbeddings
-from .packing import BLOCK, FAMILY
+from ..recipe import Recipe
+from .packing import FAMILY
 
 
 class FluxRecipe(Recipe):
@@ -17,16 +16,10 @@ class FluxRecipe(Recipe):
     pipeline_class = "FluxPipeline"
     family = FAMILY
     image_vae = True
-    token_side = BLOCK  # whatever the patch_size of the transformer
     default_sequence_length = 512
     native_sizes = ((1024, 1024),)
     guidance_factor = 1.0
-
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions by T5, and by CLIP to one pooled embedding each."""
-        values, pooled, _ = self._encode_prompt(captions)
-        return TextEmbeddings(values, others={"pooled_projections": pooled})
+    prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "pooled_projections")
 
 
 class FluxControlRecipe(ControlRecipe, FluxRecipe):

@@ -1,5 +1,1 @@
 """Flux.2: images in 2×2 blocks, four axes of positions, text among them; modulation shared by all blocks."""
-
-from .packing import FAMILY, Flux2Family
-
-__all__ = ["FAMILY", "Flux2Family"]

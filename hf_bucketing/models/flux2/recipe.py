@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
-from ..recipe import TextEmbeddings
 from .packing import FAMILY
 
 
@@ -24,6 +23,7 @@ class Flux2Recipe(FluxRecipe):
 
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
+    prompt_outputs = ("values",)
 
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -33,12 +33,6 @@ class Flux2Recipe(FluxRecipe):
         mean, variance = (statistic.view(1, -1, 1, 1) for statistic in (vae.bn.running_mean, vae.bn.running_var))
         normalised = (F.pixel_unshuffle(raw, BLOCK) - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
         return F.pixel_shuffle(normalised, BLOCK)[:, :, None]
-
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions as the pipeline does."""
-        values, _ = self._encode_prompt(captions)
-        return TextEmbeddings(values)
 
 
 class Flux2KleinRecipe(Flux2Recipe):

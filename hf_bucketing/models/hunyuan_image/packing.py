@@ -56,22 +56,15 @@ class HunyuanImageFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def patch(self, transformer: Transformer) -> Grid:
-        """Return one frame, and the patch's rows and columns."""
-        rows, columns = transformer.config.patch_size
-        return 1, rows, columns
-
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return glyphs and their mask, any distilled guidance, and the end of a mean flow's step."""
         config, length = transformer.config, 4
-        draws: dict[str, Draw] = {}
+        draws = dict(super().conditioning(transformer))
         if config.text_embed_2_dim is not None:
             draws[GLYPHS] = lambda grids: torch.randn(len(grids), length, config.text_embed_2_dim)
             draws[GLYPH_MASK] = lambda grids: (
                 torch.arange(length) < torch.randint(length + 1, (len(grids), 1))
             ).long()
-        if config.guidance_embeds:
-            draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
         if config.use_meanflow:
             draws["timestep_r"] = lambda grids: torch.zeros(len(grids))
         return draws

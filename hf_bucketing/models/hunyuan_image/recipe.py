@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from ...buckets.sizes import LatentSpec
 from ...errors import BucketingError
 from ...packing.context import bind_checkpoints
-from ..loading import read_configs
 from ..objectives import Objective
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
+from ..recipe import ModelInputs, Recipe, Samples
 from .packing import FAMILY, GLYPH_MASK, GLYPHS
 
 
@@ -26,14 +24,8 @@ class HunyuanImageRecipe(Recipe):
     added_text_tokens = 128
     """Those of glyphs."""
     guidance_factor = 1000.0
+    prompt_outputs = ("values", "mask", GLYPHS, GLYPH_MASK)
     native_sizes = ((2048, 2048), (1536, 2560), (2560, 1536), (1792, 2304), (2304, 1792))
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the VAE's stride and the transformer's patch."""
-        vae, transformer = read_configs(name_or_path)
-        rows, columns = transformer["patch_size"]
-        return LatentSpec(temporal_stride=1, spatial_stride=vae["spatial_compression_ratio"], patch=(1, rows, columns))
 
     def objective(self, **settings: Any) -> Objective:
         """Return the training objective; see [`Recipe.objective`].
@@ -47,20 +39,6 @@ class HunyuanImageRecipe(Recipe):
                 "no objective; train the model that it was distilled from."
             )
         return super().objective(**settings)
-
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions in the pipeline's template, and the words in quotation marks byte by byte."""
-        self.pipeline.tokenizer_max_length = self.max_sequence_length  # its call takes no other length
-        values, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
-            captions, batch_size=len(captions), device=self.pipeline.text_encoder.device
-        )
-        return TextEmbeddings(values, mask, {GLYPHS: glyphs, GLYPH_MASK: glyph_mask})
-
-    def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the glyphs and the guidance of models that embed them."""
-        unread = () if self.transformer.config.text_embed_2_dim is not None else (GLYPHS, GLYPH_MASK)
-        return {name: values for name, values in super().conditioning(samples).items() if name not in unread}
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
         """Run a stack, with gradient checkpoints that take the keywords which the model passes to them."""

@@ -1,5 +1,1 @@
 """HunyuanVideo: rotary positions over frames, rows and columns; text refined by itself, then in joint attention."""
-
-from .packing import FAMILY, HunyuanVideoFamily
-
-__all__ = ["FAMILY", "HunyuanVideoFamily"]

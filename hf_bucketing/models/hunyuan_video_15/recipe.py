@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...buckets.sizes import LatentSpec, Size
+from ...buckets.sizes import Size
 from ..first_frame import ENDS, pictures, shown_ends
-from ..loading import Loading, video_spec
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown, TextEmbeddings
+from ..loading import Loading
+from ..recipe import Conditions, Recipe, Samples, Shown
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
@@ -30,6 +29,7 @@ class HunyuanVideo15Recipe(Recipe):
     default_sequence_length = 1000
     added_text_tokens = 256 + 729
     """Those of glyphs, and of an image: where there is none, the pipeline passes as many zeros."""
+    prompt_outputs = ("values", "mask", GLYPHS, GLYPH_MASK)
     native_sizes = ((480, 848), (720, 1280))
 
     @classmethod
@@ -39,41 +39,16 @@ class HunyuanVideo15Recipe(Recipe):
         loading = replace(loading, parts={*loading.parts, "vae"})
         return super().load(name_or_path, loading=loading, **options)
 
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        return video_spec(name_or_path, spatial_stride=16)
-
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""
         encode = super().encode_latents
         return torch.cat([encode(sample) for sample in pixel_values.split(1)])
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the model's output; it takes a condition of as many and its mask besides."""
-        return int(self.transformer.config.out_channels)
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return also the image tokens."""
+        return {**super().conditioning(samples), IMAGE: self.image_tokens(samples)}
 
-    @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions inside the pipeline's chat template, and what they quote by ByT5."""
-        self.pipeline.tokenizer_max_length = self.max_sequence_length
-        values, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
-            captions, device=self.pipeline.text_encoder.device, batch_size=len(captions)
-        )
-        return TextEmbeddings(values, mask, {GLYPHS: glyphs, GLYPH_MASK: glyph_mask})
-
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return latents with those of the condition and its mask as further channels."""
-        conditions = self.condition_latents(samples)
-        pairs = zip(samples.noised.latents, conditions, strict=True)
-        return ModelInputs(
-            latents=[torch.cat([latent, condition]) for latent, condition in pairs],
-            timesteps=samples.noised.timesteps,
-            conditioning={**samples.text.others, IMAGE: self.image_tokens(samples)},
-        )
-
-    def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
         """Return what the model is shown of each sample and a mask of it, `(C + 1, f, h, w)`: here nothing."""
         return [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in samples.noised.latents]
 
@@ -82,17 +57,11 @@ class HunyuanVideo15Recipe(Recipe):
         text = samples.text.values
         return text.new_zeros(len(text), 0, self.transformer.config.image_embed_dim)
 
-    def render(
-        self, prompt: str, size: Size, *, image: Any = None, guidance_scale: float | None = None, **options: Any
-    ) -> np.ndarray:
+    def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
         """Call the pipeline, whose guider holds the scale of guidance; see [`Recipe.render`]."""
         if guidance_scale is not None:
             self.pipeline.guider.guidance_scale = guidance_scale
         self.pipeline.tokenizer_max_length = self.max_sequence_length
-        return self.call(prompt, size, image, **options)
-
-    def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
-        """Call the pipeline with a size."""
         return super().render(prompt, size, **options)
 
 
@@ -107,9 +76,7 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
     shown = ENDS[:1]
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the first frame, the sample's own or the data set's, by the VAE and by the image encoder."""
         first, encoder = shown_ends(pixel_values, shown), self.pipeline.image_encoder
         images = pictures(first[:, :, 0])
@@ -121,9 +88,9 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
         shape = self.pipeline.vision_num_semantic_tokens, self.pipeline.vision_states_dim
         return {IMAGE_LATENTS: torch.zeros_like(latent[:, :1]), IMAGE: latent.new_zeros(shape)}
 
-    def condition_latents(self, samples: Samples) -> list[torch.Tensor]:
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
         """Return the latents of the first frame, zeros for the others, and a mask that is 1 at the first."""
-        conditions = super().condition_latents(samples)
+        conditions = super().added_channels(samples)
         for condition, first in zip(conditions, samples.conditions[IMAGE_LATENTS], strict=True):
             condition[:, :1] = torch.cat([first, torch.ones_like(first[:1])])
         return conditions
@@ -132,15 +99,14 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
         """Return the image encoder's tokens of the first frames."""
         return torch.stack(list(samples.conditions[IMAGE])).to(samples.text.values)
 
-    def call(self, prompt: str, size: Size, image: Any, **options: Any) -> np.ndarray:
+    def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
         """Call the pipeline with a size, where it would choose one by the image's ratio, rounded to five digits."""
-        processor, call = self.pipeline.video_processor, {**self.duration(size.frames), **options}
+        processor = self.pipeline.video_processor
         processor.calculate_default_height_width = lambda **image_size: (size.height, size.width)
         try:
-            result = self.pipeline(image=image, prompt=prompt, output_type="np", **call)
+            return super().render(prompt, size, **options)
         finally:
             del processor.calculate_default_height_width  # the method of its class is back
-        return np.asarray(result.frames[0])
 
 
 RECIPES = (HunyuanVideo15Recipe, HunyuanVideo15ImageToVideoRecipe)

@@ -19,7 +19,7 @@ import torch
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
-from ...packing.family import UNLIMITED, Draw, Transformer
+from ...packing.family import Draw, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.processors import Processor, attend
@@ -28,7 +28,7 @@ from ...packing.strips import by_strip
 from ...packing.texts import TextTokens
 from ..joint import JointFamily, embeddings_of_text
 
-SCALE = "scale_factor"
+SCALE, CONDITION = "scale_factor", "visual_cond"
 
 
 class PackedKandinsky5AttnProcessor(Processor):
@@ -95,12 +95,21 @@ class Kandinsky5Family(JointFamily):
     """Packing of `Kandinsky5Transformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
     `scale_factor`, `(n, 3)`, divides the positions of frames, rows and columns; the pipeline chooses it by size.
+    Models with a visual condition take it as `visual_cond`, of the latents' sizes: its latent and its mask.
     """
 
     transformer_class = "Kandinsky5Transformer3DModel"
     lora_targets = ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
     tested_forwards = ("6e07c4013e40",)
     stock_processors = ("Kandinsky5AttnProcessor",)
+    original_names = (
+        ("text_transformer_blocks.**", "text_transformer_blocks.**"),
+        ("visual_transformer_blocks.**", "visual_transformer_blocks.**"),
+    )
+    original_prefix = "transformer."
+    channels = "in_visual_dim"
+    strips_have_positions = False
+    width_settings = ("model_dim",)
     text = TextTokens(rows="slots", channels="in_text_dim")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -118,26 +127,16 @@ class Kandinsky5Family(JointFamily):
         frames, rows, columns = transformer.visual_rope_embeddings.max_pos
         return frames, rows, columns
 
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit: the model sees the positions of samples, never those of strips."""
-        return UNLIMITED
-
-    def in_channels(self, transformer: Transformer) -> int:
-        """Return the channels of a latent, with those of a visual condition and of its mask where there are any."""
-        channels = int(transformer.config.in_visual_dim)
-        return 2 * channels + 1 if transformer.config.visual_cond else channels
-
-    def width(self, transformer: Transformer) -> int:
-        """Return the channels of a token."""
-        return int(transformer.config.model_dim)
-
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the pooled text embeddings and the scale of positions, drawn as for 480p."""
-        width = transformer.config.in_text_dim2
-        return {
+        """Return the pooled text embeddings, the scale of positions, drawn as for 480p, and any visual condition."""
+        width, channels = transformer.config.in_text_dim2, self.in_channels(transformer) + 1
+        draws: dict[str, Draw] = {
             "pooled_projections": lambda grids: torch.randn(len(grids), width),
             SCALE: lambda grids: torch.tensor([[1.0, 2.0, 2.0]]).repeat(len(grids), 1),
         }
+        if transformer.config.visual_cond:
+            draws[CONDITION] = lambda grids: self.draw_latents(transformer, grids, channels=channels)
+        return draws
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of a block of text or of tokens."""
@@ -158,11 +157,13 @@ class Kandinsky5Family(JointFamily):
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return latents with channels last, and the positions on each axis, unless they are those of a pack."""
         device = rows.latents.device
+        inputs = super().inputs(rows)
+        latents = [rows.latents, *([inputs.pop(CONDITION)] if CONDITION in inputs else [])]
         return {
             "visual_rope_pos": [torch.arange(count, device=device) for count in rows.grid],
             "text_rope_pos": torch.arange(rows.text.shape[1], device=device),
-            **super().inputs(rows),
-            "hidden_states": rows.latents.movedim(1, -1),
+            **inputs,
+            "hidden_states": torch.cat(latents, 1).movedim(1, -1),
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
-from .packing import FAMILY, SCALE
+from ..recipe import Recipe, Samples, TextEmbeddings
+from .packing import CONDITION, FAMILY, SCALE
 
 
 class Kandinsky5Recipe(Recipe):
@@ -25,34 +23,27 @@ class Kandinsky5Recipe(Recipe):
     native_sizes = ((512, 768),)
     """The pipeline's default."""
 
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents, without those of a visual condition."""
-        return int(self.transformer.config.in_visual_dim)
-
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions inside the pipeline's prompt template, whose own tokens it crops; pooled ones by CLIP."""
         values, pooled, ends = self._encode_prompt(captions)
-        missing = self.max_sequence_length - values.shape[1]
-        mask = torch.arange(self.max_sequence_length, device=values.device) < ends.diff()[:, None]
-        return TextEmbeddings(F.pad(values, (0, 0, 0, missing)), mask.long(), {"pooled_projections": pooled})
-
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return also the channels of a visual condition, where the model takes one: zeros, as its pipeline does."""
-        inputs = super().model_inputs(samples)
-        if not self.transformer.config.visual_cond:
-            return inputs
-        return replace(inputs, latents=[F.pad(latent, (0,) * 7 + (len(latent) + 1,)) for latent in inputs.latents])
+        mask = torch.arange(values.shape[1], device=values.device) < ends.diff()[:, None]
+        text = TextEmbeddings(values, mask.long(), {"pooled_projections": pooled})
+        return text.padded(self.max_sequence_length)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the pooled captions, and the scale of positions that the pipeline chooses for each size."""
-        stride = self.spec.spatial_stride
+        """Return the pooled captions, the scale of positions that the pipeline chooses for each size, and zeros.
+
+        These are the visual condition of models that take one, as the pipeline passes them.
+        """
+        stride, latents = self.spec.spatial_stride, samples.noised.latents
         scales = [
-            self.pipeline._get_scale_factor(latent.shape[-2] * stride, latent.shape[-1] * stride)
-            for latent in samples.noised.latents
+            self.pipeline._get_scale_factor(latent.shape[-2] * stride, latent.shape[-1] * stride) for latent in latents
         ]
-        return {**super().conditioning(samples), SCALE: torch.tensor(scales)}
+        conditioning = {**super().conditioning(samples), SCALE: torch.tensor(scales)}
+        if self.transformer.config.visual_cond:
+            conditioning[CONDITION] = [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in latents]
+        return conditioning
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of captions of several lengths, because the model would attend to their padding."""

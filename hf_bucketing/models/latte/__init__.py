@@ -1,5 +1,1 @@
 """Latte: blocks that attend inside frames and over frames in turn; denoising with a learned variance."""
-
-from .packing import FAMILY, LatteFamily
-
-__all__ = ["FAMILY", "LatteFamily"]

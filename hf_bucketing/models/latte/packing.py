@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid
 
+from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Family, Transformer
+from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import axis_coordinates, position_strips
 from ...packing.processors import PackedAttnProcessor
@@ -30,11 +32,17 @@ class LatteFamily(Family):
     transformer_class = "LatteTransformer3DModel"
     tested_forwards = ("d33f1c214b4c",)
     interpolates = True
-    drops_tokens = False  # attention over frames needs the token of every frame
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the frames that the model has positions for."""
         return int(transformer.config.video_length), UNLIMITED, UNLIMITED
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
+        """Refuse also samples without some of their tokens: attention over frames needs the token of every frame."""
+        super().check_layout(transformer, layout, stretched=stretched)
+        if layout.kept is not None:
+            name = type(transformer).__name__
+            raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
 
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
         """Attend inside frames, or over frames in the temporal blocks."""

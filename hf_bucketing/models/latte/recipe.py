@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ...devices import to_device
-from ..recipe import Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe, Samples, TextEmbeddings, cleans_captions
 from .packing import FAMILY
 
 _TOKENS = 120
@@ -31,9 +30,8 @@ class LatteRecipe(Recipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions with a mask; the pipeline, which encodes one caption, cuts its padding off instead."""
-        clean = is_bs4_available() and is_ftfy_available()  # as the pipeline decides
         tokens = self.pipeline.tokenizer(
-            self.pipeline._text_preprocessing(captions, clean_caption=clean),
+            self.pipeline._text_preprocessing(captions, clean_caption=cleans_captions()),
             padding="max_length",
             max_length=self.max_sequence_length,
             truncation=True,
@@ -43,10 +41,6 @@ class LatteRecipe(Recipe):
         encoder = self.pipeline.text_encoder
         moved = (to_device(values, encoder.device) for values in (tokens.input_ids, tokens.attention_mask))
         return TextEmbeddings(encoder(*moved)[0], tokens.attention_mask)
-
-    def duration(self, frames: int) -> dict[str, int]:
-        """Return the argument of the pipeline's call, which is named `video_length` in Latte."""
-        return {"video_length": frames}
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse samples that do not have the one duration that the model can stack."""

@@ -1,5 +1,1 @@
 """LTX-Video: latents as sequences of tokens, positions in seconds and pixels; flow matching, shifted by size."""
-
-from .packing import FAMILY, LTXFamily, PackedLTXVideoAttnProcessor
-
-__all__ = ["FAMILY", "LTXFamily", "PackedLTXVideoAttnProcessor"]

@@ -45,8 +45,9 @@ class LTXFamily(Family):
     interpolates = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
-    timestep_per_token = True
+    timesteps_per = "token"
     context_parallel = True
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     text = TextTokens(rows="per_strip")
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
@@ -55,7 +56,7 @@ class LTXFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""
-        locate = partial(_locate, Tables(partial(_locations, self.patch(transformer), base_size)))
+        locate = partial(_locate, Tables(partial(_locations, self.patch(transformer.config), base_size)))
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class LTXFamily(Family):
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the coordinates of the tokens, so that each row may have its own frame rate."""
-        (tokens,) = _locations(self.patch(transformer), None, transformer.rope, rows.grid, rows.latents.device)
+        (tokens,) = _locations(self.patch(transformer.config), None, transformer.rope, rows.grid, rows.latents.device)
         scaled = _scaled(tokens.expand(len(rows.latents), -1, -1), rows.conditioning[SCALES])
         return {SCALES: None, "video_coords": scaled}
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from ...buckets.sizes import LatentSpec
 from ...media.sample import frame_rates
 from ...packing.family import Family
 from ..first_frame import FirstFrameRecipe
-from ..loading import read_configs
 from ..recipe import Recipe, Samples
 from .packing import FAMILY, SCALES
 
@@ -25,17 +24,11 @@ class LTXRecipe(Recipe):
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
 
     @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
+    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the strides of the VAE, which those of the first versions give by their patch and their scaling."""
         halvings = sum(vae["spatio_temporal_scaling"])
-        spatial, temporal = vae.get("spatial_compression_ratio"), vae.get("temporal_compression_ratio")
-        side = transformer["patch_size"]
-        return LatentSpec(
-            temporal_stride=temporal or vae["patch_size_t"] * 2**halvings,
-            spatial_stride=spatial or vae["patch_size"] * 2**halvings,
-            patch=(transformer["patch_size_t"], side, side),
-        )
+        temporal, spatial = vae.get("temporal_compression_ratio"), vae.get("spatial_compression_ratio")
+        return temporal or vae["patch_size_t"] * 2**halvings, spatial or vae["patch_size"] * 2**halvings
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the statistics that the VAE's weights hold."""

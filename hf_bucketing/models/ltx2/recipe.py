@@ -9,7 +9,6 @@ import torch
 from ...errors import BucketingError
 from ...media.sample import frame_rates
 from ..first_frame import FirstFrameRecipe
-from ..loading import Loading
 from ..ltx.recipe import LTXRecipe
 from ..recipe import Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, modulates_text
@@ -28,16 +27,9 @@ class LTX2Recipe(LTXRecipe):
     """The pipeline's default, and twice that, the second stage of the model's own pipelines."""
 
     @classmethod
-    def load(
-        cls,
-        name_or_path: str,
-        *,
-        max_sequence_length: int | None = None,
-        trained: str = "transformer",
-        loading: Loading | None = None,
-    ) -> Recipe:
+    def load(cls, name_or_path: str, **options: Any) -> Recipe:
         """Load a pipeline, see [`Recipe.load`]; refuse a length of texts that its connectors cannot fill up."""
-        recipe = super().load(name_or_path, max_sequence_length=max_sequence_length, trained=trained, loading=loading)
+        recipe = super().load(name_or_path, **options)
         connectors, length = recipe.pipeline.connectors, recipe.max_sequence_length
         registers = None if connectors is None else connectors.config.video_connector_num_learnable_registers
         if registers and length % registers:
@@ -50,7 +42,7 @@ class LTX2Recipe(LTXRecipe):
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions, and pass them through the connectors, as the pipeline's call does."""
-        states, mask, _, _ = self._encode_prompt(captions, do_classifier_free_guidance=False)
+        states, mask, _, _ = self._encode_prompt(captions)
         side = self.pipeline.tokenizer.padding_side
         values, _, mask = self.pipeline.connectors(states, mask, padding_side=side)
         return TextEmbeddings(values, mask)

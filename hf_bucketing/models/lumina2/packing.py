@@ -17,29 +17,9 @@ from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import Tables
-from ...packing.processors import PackedRowAttnProcessor
 from ...packing.strips import by_strip
 from ..joint import hook_row_modulation
 from ..refined import RefinedFamily
-
-
-class PackedLumina2AttnProcessor(PackedRowAttnProcessor):
-    """Attention of Lumina 2's blocks over the strips of a pack."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> torch.Tensor:
-        """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`].
-
-        The mask is unused, and so are `encoder_hidden_states`, the same rows once more; `image_rotary_emb` are complex
-        rotations `(strips, length, D/2)`.
-        """
-        return self.attend_to_rows(attn, hidden_states, (image_rotary_emb,))
 
 
 class Lumina2Family(RefinedFamily):
@@ -47,15 +27,11 @@ class Lumina2Family(RefinedFamily):
 
     transformer_class = "Lumina2Transformer2DModel"
     tested_forwards = ("5a928d818acb",)
-    processor_class = PackedLumina2AttnProcessor
     stock_processors = ("Lumina2AttnProcessor2_0",)
     text = replace(RefinedFamily.text, shortest=1)
     latents_as = "images"
+    width_settings = ("hidden_size",)
     attention_kwargs = "attention_kwargs"
-
-    def width(self, transformer: Transformer) -> int:
-        """Return the channels of a token."""
-        return int(transformer.config.hidden_size)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""

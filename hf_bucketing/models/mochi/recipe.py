@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ...buckets.sizes import LatentSpec
-from ..loading import read_configs
 from ..recipe import Recipe, TextEmbeddings
 from .packing import FAMILY
 
@@ -24,15 +24,9 @@ class MochiRecipe(Recipe):
     native_sizes = ((480, 848),)
 
     @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
-        vae, transformer = read_configs(name_or_path)
-        side = transformer["patch_size"]
-        return LatentSpec(
-            temporal_stride=math.prod(vae["temporal_expansions"]),
-            spatial_stride=math.prod(vae["spatial_expansions"]),
-            patch=(1, side, side),
-        )
+    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the strides of the VAE, the products of its expansions."""
+        return math.prod(vae["temporal_expansions"]), math.prod(vae["spatial_expansions"])
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions; one by one if any is empty, because the pipeline looks at the last one of a batch alone."""

@@ -1,5 +1,1 @@
 """Qwen-Image."""
-
-from .packing import FAMILY, QwenImageFamily
-
-__all__ = ["FAMILY", "QwenImageFamily"]

@@ -6,7 +6,7 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
-from ...packing.family import Draw, Transformer
+from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
@@ -27,18 +27,6 @@ BLOCK = 2
 
 class PackedQwenDoubleStreamAttnProcessor(PackedJointAttnProcessor):
     """Joint attention of Qwen-Image over the strips of a pack."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
-        encoder_hidden_states_mask: None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend inside each sample, whose text has no padding."""
-        return super().__call__(attn, hidden_states, encoder_hidden_states, image_rotary_emb=image_rotary_emb)
 
     def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
         """Multiply pairs of channels of `(…, H, D)` as complex numbers in float32, like the stock processor."""
@@ -58,6 +46,7 @@ class QwenImageFamily(JointFamily):
     images_only = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     position_module = "pos_embed"
     rotates_text = True
 
@@ -91,9 +80,9 @@ class QwenImageFamily(JointFamily):
         positions = len(transformer.pos_embed.pos_freqs)
         return 1, 2 * positions, 2 * positions
 
-    def check_layout(self, transformer: Transformer, layout: PackedLayout) -> None:
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
         """Refuse also texts that reach beyond the positions: they begin where the image of their sample ends."""
-        super().check_layout(transformer, layout)
+        super().check_layout(transformer, layout, stretched=stretched)
         positions = len(transformer.pos_embed.pos_freqs)
         for sample, (grid, length) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
             if _first_position(grid) + length > positions:
@@ -101,10 +90,6 @@ class QwenImageFamily(JointFamily):
                     f"The text of sample {sample} has {length} tokens from position {_first_position(grid)} on, and "
                     f"this model has {positions} positions."
                 )
-
-    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return nothing: the model takes no pooled text."""
-        return {}
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the real and imaginary parts of an image's positions."""

@@ -1,5 +1,1 @@
 """Stable Diffusion 3 and 3.5: images, with positions cropped from the middle of one table; text in joint attention."""
-
-from .packing import FAMILY, SD3Family
-
-__all__ = ["FAMILY", "SD3Family"]

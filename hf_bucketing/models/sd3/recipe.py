@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
-
-import torch
 
 from ...errors import BucketingError
 from ..recipe import Recipe, TextEmbeddings
@@ -25,9 +24,9 @@ class SD3Recipe(Recipe):
     default_sequence_length = 256
     added_text_tokens = 77
     """Those of CLIP."""
+    prompt_outputs = ("values", "", "pooled_projections")
     native_sizes = ((1024, 1024),)
 
-    @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions as the pipeline does, to a sequence and a pooled embedding each.
 
@@ -42,15 +41,7 @@ class SD3Recipe(Recipe):
         pipeline = copy(self.pipeline)
         if pipeline.transformer is None:  # its configuration has the width of the zeros in place of T5's embeddings
             vars(pipeline)["transformer"] = SimpleNamespace(config=SimpleNamespace(**self.config))
-        values, _, pooled, _ = pipeline.encode_prompt(
-            captions,
-            prompt_2=None,
-            prompt_3=None,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=self.pipeline.text_encoder.device,
-        )
-        return TextEmbeddings(values, others={"pooled_projections": pooled})
+        return super(SD3Recipe, replace(self, pipeline=pipeline)).encode_text(captions)
 
 
 RECIPES = (SD3Recipe,)

@@ -1,7 +1,6 @@
 """How SkyReels-V2 is packed: as Wan, with a timestep per latent frame where it is trained by diffusion forcing.
 
-The stock model takes timesteps per frame of a row (`enable_diffusion_forcing`). In a pack each token of a strip stands
-for a frame of one token, so that each may have a timestep of its own.
+The stock model takes timesteps per frame of a row (`enable_diffusion_forcing`).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ class SkyReelsV2Family(WanFamily):
     transformer_class = "SkyReelsV2Transformer3DModel"
     tested_forwards = ("5641354bc875",)
     stock_processors = ("SkyReelsV2AttnProcessor",)
+    timesteps_per = "frame"
     context_parallel = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -41,10 +41,6 @@ class SkyReelsV2Family(WanFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def takes_token_timesteps(self, transformer: Transformer) -> bool:
-        """Return False for models that embed the frame rate, see [`inputs`]."""
-        return not transformer.config.inject_sample_info
-
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return also the number of the frame rate, for models that embed it."""
         draws = super().conditioning(transformer)
@@ -53,11 +49,8 @@ class SkyReelsV2Family(WanFamily):
         return {**draws, FPS: lambda grids: torch.arange(len(grids)) % 2}
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return strips along frames, and the numbers of the frame rates where they were given, for a list of them."""
+        """Return the numbers of the frame rates where they were given, for a list of them."""
         rows, layout = super().rows(batch), batch.layout
-        # (R, C, p_t, p_h, S·p_w) -> (R, C, S·p_t, p_h, p_w)
-        parts = rows.latents.unflatten(4, (-1, batch.patch[2]))
-        rows = replace(rows, latents=parts.permute(0, 1, 4, 2, 3, 5).flatten(2, 3))
         if FPS not in batch.conditioning:
             return rows
         rates = batch.conditioning[FPS].tolist()
@@ -85,25 +78,6 @@ class SkyReelsV2Family(WanFamily):
                     )
             kwargs[FPS] = rates
         return {**kwargs, "enable_diffusion_forcing": True} if forces else kwargs
-
-    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Return the image tokens, and timesteps by frame.
-
-        Raises:
-            PackingError: If the tokens of a frame have several timesteps.
-        """
-        inputs = super().unpacked_inputs(transformer, rows)
-        if rows.timesteps.ndim == 1:
-            return inputs
-        by_frame = rows.timesteps.unflatten(1, (rows.grid[0], -1))
-        if not bool((by_frame == by_frame[..., :1]).all()):
-            raise PackingError("Unless it is packed, SkyReels-V2 takes one timestep for all tokens of a frame.")
-        return {**inputs, "timestep": by_frame[..., 0]}
-
-    def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
-        """Return the output as strips again."""
-        parts = output.unflatten(2, (-1, batch.patch[0]))
-        return parts.permute(0, 1, 3, 4, 2, 5).flatten(4, 5)
 
 
 FAMILY = SkyReelsV2Family()

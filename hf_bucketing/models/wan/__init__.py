@@ -1,5 +1,1 @@
 """Wan 2.1 and 2.2: rotary positions over frames, rows and columns; flow matching with a fixed shift."""
-
-from .packing import FAMILY, PackedWanAttnProcessor, WanFamily
-
-__all__ = ["FAMILY", "PackedWanAttnProcessor", "WanFamily"]

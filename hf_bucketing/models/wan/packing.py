@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...devices import to_device
-from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
-from ...packing.family import Draw, Family, Transformer
+from ...packing.family import Draw, Family, TimestepsPer, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
@@ -78,18 +77,32 @@ class WanFamily(Family):
     cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, IMAGE_TOKENS)
     interpolates = True
     position_module = "rope"
-    timestep_per_token = True
+    timesteps_per: ClassVar[TimestepsPer] = "token"
     attention_kwargs = "attention_kwargs"
     context_parallel = True
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
+        ("blocks.*.attn1.to_q", "blocks.*.self_attn.q"),
+        ("blocks.*.attn1.to_k", "blocks.*.self_attn.k"),
+        ("blocks.*.attn1.to_v", "blocks.*.self_attn.v"),
+        ("blocks.*.attn1.to_out.0", "blocks.*.self_attn.o"),
+        ("blocks.*.attn2.to_q", "blocks.*.cross_attn.q"),
+        ("blocks.*.attn2.to_k", "blocks.*.cross_attn.k"),
+        ("blocks.*.attn2.to_v", "blocks.*.cross_attn.v"),
+        ("blocks.*.attn2.to_out.0", "blocks.*.cross_attn.o"),
+        ("blocks.*.attn2.add_k_proj", "blocks.*.cross_attn.k_img"),
+        ("blocks.*.attn2.add_v_proj", "blocks.*.cross_attn.v_img"),
+        ("blocks.*.ffn.net.0.proj", "blocks.*.ffn.0"),
+        ("blocks.*.ffn.net.2", "blocks.*.ffn.2"),
+    )
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
-    def text_length(self, transformer: Transformer) -> int | None:
+    def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the length at which image-to-video models divide text from image tokens."""
-        return None if transformer.condition_embedder.image_embedder is None else TEXT_LENGTH
+        return None if config.get("image_dim") is None else TEXT_LENGTH
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the image tokens of image-to-video models."""
@@ -119,20 +132,12 @@ class WanFamily(Family):
         return handles
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return a row per strip; image tokens keep a row per sample, as attention takes them.
-
-        Raises:
-            PackingError: If there are image tokens, and texts from which the stock model would split them wrongly.
-        """
+        """Return a row per strip; image tokens keep a row per sample, as attention takes them."""
         others = dict(batch.conditioning)
         images = others.pop(IMAGE_TOKENS, None)
         rows = super().rows(replace(batch, conditioning=others))
         if images is None:
             return rows
-        if set(batch.layout.text_lengths) != {TEXT_LENGTH}:
-            raise PackingError(
-                f"Wan's image-to-video models take texts of {TEXT_LENGTH} tokens, got {batch.layout.text_lengths}."
-            )
         return replace(rows, conditioning={**rows.conditioning, IMAGE_TOKENS: to_device(images, batch.strips.device)})
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
 from ...errors import BucketingError
-from ..first_frame import ENDS, first_latents, pictures, shown_ends, with_clean_first_frame
+from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
 from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
-from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS, TEXT_LENGTH
+from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS
 
 IMAGE_LATENTS = "image_latents"
 """Condition of a sample: latents of the clip whose frames are grey but for the first (and the last)."""
@@ -42,7 +41,7 @@ class WanRecipe(Recipe):
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
 
 
-class WanImageToVideoRecipe(WanRecipe):
+class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
     """Recipe of `WanImageToVideoPipeline`, whose models continue the first frame of a sample; see [`Recipe`].
 
     That frame (and the last) is the sample's own, or the `first_frame` (and the `last_frame`) of the data set.
@@ -58,24 +57,7 @@ class WanImageToVideoRecipe(WanRecipe):
     """
 
     pipeline_class = "WanImageToVideoPipeline"
-    takes_image = True
     shown: ClassVar[tuple[str, ...]] = ENDS
-
-    @classmethod
-    def load(cls, name_or_path: str, **options: Any) -> Recipe:
-        """Load a pipeline, see [`Recipe.load`].
-
-        Raises:
-            BucketingError: Also if captions have another length than the one at which the model divides text from
-                image tokens.
-        """
-        recipe = super().load(name_or_path, **options)
-        if recipe.config.get("image_dim") is not None and recipe.max_sequence_length != TEXT_LENGTH:
-            raise BucketingError(
-                f"Wan's image-to-video models with image embeddings take captions of {TEXT_LENGTH} tokens; set "
-                f"`max_sequence_length` to {TEXT_LENGTH} or omit it."
-            )
-        return recipe
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:
@@ -102,11 +84,6 @@ class WanImageToVideoRecipe(WanRecipe):
         return 1 if self._keeps_first_frame else 1 + self.num_images(self.config)
 
     @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents, which the model predicts; it takes more where it takes a condition."""
-        return int(self.config["out_channels"])
-
-    @property
     def _keeps_first_frame(self) -> bool:
         return bool(self.pipeline.config.get("expand_timesteps"))
 
@@ -115,16 +92,14 @@ class WanImageToVideoRecipe(WanRecipe):
         return self.config.get("image_dim") is not None
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the frames that the model is shown, as its pipeline does; nothing where they are latents' own.
 
         Raises:
             BucketingError: If samples have too few frames.
         """
         if self._keeps_first_frame:
-            return first_latents(self, pixel_values, shown)
+            return super().encode_conditions(pixel_values, latents, shown)
         if pixel_values.shape[2] < self.fewest_frames:
             raise BucketingError(
                 f"A sample of {pixel_values.shape[2]} frames leaves an image-to-video model nothing to predict, which "
@@ -156,14 +131,12 @@ class WanImageToVideoRecipe(WanRecipe):
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return latents with the condition as further channels, or with a clean first frame."""
-        if self._keeps_first_frame:
-            return with_clean_first_frame(samples, conditioning={})
+        return super().model_inputs(samples) if self._keeps_first_frame else WanRecipe.model_inputs(self, samples)
+
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
+        """Return the mask of the given frames, and their latents."""
         pairs = zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True)
-        return ModelInputs(
-            latents=[torch.cat([latent, self._mask(latent), image.to(latent)]) for latent, image in pairs],
-            timesteps=samples.noised.timesteps,
-            conditioning=self.conditioning(samples),
-        )
+        return [torch.cat([self._mask(latent), image.to(latent)]) for latent, image in pairs]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the image tokens, where the model takes some."""

@@ -25,18 +25,17 @@ class WanVACEFamily(WanFamily):
 
     transformer_class = "WanVACETransformer3DModel"
     tested_forwards = ("760359164852",)
-    timestep_per_token = False
+    timesteps_per = "row"
     context_parallel = False
-    latent_conditioning = (CONTROL,)
+    original_names = None  # diffusers reads no adapters of its control blocks from other names
     cast_inputs = (*WanFamily.cast_inputs, CONTROL, SCALE)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return also the control video and its scale."""
         channels, layers = transformer.config.vace_in_channels, len(transformer.config.vace_layers)
-        p_t, p_h, p_w = self.patch(transformer)
         return {
             **super().conditioning(transformer),
-            CONTROL: lambda grids: [torch.randn(channels, t * p_t, h * p_h, w * p_w) for t, h, w in grids],
+            CONTROL: lambda grids: self.draw_latents(transformer, grids, channels=channels),
             SCALE: lambda grids: 0.5 + torch.rand(len(grids), layers),
         }
 

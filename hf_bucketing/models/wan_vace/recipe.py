@@ -60,9 +60,7 @@ class WanVACERecipe(WanRecipe):
         }
 
     @torch.no_grad()
-    def encode_conditions(
-        self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown = MappingProxyType({})
-    ) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Return the control channels: latents of what stays and of what is generated, and the mask's own pixels."""
         masks, controls = shown.get("mask"), shown.get("control")
         mask = torch.ones_like(pixel_values[:, :1]) if masks is None else torch.stack(list(masks)).to(pixel_values)

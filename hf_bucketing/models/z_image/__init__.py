@@ -1,5 +1,1 @@
 """Z-Image: lists of images and of captions, filled up with learned tokens to multiples of 32; flow matching."""
-
-from .packing import FAMILY, PackedZSingleStreamAttnProcessor, ZImageFamily
-
-__all__ = ["FAMILY", "PackedZSingleStreamAttnProcessor", "ZImageFamily"]

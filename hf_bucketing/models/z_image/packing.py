@@ -12,7 +12,7 @@ with the masks of the learned tokens. `forward` and all other methods stay as th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
-from ...packing.family import UNLIMITED, Transformer
+from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import Tables
@@ -41,20 +41,6 @@ class PackedZSingleStreamAttnProcessor(PackedRowAttnProcessor):
 
     text_first = False
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        freqs_cis: Any = None,
-    ) -> torch.Tensor:
-        """Attend inside each sample; see [`PackedRowAttnProcessor.attend_to_rows`].
-
-        The mask is unused; `freqs_cis` are complex rotations `(strips, length, D/2)`.
-        """
-        return self.attend_to_rows(attn, hidden_states, (freqs_cis,))
-
 
 class ZImageFamily(RefinedFamily):
     """Packing of `ZImageTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
@@ -64,7 +50,15 @@ class ZImageFamily(RefinedFamily):
     processor_class = PackedZSingleStreamAttnProcessor
     stock_processors = ("ZSingleStreamAttnProcessor",)
     cast_inputs = ("x", "cap_feats")
+    strips_have_positions = False
+    width_settings = ("dim",)
     attention_kwargs = "joint_attention_kwargs"
+    original_names = (
+        ("layers.**", "layers.**"),
+        ("noise_refiner.**", "noise_refiner.**"),
+        ("context_refiner.**", "context_refiner.**"),
+    )
+    original_prefix = "transformer."  # diffusers before 0.40 needs an alpha behind the other
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of another patch, and those that also read images."""
@@ -81,17 +75,9 @@ class ZImageFamily(RefinedFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def patch(self, transformer: Transformer) -> Grid:
+    def patch(self, config: Mapping[str, Any]) -> Grid:
         """Return the patch with which the pipeline calls the model."""
         return FRAMES_OF_PATCH, PATCH, PATCH
-
-    def width(self, transformer: Transformer) -> int:
-        """Return the channels of a token."""
-        return int(transformer.config.dim)
-
-    def longest_strip(self, transformer: Transformer) -> int:
-        """Return no limit: the model sees the positions of samples, never those of strips."""
-        return UNLIMITED
 
     def longest_text(self, transformer: Transformer) -> int:
         """Return the longest text that, filled up, still has a position for the image after it."""

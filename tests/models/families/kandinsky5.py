@@ -60,8 +60,10 @@ def alone(
     *,
     pooled_projections: torch.Tensor,
     scale_factor: torch.Tensor,
+    visual_cond: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _, frames, height, width = latent.shape
+    latent = latent if visual_cond is None else torch.cat([latent, visual_cond])
     output = model(
         hidden_states=latent.permute(1, 2, 3, 0)[None],
         encoder_hidden_states=text[None],
@@ -89,12 +91,12 @@ CASES = {
     "kandinsky5 visual condition": FamilyCase(
         make=functools.partial(make, visual_cond=True),
         alone=alone,
-        channels=9,
         sizes=VIDEO_SIZES,
         lora_targets=("to_query", "to_key", "to_value"),
         conditioning=lambda draw, count: {
             "pooled_projections": draw(count, 20),
             "scale_factor": torch.tensor([[1.0, 1.0, 1.0], [1.0, 3.16, 3.16]] * count)[:count],
+            "visual_cond": [draw(5, *size) for size in VIDEO_SIZES],
         },
     ),
 }
