@@ -89,8 +89,9 @@ def losses_by_hand(case: str, recipe: Recipe, base: Recipe, batch: dict[str, Any
             losses.append(float(objective.losses(prediction, alone)))
         return prediction[0]
 
-    for row, (target, own) in enumerate(zip(targets, batch["caption"], strict=True)):
-        caption = own if target is None or target.caption is None else target.caption
+    for row, (target, caption) in enumerate(zip(targets, batch["caption"], strict=True)):
+        if target is not None and target.caption is not None:
+            caption = target.caption
         prediction = predict(recipe, caption, row)
         if target is None:
             continue
