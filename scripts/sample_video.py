@@ -9,6 +9,7 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bucketing.buckets import Size
@@ -27,7 +28,7 @@ DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
-    parser.add_argument("--lora_weights", help="Folder of LoRA weights trained on this pipeline (default: none).")
+    parser.add_argument("--lora_weights", help="Folder of adapters trained on this pipeline (default: none).")
     parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
     parser.add_argument(
         "--image",
@@ -99,8 +100,14 @@ def main(args: argparse.Namespace) -> None:
     with from_hub(args.pipeline):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(getattr(torch, DTYPES[args.dtype])))
     if args.lora_weights:
+        from peft import PeftModel
+        from peft.utils import CONFIG_NAME
+
         with from_hub(args.lora_weights):
-            pipeline.load_lora_weights(args.lora_weights)
+            if (Path(args.lora_weights) / CONFIG_NAME).is_file():
+                PeftModel.from_pretrained(pipeline.transformer, args.lora_weights)
+            else:
+                pipeline.load_lora_weights(args.lora_weights)
     if args.vae_tiling:
         tile(pipeline.vae, args.pipeline)
     if args.offload == "model":

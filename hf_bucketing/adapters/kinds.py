@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.integrations import dequantize_module_weight
@@ -76,13 +77,17 @@ def peft_config(config: AdapterConfig, *, targets: Sequence[str], unused: Sequen
 
 
 @torch.no_grad()
-def compute_magnitudes(transformer: torch.nn.Module) -> None:
-    """Give new layers of DoRA the norms of their weights in float32, so that they change nothing at the start.
+def correct_layers(transformer: torch.nn.Module) -> None:
+    """Make new layers of peft change nothing at the start, and take part in every step.
 
-    peft rounds them to the precision of the weights, and divides by norms that it computes in that of the adapters.
+    Magnitudes of DoRA become the norms of the weights in float32: peft rounds them to the precision of the weights,
+    and divides by norms in that of the adapters. LoHa and LoKr skip a layer if they draw no more than
+    `module_dropout`; they draw 0 some times in 10⁸, and DDP fails where a process has no gradient for a layer.
     """
     for layer in transformer.modules():
-        if isinstance(layer, LoraLayer):
+        if isinstance(layer, LycorisLayer):
+            layer.module_dropout[ADAPTER] = -1.0
+        elif isinstance(layer, LoraLayer) and layer.lora_magnitude_vector:
             weight = dequantize_module_weight(layer.get_base_layer()).float()
             magnitude = layer.lora_magnitude_vector[ADAPTER]
             magnitude.weight = torch.nn.Parameter(torch.linalg.norm(weight, dim=1))

@@ -33,7 +33,7 @@ from .kinds import (
     ADAPTER,
     ExactAdapters,
     adapters_of,
-    compute_magnitudes,
+    correct_layers,
     load_exact,
     peft_config,
     read_exact,
@@ -72,8 +72,7 @@ def add_adapters(transformer: Any, config: AdapterConfig) -> None:
         transformer.add_adapter(settings, adapter_name=ADAPTER)
     except ValueError as error:
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
-    if config.adapter == "dora":
-        compute_magnitudes(transformer)
+    correct_layers(transformer)
 
 
 def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:

@@ -25,7 +25,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 
     Groups differ in their learning rate, with LoRA+, and in their weight decay: parameters of fewer than two
     dimensions have none. With Muon, which takes matrices of hidden layers, AdamW takes all weights that are outside
-    the blocks or no matrices, as torch documents it.
+    the blocks or no matrices, as torch advises.
 
     Raises:
         BucketingError: If the optimizer is not installed, or no parameter needs a gradient.

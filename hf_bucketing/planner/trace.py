@@ -161,6 +161,9 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     if step.adapters.lora_rank is not None:
         with torch.device("meta"):
             add_adapters(model, step.adapters)
+        for layer in model.modules():
+            if hasattr(layer, "module_dropout"):  # of LoHa and LoKr, which read a number that they draw in training
+                layer.eval()
     if step.gradient_checkpointing:
         model.enable_gradient_checkpointing()
         bind_checkpoints(model)

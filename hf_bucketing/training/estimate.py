@@ -177,8 +177,10 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
-        optimizer = make_optimizer(transformer, dataclasses.replace(config.optimizer, learning_rate=0.0))
+        optimizer = make_optimizer(transformer, config.optimizer)
         set_training(optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0
         step.texts = data.texts
         with accelerator.autocast():
             losses = step(transformer, _random_batch(sizes, step.recipe, accelerator.device, data=data), epoch=0)

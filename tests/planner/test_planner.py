@@ -449,3 +449,21 @@ def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").unlink()
     failed = run_script_here("plan_memory.py", tmp_path, "--gpu_memory", 24, check=False)
     assert "is no diffusers pipeline" in failed.stderr
+
+
+@pytest.mark.slow
+def test_plans_count_each_kind_of_adapter_and_what_each_optimizer_holds(configs) -> None:
+    wan = str(configs["wan"])
+    plans = {
+        kind: plan_memory(wan, dataclasses.replace(LORA, adapters=dataclasses.replace(LORA.adapters, adapter=kind)))
+        for kind in ("lora", "dora", "loha", "lokr")
+    }
+    held = {kind: plan.phases["forward"].optimizer for kind, plan in plans.items()}
+    assert held["lokr"] < held["lora"] < held["dora"] < held["loha"], "two pairs of matrices"
+    assert plans["dora"].peak.activations > plans["lora"].peak.activations, "the change of each layer"
+    optimizers = {"torch.optim:Muon": 0.5, "torch.optim:SGD": 0, "bitsandbytes.optim:AdamW8bit": 0.26}
+    for name, share in optimizers.items():
+        plan = plan_memory(wan, dataclasses.replace(LORA, optimizer=OptimizerConfig(optimizer=name)))
+        assert plan.phases["forward"].optimizer == pytest.approx(share * held["lora"], rel=0.05)
+    with pytest.raises(BucketingError, match="is not written for ComfyUI"):
+        dataclasses.replace(LORA, adapters=AdapterConfig(lora_rank=2, adapter="dora", lora_format="comfyui"))

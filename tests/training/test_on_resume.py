@@ -74,11 +74,12 @@ def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, capl
     trainer = Trainer(config)
     caplog.clear()
     trainer._resume()
-    (group,) = trainer.trained.optimizer.param_groups
+    group, plain = trainer.trained.optimizer.param_groups
+    assert plain == {**group, "weight_decay": 0.0, "params": plain["params"]}, "biases and norms do not decay"
     assert group["betas"] == (0.5, 0.9)
     assert (group["weight_decay"], group["eps"], group["initial_lr"]) == (0.5, 1e-6, 1e-3)
     assert group["lr"] == pytest.approx(0.5e-3, rel=1e-3), "half of the four steps of the new schedule are left"
-    assert trainer.trained.lr_scheduler.get_last_lr() == [group["lr"]]
+    assert trainer.trained.lr_scheduler.get_last_lr() == [group["lr"]] * 2
     (line,) = [line for line in messages(caplog) if line.startswith("Settings changed since checkpoint-2: ")]
     for name, value in changed.items():
         assert f"{name} {first.flat()[name]} → {value}" in line
