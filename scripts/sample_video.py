@@ -9,6 +9,7 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from hf_bucketing.buckets import Size
@@ -28,12 +29,12 @@ DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
-    parser.add_argument("--lora_weights", help="Folder of LoRA weights trained on this pipeline (default: none).")
+    parser.add_argument("--lora_weights", help="Folder of adapters trained on this pipeline (default: none).")
     parser.add_argument(
         "--trained_component",
         choices=get_args(TrainedComponent),
         default="transformer",
-        help="Transformers that the LoRA weights are for, where the pipeline has two.",
+        help="Transformers that the adapters are for, where the pipeline has two.",
     )
     parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
     parser.add_argument(
@@ -106,11 +107,23 @@ def main(args: argparse.Namespace) -> None:
     with from_hub(args.pipeline):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(getattr(torch, DTYPES[args.dtype])))
     if args.lora_weights:
-        from hf_bucketing.adapters.experts import loading_options
+        from peft import PeftModel
+        from peft.utils import CONFIG_NAME
 
+        from hf_bucketing.adapters.experts import loading_options, own_folder
+        from hf_bucketing.models.experts import transformers_of
+
+        trained = args.trained_component
+        folders = {
+            name: Path(args.lora_weights) / own_folder(name, trained=trained) for name in transformers_of(trained)
+        }
         with from_hub(args.lora_weights):
-            for options in loading_options(args.trained_component):
-                pipeline.load_lora_weights(args.lora_weights, **options)
+            if all((folder / CONFIG_NAME).is_file() for folder in folders.values()):
+                for name, folder in folders.items():
+                    PeftModel.from_pretrained(getattr(pipeline, name), str(folder))
+            else:
+                for options in loading_options(trained):
+                    pipeline.load_lora_weights(args.lora_weights, **options)
     if args.vae_tiling:
         tile(pipeline.vae, args.pipeline)
     if args.offload == "model":

@@ -20,6 +20,7 @@ class Model(NamedTuple):
     title: str
     trains: bool
     adapters: bool
+    formats: str
     images: bool
     conditions: list[str]
     pipelines: list[str]
@@ -29,10 +30,13 @@ def models() -> Iterator[Model]:
     """Yield the families that pack, by title."""
     for name, family in sorted(families().items(), key=lambda item: title(item[0]).lower()):
         own = [recipe for recipe in recipes().values() if recipe.family is family]
+        adapters = any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own)
+        formats = "diffusers" if family.original_names is None else "diffusers, ComfyUI"
         yield Model(
             title=title(name),
             trains=bool(own),
-            adapters=any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own),
+            adapters=adapters,
+            formats=formats if adapters else "–",
             images=any(recipe.takes_image for recipe in own),
             conditions=[name for name in CONDITIONS if any(name in recipe.shown for recipe in own)],
             pipelines=sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own),
@@ -63,20 +67,38 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[bool | str | Sequence[s
 def full_table() -> str:
     """Return the table of docs/models/index.md."""
     rows = [
-        (one.title, True, one.trains, one.trains, one.adapters, one.images, one.conditions, one.pipelines)
-        for one in models()
+        (
+            model.title,
+            True,
+            model.trains,
+            model.trains,
+            model.formats,
+            model.images,
+            model.conditions,
+            model.pipelines,
+        )
+        for model in models()
     ]
-    titles = ("model", "packs", "trains in buckets", "in packs", "LoRA", "image-to-video", "conditions", "pipelines")
+    titles = (
+        "model",
+        "packs",
+        "trains in buckets",
+        "in packs",
+        "LoRA for",
+        "image-to-video",
+        "conditions",
+        "pipelines",
+    )
     return table(titles, [*rows, (refused(), "refused", "–", "–", "–", "–", "", "")])
 
 
 def compact_table() -> str:
     """Return the table of README: the models that train, by what they train, with the conditions of some."""
     groups: dict[tuple[bool, bool], list[str]] = {}
-    for one in (one for one in models() if one.trains):
-        shown = [name for name in one.conditions if not name.endswith("_frame")]
-        groups.setdefault((one.adapters, one.images), []).append(
-            f"{one.title} ({', '.join(shown)})" if shown else one.title
+    for model in (model for model in models() if model.trains):
+        shown = [name for name in model.conditions if not name.endswith("_frame")]
+        groups.setdefault((model.adapters, model.images), []).append(
+            f"{model.title} ({', '.join(shown)})" if shown else model.title
         )
     rows = []
     for (adapters, images), titles in sorted(groups.items(), reverse=True):
@@ -92,4 +114,4 @@ def test_the_tables_of_models_are_what_the_cases_show(page: str, expected: Calla
 
 def test_the_compact_table_names_every_model_that_trains() -> None:
     cells = compact_table()
-    assert all(one.title in cells for one in models() if one.trains)
+    assert all(model.title in cells for model in models() if model.trains)

@@ -1,4 +1,4 @@
-"""LoRA: what gets adapters, and their files."""
+"""Adapters: what gets them, their kinds, and their files."""
 
 import lazy_loader
 

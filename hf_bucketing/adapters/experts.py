@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..models.experts import TrainedComponent, transformers_of
-from .lora import LORA_WEIGHTS
+from .files import LORA_WEIGHTS
 
 
 def own_folder(component: str, *, trained: TrainedComponent) -> str:
@@ -18,8 +18,12 @@ def own_folder(component: str, *, trained: TrainedComponent) -> str:
     return component if trained == "both" else ""
 
 
-def loading_options(trained: TrainedComponent) -> list[dict[str, Any]]:
+def loading_options(trained: TrainedComponent, *, file: str | None = None) -> list[dict[str, Any]]:
     """Return the options with which diffusers' `load_lora_weights` loads the adapters of a run, call by call.
+
+    Args:
+        trained (`"transformer"`, `"transformer_2"` or `"both"`): Transformers that the run trained.
+        file (`str`, *optional*): Name of the file, by default that of diffusers.
 
     Example:
         >>> loading_options("transformer_2")
@@ -30,6 +34,7 @@ def loading_options(trained: TrainedComponent) -> list[dict[str, Any]]:
     calls = []
     for component in transformers_of(trained):
         folder = own_folder(component, trained=trained)
-        options: dict[str, Any] = {"subfolder": folder, "weight_name": LORA_WEIGHTS} if folder else {}
+        options: dict[str, Any] = {"weight_name": file} if file is not None else {}
+        options |= {"subfolder": folder, "weight_name": file or LORA_WEIGHTS} if folder else {}
         calls.append(options | ({"load_into_transformer_2": True} if component == "transformer_2" else {}))
     return calls

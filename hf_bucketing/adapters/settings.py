@@ -1,39 +1,105 @@
-"""Settings of low-rank adapters."""
+"""Settings of adapters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
 
 from ..errors import BucketingError
-from ..settings import check_at_least, setting
+from ..settings import check_at_least, check_literals, setting
+
+AdapterKind: TypeAlias = Literal["lora", "dora", "loha", "lokr"]
+"""Kinds of adapters, as peft names them."""
+
+LoraFormat: TypeAlias = Literal["diffusers", "comfyui", "both"]
+"""Whose names and scales a file of LoRA weights has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """LoRA adapters.
+    """Adapters: LoRA and its relatives.
 
     Args:
+        adapter (`"lora"`, `"dora"`, `"loha"` or `"lokr"`): Kind of the adapters. DoRA (Liu et al., 2024) also trains
+            the norm of each output's weights; LoHa (Hyeon-Woo et al., 2022) and LoKr (Yeh et al., 2024) make the
+            change of two products, elementwise and as Kronecker's.
         lora_rank (`int`, *optional*): Rank of the adapters; by default the whole transformer is trained, without
             adapters.
         lora_alpha (`int`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
             `init_from_adapters`, or else the rank.
-        lora_targets (`str`, *optional*): Module-name suffixes that receive LoRA, separated by commas; by default the
-            model's projections of attention.
-        init_from_adapters (`str`, *optional*): LoRA weights to start from, by default none: a file, or a folder with
-            pytorch_lora_weights.safetensors.
+        lora_targets (`str`, *optional*): Module-name suffixes that receive adapters, separated by commas; by default
+            the model's projections of attention.
+        lora_rslora (`bool`): Whether the scale of LoRA or DoRA is alpha ÷ √rank (Kalajdzievski, 2023), which keeps
+            large ranks effective.
+        lora_dropout (`float`): Share of the inputs of LoRA or DoRA, or of the outputs of LoHa and LoKr, that training
+            sets to zero.
+        lora_rank_pattern (`str`, *optional*): Ranks of some modules as `PATTERN=RANK`, separated by spaces; a pattern
+            is a regular expression of a whole name, or of its end after a dot. By default all have `lora_rank`.
+        lora_alpha_pattern (`str`, *optional*): Alphas of some modules, in the same form; by default all have
+            `lora_alpha`, also those of another rank.
+        init_from_adapters (`str`, *optional*): Adapters to start from, by default none: LoRA in a file of diffusers,
+            ComfyUI or another trainer, or the folder of a run, which alone has the scales of other adapters.
+        lora_format (`"diffusers"`, `"comfyui"` or `"both"`): Programs that the saved adapters are for; `both` writes
+            diffusers' file alone for models whose names in ComfyUI are not proven.
 
     Raises:
-        BucketingError: On a number below 1, or a setting of adapters without a rank.
+        BucketingError: On a number below 1, a pattern that cannot be read, or a setting of adapters without a rank.
     """
 
+    adapter: AdapterKind = setting("lora", on_resume="equal")
     lora_rank: int | None = None
     lora_alpha: int | None = setting(None, left_open=None)
     lora_targets: str | None = setting(None, left_open=None)
+    lora_rslora: bool = False
+    lora_dropout: float = setting(0.0, on_resume="applied")
+    lora_rank_pattern: str | None = None
+    lora_alpha_pattern: str | None = None
     init_from_adapters: str | None = setting(None, on_resume="free")
+    lora_format: LoraFormat = setting("both", on_resume="free")
 
     def __post_init__(self) -> None:
+        check_literals(self)
         check_at_least(1, self, "lora_rank", "lora_alpha")
-        if self.lora_alpha is not None and self.lora_rank is None:
-            raise BucketingError("`lora_alpha` scales adapters; give their rank too (`lora_rank`).")
-        if self.init_from_adapters is not None and self.lora_rank is None:
-            raise BucketingError("`init_from_adapters` starts from LoRA weights; give their rank too (`lora_rank`).")
+        for field in fields(self):
+            if self.lora_rank is None and field.name != "lora_targets" and getattr(self, field.name) != field.default:
+                raise BucketingError(f"`{field.name}` is a setting of adapters; give their rank too (`lora_rank`).")
+        if not 0 <= self.lora_dropout < 1:
+            raise BucketingError(f"`lora_dropout` must be at least 0 and less than 1, got {self.lora_dropout}.")
+        if self.lora_rslora and not self.has_pairs:
+            raise BucketingError(f'Omit `lora_rslora`, a scale of LoRA and DoRA, or `adapter="{self.adapter}"`.')
+        for patterns in (self.lora_rank_pattern, self.lora_alpha_pattern):
+            numbers_by_pattern(patterns)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether each layer has the two matrices of LoRA, so that diffusers loads the adapters."""
+        return self.adapter in ("lora", "dora")
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers are of LoRA and have one rank, alpha and scale, alpha ÷ rank."""
+        return self.adapter == "lora" and not (self.lora_rslora or self.lora_rank_pattern or self.lora_alpha_pattern)
+
+
+def numbers_by_pattern(text: str | None) -> dict[str, int]:
+    r"""Read `PATTERN=NUMBER`, separated by spaces.
+
+    Raises:
+        BucketingError: If a pattern is no regular expression, or its number not at least 1.
+
+    Example:
+        >>> numbers_by_pattern(r"blocks\.0\..*=4 to_out.0=16")
+        {'blocks\\.0\\..*': 4, 'to_out.0': 16}
+    """
+    numbers = {}
+    for entry in (text or "").split():
+        pattern, _, number = entry.rpartition("=")
+        try:
+            re.compile(pattern)
+            numbers[pattern] = int(number)
+        except (re.error, ValueError) as error:
+            raise BucketingError(f"Expected PATTERN=NUMBER, a regular expression, got {entry!r}: {error}") from error
+        if not pattern or numbers[pattern] < 1:
+            raise BucketingError(f"Expected PATTERN=NUMBER with a number of at least 1, got {entry!r}.")
+    return numbers

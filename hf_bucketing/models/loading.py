@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
+from safetensors import safe_open
 
 from ..errors import BucketingError
 from ..hub import from_hub
@@ -22,6 +24,9 @@ image encoder where there is one, and what makes sound.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
+
+_SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Precisions as files of safetensors name them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,3 +227,18 @@ def read_config(name_or_path: str, component: str) -> dict[str, Any]:
     with from_hub(name_or_path):
         config: dict[str, Any] = AnyModel.load_config(name_or_path, subfolder=component)
     return config
+
+
+def saved_dtype(folder: Path) -> torch.dtype:
+    """Return the precision that most weights of a model in a folder have.
+
+    Raises:
+        BucketingError: If there is no file of safetensors.
+    """
+    dtypes: Counter[torch.dtype] = Counter()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            dtypes.update(_SAFETENSORS[tensors.get_slice(name).get_dtype()] for name in tensors.keys())  # noqa: SIM118
+    if not dtypes:
+        raise BucketingError(f"{folder} has no weights in files of safetensors.")
+    return dtypes.most_common(1)[0][0]

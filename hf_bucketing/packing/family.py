@@ -67,6 +67,11 @@ class Family:
         position_module (`str`, *optional*): Module of the transformer that makes the rotary tables. By default, its
             pipeline makes them.
         lora_targets (`tuple` of `str`): Ends of the names of the projections that get adapters by default.
+        without_lora (`tuple` of `str`): Parts of the names of projections that get none by default.
+        original_names (`tuple`, *optional*): Modules of diffusers, each with the layer of the original checkpoint that
+            holds its rows. `*` stands for a number, `**` for any rest. Some layers hold several modules, their rows in
+            the order given here. By default, the names are not proven.
+        original_prefix (`str`): What ComfyUI expects in front of these names.
         channels (`str`): Setting of the transformer's configuration that holds the channels of its input.
         width_settings (`tuple` of `str`): Settings whose product is the channels of a token between the blocks.
         timesteps_per (`"row"`, `"frame"` or `"token"`): Whether the model takes one timestep for each row alone, or
@@ -98,6 +103,9 @@ class Family:
     strips_have_positions: ClassVar[bool] = True
     position_module: ClassVar[str | None] = None
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    without_lora: ClassVar[tuple[str, ...]] = ()
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    original_prefix: ClassVar[str] = "diffusion_model."
     channels: ClassVar[str] = "in_channels"
     width_settings: ClassVar[tuple[str, ...]] = ("num_attention_heads", "attention_head_dim")
     timesteps_per: ClassVar[TimestepsPer] = "row"

@@ -23,7 +23,7 @@ AVERAGES = "averaged_weights.safetensors"
 
 
 def name_in_files(name: str) -> str:
-    """Return the name of a weight in files, which does not show FSDP's activation checkpointing."""
+    """Return the name of a weight or a module in files, which does not show FSDP's activation checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 

@@ -15,6 +15,7 @@ from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
 from ..models.experts import transformers_of
 from ..models.loading import Part, part_of, tile
+from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..placement.sharding import HALF
 from ..plans.packs import strip_tokens
@@ -198,7 +199,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     Raises:
         BucketingError: If the model cannot take such samples, or such adapters.
     """
-    if config.adapters.lora_rank is not None:
+    if config.adapters.lora_rank is not None and config.adapters.has_pairs:
         check_loads_lora(components.recipe.pipeline_type())
     shape = shape or _shape(components, config)
     step = _step(components, config, shape)
@@ -250,6 +251,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         gradient_checkpointing=memory.gradient_checkpointing,
         offload_activations=memory.offload_activations,
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
+        base_predictions=config.base_predictions,
     )
 
 
@@ -309,14 +311,13 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
 
 
 def _kept_of_trained(traced: Traced, config: PlanConfig) -> MemoryParts:
-    """Return what stays between steps beside the weights: moments, averages, and DDP's buckets."""
+    """Return what stays between steps beside the weights: the optimizer's state, averages, and DDP's buckets."""
     shards = config.num_processes if config.sharding == "fsdp2" else 1
-    moment = _QUANTISED_MOMENT if config.optimizer.optimizer == "adamw_8bit" else traced.trained_bytes / traced.trained
     # DDP copies gradients into buckets, which it keeps.
     buckets = traced.trained_bytes if shards == 1 and config.num_processes > 1 else 0
     return MemoryParts(
         gradients=round(buckets),
-        optimizer=round(2 * moment * traced.trained / shards),
+        optimizer=round(_state_bytes(traced, config) / shards),
         averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
     )
 
@@ -337,6 +338,15 @@ def _offloaded(traced: Traced, config: PlanConfig) -> int:
         return 0
     waiting = traced.frozen_bytes * config.memory.offload_blocks / traced.blocks
     return -round(max(waiting - traced.block_bytes, 0))
+
+
+def _state_bytes(traced: Traced, config: PlanConfig) -> float:
+    """Return the bytes of the optimizer's state; those of AdamW in 8 bits are known where it is not installed."""
+    if config.optimizer.optimizer == "adamw_8bit":
+        return 2 * _QUANTISED_MOMENT * traced.trained
+    half = traced.trained_bytes < torch.float32.itemsize * traced.trained
+    dtype = torch.bfloat16 if half else torch.float32
+    return state_bytes(config.optimizer, dtype=dtype) / dtype.itemsize * traced.trained_bytes
 
 
 def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:

@@ -40,7 +40,8 @@ class PlanConfig:
             and AdamW works on all weights at once.
         memory ([`MemoryConfig`]): How the model is kept in memory.
         adapters ([`AdapterConfig`]): LoRA.
-        optimizer ([`OptimizerConfig`]): AdamW, or its 8-bit form.
+        optimizer ([`OptimizerConfig`]): The optimizer.
+        base_predictions (`int`): Forward passes without adapters per step: 1 for `preservation`, 3 for `slider`.
 
     Raises:
         BucketingError: On an impossible value, or settings that cannot be combined.
@@ -63,9 +64,13 @@ class PlanConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    base_predictions: int = 0
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_at_least(0, self, "base_predictions")
+        if self.base_predictions and self.adapters.lora_rank is None:
+            raise BucketingError("`base_predictions` are made below adapters; give their rank too (`lora_rank`).")
         check_at_least(
             1, self, "train_batch_size", "max_tokens", "num_processes", "gradient_accumulation_steps",
             "max_sequence_length", "strip_length",
@@ -74,15 +79,19 @@ class PlanConfig:
             raise BucketingError(
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
-        if self.sharding == "fsdp2" and self.num_processes == 1:
-            raise BucketingError('`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.')
         check_combination(
             Combination(
                 memory=self.memory,
                 adapters=self.adapters.lora_rank is not None,
+                kind=self.adapters.adapter,
+                lora_format=self.adapters.lora_format,
+                optimizer=self.optimizer.optimizer,
+                lora_plus=self.optimizer.lora_plus_ratio is not None,
                 mixed_precision=self.mixed_precision,
                 sharding="FSDP2" if self.sharding == "fsdp2" else "ddp",
                 num_processes=self.num_processes,
                 experts=self.trained_component == "both",
+                strip_length=self.strip_length if self.batching == "pack" else None,
+                planned=True,
             )
         )

@@ -15,10 +15,12 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
-from ..adapters.experts import loading_options
+from ..adapters.experts import loading_options, own_folder
+from ..adapters.files import COMFYUI_WEIGHTS
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
+from ..models.experts import transformers_of
 from ..models.loading import dtypes
 from ..models.recipe import IMAGES, Recipe
 from ..report.charts import save_charts
@@ -95,7 +97,13 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         base_model_relation=("adapter" if adapted else "finetune") if on_hub else None,
         library_name="diffusers",
         pipeline_tag=task,
-        tags=[task, "diffusers", "diffusers-training", *(["lora"] if adapted else []), "hf_bucketing"],
+        tags=[
+            task,
+            "diffusers",
+            "diffusers-training",
+            *([config.adapters.adapter] if adapted else []),
+            "hf_bucketing",
+        ],
         widget=[
             {"text": prompt, "output": {"url": file.relative_to(folder).as_posix()}}
             for file, prompt in run.samples.items()
@@ -103,7 +111,9 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         or None,
     )
     name = run.repository or folder.resolve().name
-    what = f"LoRA adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
+    comfyui = config.adapters.lora_format != "diffusers"
+    kind = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}[config.adapters.adapter]
+    what = f"{kind} adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
@@ -111,6 +121,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
+        *([f"For ComfyUI, put `{COMFYUI_WEIGHTS}` into `models/loras`.\n"] if adapted and comfyui else []),
         f"## Data\n\n{_table(('rows', 'count'), _counts(logs, run.data))}\n",
         f"{_buckets(run)}\n",
         f"## Training\n\n{_progress(logs)}\n",
@@ -140,13 +151,21 @@ def _code(run: Run, *, name: str, base: str) -> str:
     tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else ["export_to_video"])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
+    if adapted and not config.adapters.has_pairs:
+        lines.append("from peft import PeftModel")
     if tools:
         lines.append(f"from diffusers.utils import {', '.join(sorted(tools))}")
     source = base if adapted else name
     (dtype,) = dtypes(torch.bfloat16)
     lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
-    if adapted:
-        for options in loading_options(config.trained_component):
+    if adapted and not config.adapters.has_pairs:
+        for component in transformers_of(config.trained_component):
+            place = [f'subfolder="{own}"'] if (own := own_folder(component, trained=config.trained_component)) else []
+            arguments = ", ".join([f"pipeline.{component}", json.dumps(name), *place])
+            lines.append(f"PeftModel.from_pretrained({arguments})")
+    elif adapted:
+        file = COMFYUI_WEIGHTS if config.adapters.lora_format == "comfyui" else None
+        for options in loading_options(config.trained_component, file=file):
             given = [
                 f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in options.items()
             ]
@@ -188,7 +207,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
         *((f"dropped: {reason}", count) for reason, count in plan["dropped"].items() if reason != "rejected"),
         ("kept, per epoch", plan["kept"]),
-        *((f"kept of {name}, per epoch", own["kept"]) for name, own in plan.get("sources", {}).items()),
+        *((f"kept of {name}, per epoch", counts["kept"]) for name, counts in plan.get("sources", {}).items()),
         ("repeated to fill steps, per epoch", plan["repeated"]),
         *([("unreadable and replaced, in all epochs", replaced)] if replaced else []),
     ]
@@ -233,7 +252,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [shown(item) for item in value]
     if isinstance(value, dict):
-        return {name: shown(one) for name, one in value.items()}
+        return {name: shown(item) for name, item in value.items()}
     if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~") or os.path.exists(value)):
         return Path(value).resolve().name
     return value

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 
-from ..adapters.lora import LORA_WEIGHTS
+from ..adapters.files import ADAPTER_FILES
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..models.experts import transformers_of
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 PROGRESS = "progress.json"
 
-LAYOUT = 3
+LAYOUT = 4
 """Number that is raised when the files of a checkpoint, or their meaning, change. Layout 1 had no number."""
 
 PIPELINE_INDEX = "model_index.json"
@@ -143,8 +143,8 @@ def _warn_of_new_run(folder: Path) -> None:
     Raises:
         BucketingError: If the folder holds the result of a finished run.
     """
-    of_experts = (f"{name}/{LORA_WEIGHTS}" for name in transformers_of("both"))
-    results = [name for name in (PIPELINE_INDEX, LORA_WEIGHTS, *of_experts) if (folder / name).is_file()]
+    of_experts = (f"{name}/{file}" for name in transformers_of("both") for file in ADAPTER_FILES)
+    results = [name for name in (PIPELINE_INDEX, *ADAPTER_FILES, *of_experts) if (folder / name).is_file()]
     if results:
         raise BucketingError(
             f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..media.conditions import FRAME_BY_FRAME, MASK
 from ..models.recipe import Recipe
+from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.settings import Precision
 from ..placement.shards import SHARDED
@@ -44,14 +44,14 @@ _MARGIN = 1.25
 """Memory for which `max_tokens="auto"` is planned, relative to what there is: the search goes down only."""
 
 
-def describe_memory(opened: OpenedRun, data: RunData, *, recipe: Recipe) -> list[str]:
+def describe_memory(opened: OpenedRun, data: RunData, *, transformers: Sequence[torch.nn.Module]) -> list[str]:
     """Return the memory that the most expensive step of the first epoch needs, by kind, as lines of text.
 
     At the start of a run, the main process alone plans, and not for models whose weights take less than 1 % of the
     device's memory. A model that cannot be traced gets a line that says why.
     """
     config, accelerator = opened.config, opened.accelerator
-    held, has = _held_bytes(recipe), _device_bytes(accelerator)
+    held, has = _held_bytes(transformers), _device_bytes(accelerator)
     if not accelerator.is_main_process or (not config.dry_run and held < _SMALL * has):
         return []
     try:
@@ -118,6 +118,7 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         memory=memory,
         adapters=config.adapters,
         optimizer=config.optimizer,
+        base_predictions=config.preservation.base_predictions,
     )
 
 
@@ -152,7 +153,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     """Return the settings with `max_tokens="auto"` replaced by the largest number of tokens that fits in memory.
 
     The most expensive step of the plan is run forward and backward on random media, with an optimizer that changes
-    nothing, on each process and by each expert; the smallest result counts.
+    nothing and holds the state of the run's, on each process and by each expert; the smallest result counts.
 
     Raises:
         BucketingError: If not even the largest sample fits.
@@ -177,10 +178,13 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         sizes = data.sizes(plan.batch(int(costs.argmax())))
-        parameters = chain.from_iterable(expert.transformer.parameters() for expert in recipe.experts)
-        optimizer = torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad], lr=0.0)
+        beside = [expert.transformer for expert in recipe.experts[1:]]
+        optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
+        set_training(optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0
         for step in experts.steps:
-            step.empty_text = data.empty_text
+            step.texts = data.texts
             batch = _random_batch(sizes, step.recipe, accelerator.device, data=data)
             with accelerator.autocast():
                 losses = step(step.recipe.transformer, batch, epoch=0)
@@ -196,7 +200,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
 
 def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, recipe: Recipe) -> int:
     """Return somewhat more tokens than a plan says that fit, from which to search down, for samples of a size."""
-    held = _held_bytes(recipe)
+    held = _held_bytes([expert.transformer for expert in recipe.experts])
     try:
         planned = dataclasses.replace(config_of_run(opened), sample_size=list(size))
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
@@ -206,9 +210,9 @@ def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, recipe: Reci
         return at_most
 
 
-def _held_bytes(recipe: Recipe) -> int:
-    """Return the bytes of the weights of what is trained, but for those that wait on the CPU."""
-    return sum(parameter.nbytes for expert in recipe.experts for parameter in expert.transformer.parameters())
+def _held_bytes(transformers: Sequence[torch.nn.Module]) -> int:
+    """Return the bytes of the weights of transformers, but for those that wait on the CPU."""
+    return sum(parameter.nbytes for transformer in transformers for parameter in transformer.parameters())
 
 
 def _named(error: Exception) -> str:

@@ -76,9 +76,10 @@ class Evaluation:
         if self.validation is None or global_step % self.validation.config.validation_steps:
             return
         trained, recipe, accelerator = self.trained, self.trained.recipe, self.trained.accelerator
-        if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
-            lent = recipe.lent_to(accelerator.device, *(set(PARTS) - {"trained", *self.called}))
-            removed, averages = trained.context_parallel.removed(), trained.averages()
-            with averages, removed, self.experts.unpacked(), lent, rendering_in_lockstep(recipe):
-                self.validation.render(recipe, accelerator, step=global_step)
+        with trained.averages():
+            if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
+                lent = recipe.lent_to(accelerator.device, *(set(PARTS) - {"trained", *self.called}))
+                removed = trained.context_parallel.removed()
+                with removed, self.experts.unpacked(), lent, rendering_in_lockstep(recipe):
+                    self.validation.render(recipe, accelerator, step=global_step)
         accelerator.wait_for_everyone()

@@ -88,6 +88,6 @@ class Experts:
             yield
 
 
-def make_experts(config: TrainingConfig, recipe: Recipe) -> Experts:
+def make_experts(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Experts:
     """Return the experts of a run with their steps, see [`make_step`][hf_bucketing.training.steps.make_step]."""
-    return Experts(tuple(make_step(config, expert) for expert in recipe.experts))
+    return Experts(tuple(make_step(config, expert, sharded=sharded) for expert in recipe.experts))

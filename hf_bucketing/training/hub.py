@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.utils import HFValidationError
 
 from ..adapters.experts import own_folder
-from ..adapters.lora import LORA_WEIGHTS
+from ..adapters.files import ADAPTER_FILES
 from ..errors import HubError
 from ..models.experts import TrainedComponent, transformers_of
 from .checkpoint import PIPELINE_INDEX
@@ -55,7 +55,9 @@ def open_repository(config: HubConfig, *, folder: Path) -> str:
 def result_parts(folder: Path, *, adapters: bool, trained: TrainedComponent = "transformer") -> list[str]:
     """Return the names of the files and folders in an output folder that hold the adapters, or the pipeline."""
     if adapters:
-        return [own_folder(name, trained=trained) or LORA_WEIGHTS for name in transformers_of(trained)]
+        if trained == "both":
+            return [own_folder(name, trained=trained) for name in transformers_of(trained)]
+        return [name for name in ADAPTER_FILES if (folder / name).is_file()]
     names = json.loads((folder / PIPELINE_INDEX).read_text())
     return [*(name for name in names if (folder / name).is_dir()), PIPELINE_INDEX]
 

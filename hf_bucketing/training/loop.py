@@ -28,6 +28,7 @@ from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
+from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..settings import changed, marked
 from .agreement import check_shared
@@ -113,7 +114,8 @@ class Trainer:
         self._load(opened)
         opened = replace(opened, config=add_trained_parts(self.recipe, opened.config, self.accelerator))
         self.recipe.to(self.accelerator.device, *opened.called)
-        self.experts = make_experts(opened.config, self.recipe)
+        sharded = self.accelerator.distributed_type in SHARDED
+        self.experts = make_experts(opened.config, self.recipe, sharded=sharded)
         self.step = self.experts.at(0)
         self.config = fill_max_tokens(opened, self.experts)
         self.opened = replace(opened, config=self.config)
@@ -177,7 +179,7 @@ class Trainer:
             )
         self.data.check_same(self.accelerator)
         for step in self.experts.steps:
-            step.empty_text = self.data.empty_text
+            step.texts = self.data.texts
             for data in filter(None, (self.data, held_out)):
                 check_data(step, data)
         if held_out is None:
@@ -206,8 +208,10 @@ class Trainer:
         heading = "***** Dry run: nothing is trained *****" if self.config.dry_run else "***** Running training *****"
         steps, held_out = str(self.planned), self.evaluation.held_out
         lines = [heading, *self.data.describe(self.config, accelerator=self.accelerator, max_train_steps=steps)]
+        lines += self.config.preservation.describe()
         lines += [] if held_out is None else held_out.describe()
-        return lines + describe_memory(self.opened, self.data, recipe=self.recipe)
+        transformers = [expert.transformer for expert in self.recipe.experts]
+        return lines + describe_memory(self.opened, self.data, transformers=transformers)
 
     def run(self) -> None:
         """Train from the start or from a checkpoint, and save the pipeline.
@@ -341,7 +345,8 @@ class Trainer:
         else:
             self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()
-        entry: dict[str, Any] = {**metrics, "lr": self.trained.lr_scheduler.get_last_lr()[0], "epoch": epoch}
+        rate = float(self.trained.lr_scheduler.get_last_lr()[0])
+        entry: dict[str, Any] = {**metrics, "lr": rate, "epoch": epoch}
         if len(self.experts.steps) > 1:
             entry["expert"] = self.step.recipe.trained
         return entry if skipped is None else {**entry, "skipped": True}
@@ -373,7 +378,8 @@ class Trainer:
             weights=self.weights,
         )
         limit = self.config.checkpoints.checkpoints_total_limit
-        save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
+        with self.trained.optimizer_in_evaluation():
+            save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
         if self.accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
 

@@ -21,8 +21,9 @@ from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
+from ..optimizers.classes import check_optimizer
 from ..placement.blocks import blocks_of
-from ..placement.conflicts import Combination, check_combination
+from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, check_combination
 from ..placement.context_parallel import check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
@@ -32,8 +33,6 @@ from .config import TrainingConfig
 from .data import counting_spec
 
 logger = get_logger(__name__)
-
-_READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +111,7 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         held_out=None if validation is None else PreparedDataset.load(validation),
     )
     check_package(config.memory.quantize_base)
+    check_optimizer(config.optimizer)
     memory = config.memory
     offloads = memory.offload_blocks or memory.offload_idle_expert or memory.offload_activations
     if accelerator.device.type == "cpu" and offloads:
@@ -128,11 +128,15 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             memory=memory,
             adapters=config.adapters.lora_rank is not None,
             experts=config.trained_component == "both",
+            kind=config.adapters.adapter,
+            lora_format=config.adapters.lora_format,
+            optimizer=config.optimizer.optimizer,
+            lora_plus=config.optimizer.lora_plus_ratio is not None,
             mixed_precision=accelerator.mixed_precision,
             sharding=sharding_of(accelerator),
             num_processes=accelerator.num_processes,
             on_cpu=accelerator.device.type == "cpu",
-            joined=tuple(name for name in _READ_WHOLE_WEIGHTS if flat[name] is not None),
+            joined=tuple(name for name in READ_WHOLE_WEIGHTS if flat[name] is not None),
             searches=config.batches.max_tokens == "auto",
             loads_once=loads_once(accelerator),
             grouped=accelerator.torch_device_mesh is not None,

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers.training_utils import cast_training_params
 
 from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
 from ..models.enable import disable_packing
 from ..models.recipe import Recipe
-from ..optimizers.adamw import apply_settings, make_optimizer, make_schedule
+from ..optimizers.optimizer import apply_settings, make_optimizer, make_schedule
 from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks, offload_idle
 from ..placement.quantization import leave_frozen_weights_to_each_process
@@ -34,7 +33,7 @@ from .skipped import check_finite
 
 
 def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
-    """Add adapters to the transformers, if any, and what saves memory; return the settings with the adapters' alpha.
+    """Add adapters to the transformers, if any, and what saves memory; return the settings that the adapters have.
 
     What is trained is set to training, for dropout and the drop of tokens; frozen parts stay in evaluation.
     """
@@ -53,10 +52,20 @@ def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Acce
         adapters, folder = config.adapters, own_folder(recipe.trained, trained=config.trained_component)
         if adapters.init_from_adapters is not None:
             adapters = replace(adapters, init_from_adapters=str(Path(adapters.init_from_adapters) / folder))
-        adapters = start_adapters(recipe.pipeline, adapters, component=recipe.trained)
-        cast_training_params(recipe.transformer, dtype=trained_dtype(config))
-        config = changed(config, lora_alpha=adapters.lora_alpha, lora_targets=adapters.lora_targets)
-        checkpoint_adapters_only(accelerator, recipe.pipeline, component=recipe.trained, subfolder=folder)
+        adapters = start_adapters(recipe.pipeline, adapters, component=recipe.trained, dtype=trained_dtype(config))
+        config = changed(
+            config,
+            lora_alpha=adapters.lora_alpha,
+            lora_targets=adapters.lora_targets,
+            lora_format=adapters.lora_format,
+        )
+        checkpoint_adapters_only(
+            accelerator,
+            recipe.pipeline,
+            component=recipe.trained,
+            lora_format=adapters.lora_format,
+            subfolder=folder,
+        )
     if config.memory.gradient_checkpointing:
         recipe.transformer.enable_gradient_checkpointing()
     if config.memory.offload_blocks:
@@ -89,8 +98,8 @@ class TrainedModel:
         self.recipe, self.config, self.accelerator = recipe, config, accelerator
         transformer, degree = recipe.transformer, config.memory.context_parallel_degree
         experts = recipe.experts
-        parameters = chain.from_iterable(expert.transformer.parameters() for expert in experts)
-        self._bare_optimizer = make_optimizer(parameters, config.optimizer)
+        beside = [expert.transformer for expert in experts[1:]]
+        self._bare_optimizer = make_optimizer(transformer, config.optimizer, beside=beside)
         with (
             sharded_adapters(transformer, accelerator) if self.adapted else nullcontext(),
             sending_weights(transformer, accelerator),
@@ -100,6 +109,7 @@ class TrainedModel:
         first, self.optimizer, self.loader = prepared
         self.transformers = {recipe.trained: first}
         self.transformers |= {expert.trained: accelerator.prepare(expert.transformer) for expert in experts[1:]}
+        self.optimizer.train()  # as schedule-free optimizers demand
         packed = config.batches.batching == "pack"
         self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
         self.weights = [parameter for parameter in self._parameters() if parameter.requires_grad]
@@ -130,6 +140,7 @@ class TrainedModel:
         """Give the schedule another number of steps, and the run's settings in place of those of its checkpoint."""
         schedule = make_schedule(self._bare_optimizer, self.config.optimizer, num_training_steps=num_steps)
         self.lr_scheduler.lr_lambdas = schedule.lr_lambdas
+        self.optimizer.train()  # checkpoints hold what is evaluated
         apply_settings(self.config.optimizer, self.lr_scheduler)
 
     @contextmanager
@@ -161,17 +172,33 @@ class TrainedModel:
             self.accelerator.scaler.update()  # which lowers the scale, and may unscale again
 
     @contextmanager
-    def averages(self) -> Iterator[None]:
-        """Put the averaged weights, if there are any, in place of the last ones inside a `with` block."""
-        if self.ema is None:
-            yield
-            return
-        self.ema.store(self.weights)
-        self.ema.copy_to(self.weights)
+    def optimizer_in_evaluation(self) -> Iterator[None]:
+        """Put the weights that a schedule-free optimizer evaluates in place of those it trains inside a `with` block.
+
+        Enter it on every process: going there and back rounds.
+        """
+        self.optimizer.eval()
         try:
             yield
         finally:
-            self.ema.restore(self.weights)
+            self.optimizer.train()
+
+    @contextmanager
+    def averages(self) -> Iterator[None]:
+        """Put the weights to evaluate, averages if there are any, in place of the last ones inside a `with` block.
+
+        Enter it on every process, see [`optimizer_in_evaluation`].
+        """
+        with self.optimizer_in_evaluation():
+            if self.ema is None:
+                yield
+                return
+            self.ema.store(self.weights)
+            self.ema.copy_to(self.weights)
+            try:
+                yield
+            finally:
+                self.ema.restore(self.weights)
 
     def check(self, what: str) -> None:
         """Raise BucketingError on all processes unless the weights and their averages are finite.
@@ -186,7 +213,8 @@ class TrainedModel:
         with self.averages():
             for name in self.transformers:
                 own = own_folder(name, trained=self.config.trained_component)
-                save_lora(self.recipe.pipeline, folder / own, component=name)
+                lora_format = self.config.adapters.lora_format
+                save_lora(self.recipe.pipeline, folder / own, component=name, lora_format=lora_format)
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.
@@ -197,6 +225,7 @@ class TrainedModel:
         if self.adapted:
             self.save_adapters(folder)
             return
+        self.optimizer.eval()
         if self.ema is not None:
             self.ema.copy_to(self.weights)
         weights = gather_weights(self.accelerator, self.transformer)

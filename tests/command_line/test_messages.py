@@ -89,6 +89,7 @@ def test_a_message_from_a_worker_names_flags_without_the_workers_traceback(tmp_p
         ({"batching": "pack"}, "Packing needs --max_tokens"),
         ({"lr_warmup_steps": 9}, "--lr_scheduler constant_with_warmup"),
         ({"lora_alpha": 9}, "--lora_alpha scales adapters"),
+        ({"lora_format": "comfyui"}, "--lora_format is that of saved adapters"),
         ({"balance": "cost"}, "Omit --balance: no effect with --batching bucket"),
     ],
     ids=str,
@@ -150,7 +151,7 @@ def test_fields_of_a_dataclass_become_flags_of_their_types() -> None:
 
 
 def test_the_schedules_are_those_that_diffusers_makes_from_these_settings() -> None:
-    (action,) = (one for one in FlagParser(None, TrainingConfig)._actions if one.dest == "lr_scheduler")
+    (action,) = (action for action in FlagParser(None, TrainingConfig)._actions if action.dest == "lr_scheduler")
     assert set(action.choices) == {kind.value for kind in SchedulerType} - {"piecewise_constant"}
 
 

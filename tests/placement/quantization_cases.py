@@ -14,7 +14,8 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora
+from hf_bucketing.adapters.files import LORA_WEIGHTS
+from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.loading import Loading, empty_transformer

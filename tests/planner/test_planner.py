@@ -152,6 +152,22 @@ def test_what_both_experts_cannot_be_combined_with_is_refused(settings: dict, me
         dataclasses.replace(LORA, trained_component="both", **settings)
 
 
+def test_predictions_of_the_base_model_add_less_than_the_activations_of_a_block(configs, monkeypatch) -> None:
+    wan, calls, switch = str(configs["wan"]), [], trace.base_model
+    monkeypatch.setattr(trace, "base_model", lambda model: calls.append(model) or switch(model))
+    config = dataclasses.replace(LORA, sample_size=[9, 64, 64], cached="all", memory=CHECKPOINTS)
+    plain, preserved, slid = (
+        plan_memory(wan, dataclasses.replace(config, base_predictions=count)) for count in (0, 1, 3)
+    )
+    latents = 4 * preserved.shape.tokens * 4 * 16
+    for phase, parts in plain.phases.items():
+        assert 0 <= preserved.phases[phase].total - parts.total <= latents, "the target has its room in any case"
+        assert 0 <= slid.phases[phase].total - parts.total <= 4 * latents
+    assert calls, "they run"
+    with pytest.raises(BucketingError, match=r"`base_predictions` are made below adapters"):
+        dataclasses.replace(CPU, base_predictions=1)
+
+
 @pytest.mark.slow
 def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
     components = read_components(str(configs["wan"]))
@@ -344,7 +360,7 @@ def test_a_dry_run_ends_with_the_planners_verdict(total: int, line: str, monkeyp
     monkeypatch.setattr(estimate, "plan_of_run", lambda *args, **options: plan_of(total * 2**30))
     monkeypatch.setattr(estimate, "_device_bytes", lambda accelerator: 24 * 2**30)
     opened = SimpleNamespace(config=SimpleNamespace(dry_run=True), accelerator=SimpleNamespace(is_main_process=True))
-    assert line in estimate.describe_memory(opened, None, transformer=torch.nn.Linear(2, 2))[-1]
+    assert line in estimate.describe_memory(opened, None, transformers=[torch.nn.Linear(2, 2)])[-1]
 
 
 def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monkeypatch) -> None:
@@ -427,9 +443,11 @@ def test_a_model_that_cannot_be_traced_gets_a_line_that_says_why(monkeypatch) ->
     dry, run = (
         SimpleNamespace(config=SimpleNamespace(dry_run=dry_run), accelerator=accelerator) for dry_run in (True, False)
     )
-    (line,) = estimate.describe_memory(dry, None, transformer=torch.nn.Linear(2, 2))
+    (line,) = estimate.describe_memory(dry, None, transformers=[torch.nn.Linear(2, 2)])
     assert "not planned: RuntimeError: no shape" in line
-    assert estimate.describe_memory(run, None, transformer=torch.nn.Linear(2, 2)) == [], "too small a model to matter"
+    assert estimate.describe_memory(run, None, transformers=[torch.nn.Linear(2, 2)]) == [], (
+        "too small a model to matter"
+    )
 
 
 @pytest.mark.slow
@@ -499,3 +517,21 @@ def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").unlink()
     failed = run_script_here("plan_memory.py", tmp_path, "--gpu_memory", 24, check=False)
     assert "is no diffusers pipeline" in failed.stderr
+
+
+@pytest.mark.slow
+def test_plans_count_each_kind_of_adapter_and_what_each_optimizer_holds(configs) -> None:
+    wan = str(configs["wan"])
+    plans = {
+        kind: plan_memory(wan, dataclasses.replace(LORA, adapters=dataclasses.replace(LORA.adapters, adapter=kind)))
+        for kind in ("lora", "dora", "loha", "lokr")
+    }
+    held = {kind: plan.phases["forward"].optimizer for kind, plan in plans.items()}
+    assert held["lokr"] < held["lora"] < held["dora"] < held["loha"], "two pairs of matrices"
+    assert plans["dora"].peak.activations > plans["lora"].peak.activations, "the change of each layer"
+    optimizers = {"torch.optim:Muon": 0.5, "torch.optim:SGD": 0, "bitsandbytes.optim:AdamW8bit": 0.26}
+    for name, share in optimizers.items():
+        plan = plan_memory(wan, dataclasses.replace(LORA, optimizer=OptimizerConfig(optimizer=name)))
+        assert plan.phases["forward"].optimizer == pytest.approx(share * held["lora"], rel=0.05)
+    with pytest.raises(BucketingError, match="is not written for ComfyUI"):
+        dataclasses.replace(LORA, adapters=AdapterConfig(lora_rank=2, adapter="dora", lora_format="comfyui"))

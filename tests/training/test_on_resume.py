@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError, PlanError
-from hf_bucketing.adapters.lora import LORA_WEIGHTS, add_lora, save_lora
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
+from hf_bucketing.adapters.lora import add_lora, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
 from hf_bucketing.models.registry import recipe_of
@@ -73,11 +74,12 @@ def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, capl
     trainer = Trainer(config)
     caplog.clear()
     trainer._resume()
-    (group,) = trainer.trained.optimizer.param_groups
+    group, plain = trainer.trained.optimizer.param_groups
+    assert plain == {**group, "weight_decay": 0.0, "params": plain["params"]}, "biases and norms do not decay"
     assert group["betas"] == (0.5, 0.9)
     assert (group["weight_decay"], group["eps"], group["initial_lr"]) == (0.5, 1e-6, 1e-3)
     assert group["lr"] == pytest.approx(0.5e-3, rel=1e-3), "half of the four steps of the new schedule are left"
-    assert trainer.trained.lr_scheduler.get_last_lr() == [group["lr"]]
+    assert trainer.trained.lr_scheduler.get_last_lr() == [group["lr"]] * 2
     (line,) = [line for line in messages(caplog) if line.startswith("Settings changed since checkpoint-2: ")]
     for name, value in changed.items():
         assert f"{name} {first.flat()[name]} → {value}" in line
@@ -254,7 +256,7 @@ def test_checkpoints_of_another_run_or_an_earlier_release_are_refused_by_name(tm
     checkpoint.mkdir(parents=True)
     (checkpoint / PROGRESS).write_text(json.dumps({"global_step": 4, "log": {}}))
     for name in ("latest", "checkpoint-4", str(checkpoint)):
-        with pytest.raises(BucketingError, match=r"checkpoint-4 has layout 1 .* this one reads layout 3"):
+        with pytest.raises(BucketingError, match=r"checkpoint-4 has layout 1 .* this one reads layout 4"):
             find_checkpoint(tmp_path / "out", name)
     with pytest.raises(BucketingError, match=r"belongs to the run in .*out, .*as --output_dir, not .*other"):
         find_checkpoint(tmp_path / "other", str(checkpoint))
@@ -286,6 +288,8 @@ def test_a_checkpoint_of_adapters_holds_them_and_no_more_however_large_the_base(
     plain = DiffusionPipeline.from_pretrained(tmp_path / "large")
     plain.load_lora_weights(str(checkpoint))
     assert [config.r for config in plain.transformer.peft_config.values()] == [2]
+    assert (checkpoint / COMFYUI_WEIGHTS).is_file()
+    assert (checkpoint.parent / COMFYUI_WEIGHTS).is_file()
     in_checkpoint, in_the_end = load_file(checkpoint / LORA_WEIGHTS), load_file(checkpoint.parent / LORA_WEIGHTS)
     assert all(torch.equal(in_checkpoint[name], in_the_end[name]) for name in in_the_end)
 

@@ -37,6 +37,11 @@ class FluxFamily(JointFamily):
     latents_as = "tokens"
     attention_kwargs = "joint_attention_kwargs"
     position_module = "pos_embed"
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (  # ComfyUI takes the names of diffusers
+        ("transformer_blocks.**", "transformer_blocks.**"),
+        ("single_transformer_blocks.**", "single_transformer_blocks.**"),
+    )
+    original_prefix: ClassVar[str] = "transformer."
     rotates_text = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

@@ -77,6 +77,23 @@ class Flux2Family(FluxFamily):
     tested_forwards = ("f8c4f809f3a8",)
     stock_processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     guidance = 4.0
+    original_names = (
+        ("transformer_blocks.*.attn.to_q", "double_blocks.*.img_attn.qkv"),
+        ("transformer_blocks.*.attn.to_k", "double_blocks.*.img_attn.qkv"),
+        ("transformer_blocks.*.attn.to_v", "double_blocks.*.img_attn.qkv"),
+        ("transformer_blocks.*.attn.add_q_proj", "double_blocks.*.txt_attn.qkv"),
+        ("transformer_blocks.*.attn.add_k_proj", "double_blocks.*.txt_attn.qkv"),
+        ("transformer_blocks.*.attn.add_v_proj", "double_blocks.*.txt_attn.qkv"),
+        ("transformer_blocks.*.attn.to_out.0", "double_blocks.*.img_attn.proj"),
+        ("transformer_blocks.*.attn.to_add_out", "double_blocks.*.txt_attn.proj"),
+        ("transformer_blocks.*.ff.linear_in", "double_blocks.*.img_mlp.0"),
+        ("transformer_blocks.*.ff.linear_out", "double_blocks.*.img_mlp.2"),
+        ("transformer_blocks.*.ff_context.linear_in", "double_blocks.*.txt_mlp.0"),
+        ("transformer_blocks.*.ff_context.linear_out", "double_blocks.*.txt_mlp.2"),
+        ("single_transformer_blocks.*.attn.to_qkv_mlp_proj", "single_blocks.*.linear1"),
+        ("single_transformer_blocks.*.attn.to_out", "single_blocks.*.linear2"),
+    )
+    original_prefix = "diffusion_model."
 
     def processor(self, name: str, backend: Backend) -> PackedFlux2AttnProcessor:
         """Return the processor of single blocks, or of the others."""

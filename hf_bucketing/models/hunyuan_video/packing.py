@@ -36,6 +36,26 @@ class HunyuanVideoFamily(JointFamily):
     position_module = "rope"
     attention_kwargs = "attention_kwargs"
     guidance = 6000.0  # a thousandfold, as its pipeline scales it
+    without_lora = ("context_embedder.",)  # the text refiner, whose adapters diffusers misreads from other names
+    original_names = (
+        ("transformer_blocks.*.attn.to_q", "double_blocks.*.img_attn_qkv"),
+        ("transformer_blocks.*.attn.to_k", "double_blocks.*.img_attn_qkv"),
+        ("transformer_blocks.*.attn.to_v", "double_blocks.*.img_attn_qkv"),
+        ("transformer_blocks.*.attn.add_q_proj", "double_blocks.*.txt_attn_qkv"),
+        ("transformer_blocks.*.attn.add_k_proj", "double_blocks.*.txt_attn_qkv"),
+        ("transformer_blocks.*.attn.add_v_proj", "double_blocks.*.txt_attn_qkv"),
+        ("transformer_blocks.*.attn.to_out.0", "double_blocks.*.img_attn_proj"),
+        ("transformer_blocks.*.attn.to_add_out", "double_blocks.*.txt_attn_proj"),
+        ("transformer_blocks.*.ff.net.0.proj", "double_blocks.*.img_mlp.fc1"),
+        ("transformer_blocks.*.ff.net.2", "double_blocks.*.img_mlp.fc2"),
+        ("transformer_blocks.*.ff_context.net.0.proj", "double_blocks.*.txt_mlp.fc1"),
+        ("transformer_blocks.*.ff_context.net.2", "double_blocks.*.txt_mlp.fc2"),
+        ("single_transformer_blocks.*.attn.to_q", "single_blocks.*.linear1"),
+        ("single_transformer_blocks.*.attn.to_k", "single_blocks.*.linear1"),
+        ("single_transformer_blocks.*.attn.to_v", "single_blocks.*.linear1"),
+        ("single_transformer_blocks.*.proj_mlp", "single_blocks.*.linear1"),
+        ("single_transformer_blocks.*.proj_out", "single_blocks.*.linear2"),
+    )
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models that modulate the first frame differently from the other frames of a batch row."""

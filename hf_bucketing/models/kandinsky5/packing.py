@@ -102,6 +102,11 @@ class Kandinsky5Family(JointFamily):
     lora_targets = ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
     tested_forwards = ("6e07c4013e40",)
     stock_processors = ("Kandinsky5AttnProcessor",)
+    original_names = (
+        ("text_transformer_blocks.**", "text_transformer_blocks.**"),
+        ("visual_transformer_blocks.**", "visual_transformer_blocks.**"),
+    )
+    original_prefix = "transformer."
     channels = "in_visual_dim"
     strips_have_positions = False
     width_settings = ("model_dim",)

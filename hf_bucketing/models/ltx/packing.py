@@ -47,6 +47,7 @@ class LTXFamily(Family):
     attention_kwargs = "attention_kwargs"
     timesteps_per = "token"
     context_parallel = True
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     text = TextTokens(rows="per_strip")
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:

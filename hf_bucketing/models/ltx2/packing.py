@@ -70,6 +70,7 @@ class LTX2Family(Family):
     stock_processors = ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     timesteps_per = "token"
     text = TextTokens(rows="per_strip")
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states", "audio_encoder_hidden_states")

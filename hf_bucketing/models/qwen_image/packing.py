@@ -46,6 +46,7 @@ class QwenImageFamily(JointFamily):
     images_only = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     position_module = "pos_embed"
     rotates_text = True
 

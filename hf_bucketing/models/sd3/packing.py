@@ -33,6 +33,8 @@ class SD3Family(JointFamily):
     images_only = True
     latents_as = "images"
     attention_kwargs = "joint_attention_kwargs"
+    original_names = (("transformer_blocks.**", "transformer_blocks.**"),)  # ComfyUI takes the names of diffusers
+    original_prefix = "transformer."
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""

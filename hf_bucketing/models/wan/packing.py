@@ -80,6 +80,20 @@ class WanFamily(Family):
     timesteps_per: ClassVar[TimestepsPer] = "token"
     attention_kwargs = "attention_kwargs"
     context_parallel = True
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
+        ("blocks.*.attn1.to_q", "blocks.*.self_attn.q"),
+        ("blocks.*.attn1.to_k", "blocks.*.self_attn.k"),
+        ("blocks.*.attn1.to_v", "blocks.*.self_attn.v"),
+        ("blocks.*.attn1.to_out.0", "blocks.*.self_attn.o"),
+        ("blocks.*.attn2.to_q", "blocks.*.cross_attn.q"),
+        ("blocks.*.attn2.to_k", "blocks.*.cross_attn.k"),
+        ("blocks.*.attn2.to_v", "blocks.*.cross_attn.v"),
+        ("blocks.*.attn2.to_out.0", "blocks.*.cross_attn.o"),
+        ("blocks.*.attn2.add_k_proj", "blocks.*.cross_attn.k_img"),
+        ("blocks.*.attn2.add_v_proj", "blocks.*.cross_attn.v_img"),
+        ("blocks.*.ffn.net.0.proj", "blocks.*.ffn.0"),
+        ("blocks.*.ffn.net.2", "blocks.*.ffn.2"),
+    )
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""

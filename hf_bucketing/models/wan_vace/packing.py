@@ -27,6 +27,7 @@ class WanVACEFamily(WanFamily):
     tested_forwards = ("760359164852",)
     timesteps_per = "row"
     context_parallel = False
+    original_names = None  # diffusers reads no adapters of its control blocks from other names
     cast_inputs = (*WanFamily.cast_inputs, CONTROL, SCALE)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:

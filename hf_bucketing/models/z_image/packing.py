@@ -53,6 +53,12 @@ class ZImageFamily(RefinedFamily):
     strips_have_positions = False
     width_settings = ("dim",)
     attention_kwargs = "joint_attention_kwargs"
+    original_names = (
+        ("layers.**", "layers.**"),
+        ("noise_refiner.**", "noise_refiner.**"),
+        ("context_refiner.**", "context_refiner.**"),
+    )
+    original_prefix = "transformer."  # diffusers before 0.40 needs an alpha behind the other
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of another patch, and those that also read images."""

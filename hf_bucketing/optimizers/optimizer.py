@@ -1,0 +1,162 @@
+"""The optimizer of a model's trained weights, in groups, with its learning rate and the bytes that it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+
+from ..errors import BucketingError
+from .classes import optimizer_class, switches_modes
+from .settings import ADAMW, MUON, OptimizerConfig
+
+_IN_BLOCK = re.compile(r"\w+\.\d+\.")
+"""Start of the names of weights that belong to a block of a transformer."""
+
+_SIDE = 512
+"""Rows and columns of the weight on which bytes are measured: 8-bit optimizers keep smaller ones in 32 bits."""
+
+
+def make_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, *, beside: Iterable[torch.nn.Module] = ()
+) -> torch.optim.Optimizer:
+    """Return an optimizer over the parameters of a model, and of others beside it, that need a gradient.
+
+    Groups differ in their learning rate, with LoRA+, and in their weight decay: parameters of fewer than two
+    dimensions have none. With Muon, which takes matrices of hidden layers, AdamW takes all weights that are outside
+    the blocks or no matrices, as torch advises.
+
+    Raises:
+        BucketingError: If the optimizer is not installed, or no parameter needs a gradient.
+    """
+    named = {
+        f"{name} of model {number}": parameter
+        for number, each in enumerate((model, *beside))
+        for name, parameter in each.named_parameters()
+        if parameter.requires_grad
+    }
+    if not named:
+        raise BucketingError("No parameter of the transformer needs a gradient; nothing would be trained.")
+    arguments = {"lr": config.learning_rate, **config.arguments()}
+    if config.optimizer != MUON:
+        return optimizer_class(config)(_groups(named, config), **arguments)
+    # With this factor of Muon's steps, learning rates found for AdamW fit both (Liu et al., 2025).
+    arguments = {"adjust_lr_fn": "match_rms_adamw", **arguments}
+    hidden = {name: value for name, value in named.items() if value.ndim == 2 and _IN_BLOCK.match(name)}
+    others = {name: value for name, value in named.items() if name not in hidden}
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(torch.optim.Muon(_groups(hidden, config), **arguments))
+    if others:
+        optimizers.append(torch.optim.AdamW(_groups(others, config), lr=config.learning_rate, **config.adam()))
+    return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
+
+
+def _groups(named: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the groups of parameters, each with the ratio of its learning rate to the run's."""
+    groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in named.items():
+        ratio = (config.lora_plus_ratio or 1.0) if ".lora_B." in name else 1.0
+        groups.setdefault((ratio, parameter.ndim >= 2), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr": config.learning_rate * ratio,
+            "lr_ratio": ratio,
+            **({} if decays else {"weight_decay": 0.0}),
+        }
+        for (ratio, decays), parameters in groups.items()
+    ]
+
+
+class _Joined(torch.optim.Optimizer):
+    """Several optimizers, each of its groups, as one whose state is saved and loaded whole."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take a step with each optimizer."""
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:  # loading a state makes new groups
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
+            optimizer.step()
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, num_training_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the learning rate schedule over a number of optimizer steps."""
+    return get_scheduler(
+        config.lr_scheduler,
+        optimizer=optimizer,
+        num_warmup_steps=config.lr_warmup_steps,
+        num_training_steps=num_training_steps,
+    )
+
+
+def apply_settings(config: OptimizerConfig, schedule: torch.optim.lr_scheduler.LambdaLR) -> None:
+    """Give a schedule and its optimizer their present settings, which loading a checkpoint has replaced.
+
+    The learning rate becomes the present one times the group's ratio and the schedule's factor at the current step.
+    Arguments of an optimizer's class stay as they were.
+    """
+    groups = schedule.optimizer.param_groups
+    for group, factor in zip(groups, schedule.lr_lambdas, strict=True):
+        group["initial_lr"] = config.learning_rate * group["lr_ratio"]
+        rate = group["initial_lr"] * factor(schedule.last_epoch)
+        if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers are compiled with it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+        if config.optimizer in ADAMW or (config.optimizer == MUON and "betas" in group):
+            decays = any(parameter.ndim >= 2 for parameter in group["params"])
+            group.update({**config.adam(), **({} if decays else {"weight_decay": 0.0})})
+    schedule.base_lrs = [group["initial_lr"] for group in groups]
+    schedule._last_lr = [float(group["lr"]) for group in groups]  # the values that get_last_lr() returns
+
+
+def set_training(optimizer: Any) -> None:
+    """Put the weights for training into a model whose optimizer tells them from those to evaluate."""
+    if switches_modes(type(optimizer)):
+        optimizer.train()
+
+
+def state_bytes(config: OptimizerConfig, *, dtype: torch.dtype) -> float:
+    """Return the bytes that an optimizer keeps per trained number, measured by a step on a matrix of a block.
+
+    Args:
+        config ([`OptimizerConfig`]): Settings.
+        dtype (`torch.dtype`): Precision of what is trained.
+
+    Raises:
+        BucketingError: If the optimizer is not installed.
+
+    Example:
+        >>> state_bytes(OptimizerConfig(), dtype=torch.float32)
+        8.0
+    """
+    with torch.random.fork_rng(devices=[]):
+        layer = torch.nn.Linear(_SIDE, _SIDE, bias=False, dtype=dtype)
+        optimizer = make_optimizer(torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([layer])}), config)
+        set_training(optimizer)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+    tensors = [value for value in _tensors_in(optimizer.state[layer.weight].values()) if value.ndim]
+    return sum(tensor.nbytes for tensor in tensors) / layer.weight.numel()
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Iterate over tensors, the parts of quantised ones, and those in containers."""
+    for value in values:
+        if hasattr(value, "__tensor_flatten__"):
+            yield from _tensors_in(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (dict, list, tuple)):
+            yield from _tensors_in(value.values() if isinstance(value, dict) else value)
