@@ -36,6 +36,8 @@ class Purpose(IntEnum):
     HELD_OUT_ROWS = 16  # number of files: the files of a split; without a seed, so that no run trains on them
     HELD_OUT_NOISE = 17  # index, number of the noise level: timestep and noise of a held-out sample
     STREAM_SOURCES = 18  # seed: which of several sources of a stream comes next
+    PRESERVATION = 19  # sample: whether the base model's own prediction is its target
+    SLIDER = 20  # sample: which of several pairs of captions
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

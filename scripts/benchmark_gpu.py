@@ -84,8 +84,8 @@ def peak_memory(scale: Scale, into: Figures, name: str) -> Iterator[None]:
 
 def relative(values: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """Return the norm of the errors ÷ the norm of the exact values, over several tensors."""
-    errors = sum(float((value.float() - one).square().sum()) for value, one in zip(values, exact, strict=True))
-    return math.sqrt(errors / sum(float(one.square().sum()) for one in exact))
+    errors = sum(float((value.float() - right).square().sum()) for value, right in zip(values, exact, strict=True))
+    return math.sqrt(errors / sum(float(right.square().sum()) for right in exact))
 
 
 def measure_parity(scale: Scale, runs: int) -> Figures:
@@ -336,7 +336,8 @@ def pad_all(latents: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     def pad(values: torch.Tensor) -> torch.Tensor:
         return F.pad(values, [p for axis in (3, 2, 1) for p in (0, sides[axis - 1] - values.shape[axis])])
 
-    return torch.stack([pad(one) for one in latents]), torch.stack([pad(torch.ones_like(one[:1])) for one in latents])
+    masks = [torch.ones_like(latent[:1]) for latent in latents]
+    return torch.stack([pad(latent) for latent in latents]), torch.stack([pad(mask) for mask in masks])
 
 
 # Padding, bucketing and packing of one mixed set.

@@ -92,7 +92,7 @@ def measure_seconds(rows: int, lazy_rows: int, processes: list[int], runs: int) 
             samplers[GROUPED_BY_TRAINER] = lazy_rows
         by_process = in_fresh_processes(prepared_epochs, number, samplers=samplers, runs=runs)
         for (sampler, own_rows), times in zip(samplers.items(), zip(*by_process, strict=True), strict=True):
-            seconds = {name: max(each[name] for each in times) for name in times[0]}
+            seconds = {name: max(measured[name] for measured in times) for name in times[0]}
             table.append({"sampler": sampler, "processes": number, "rows": own_rows, **seconds})
     return table
 

@@ -124,7 +124,7 @@ def write_clips(folder: Path, count: int) -> list[Path]:
 def processor_seconds() -> float:
     """Return the processor time of this process and of those that it started and that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def measure_headers(clips: list[Path], runs: int) -> dict[str, float]:
@@ -157,11 +157,9 @@ def measure_preparing(rows: int, clips: list[Path], runs: int, folder: Path) -> 
     pq.write_table(pa.table({"file_name": names, "caption": captions, **columns}), folder / "rows.parquet")
     make_tiny_pipeline(folder / "pipeline")
     script = Path(__file__).parent / "prepare_dataset.py"
-    command = [
-        *(sys.executable, script, "--dataset", folder / "rows.parquet", "--output_dir", folder / "prepared"),
-        *("--pretrained_model_name_or_path", folder / "pipeline", "--bucket_tokens", "60,110,150"),
-        *("--bucket_frames", "1,9,17,25"),
-    ]
+    command = [sys.executable, script, "--dataset", folder / "rows.parquet", "--output_dir", folder / "prepared"]
+    command += ["--pretrained_model_name_or_path", folder / "pipeline"]
+    command += ["--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"]
 
     def prepare() -> None:
         with tempfile.TemporaryDirectory() as cache:

@@ -208,10 +208,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     output = here / "figures.json"
     # By default glibc keeps what is freed, in one arena per thread.
     quiet = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    launcher = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"),
-        *("--num_processes", str(case.num_processes)),
-    ]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(case.num_processes)]
+    launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
     if case.sharded:
         environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
         environment |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}

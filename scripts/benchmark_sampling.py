@@ -102,12 +102,12 @@ class DrawByDraw:
         rows = rows[self.rank :: self.num_processes]
         lists = {int(bucket): rows[self.buckets[rows] == bucket].tolist() for bucket in np.unique(self.buckets[rows])}
         mixed: list[int] = []
-        for bucket, own in lists.items():
-            full = len(own) // BATCH_SIZE * BATCH_SIZE
-            lists[bucket], mixed = own[:full], mixed + own[full:]
+        for bucket, bucket_rows in lists.items():
+            full = len(bucket_rows) // BATCH_SIZE * BATCH_SIZE
+            lists[bucket], mixed = bucket_rows[:full], mixed + bucket_rows[full:]
         lists[-1] = mixed
-        while lists := {bucket: own for bucket, own in lists.items() if own}:
-            weights = np.array([len(own) for own in lists.values()], np.float64)
+        while lists := {bucket: bucket_rows for bucket, bucket_rows in lists.items() if bucket_rows}:
+            weights = np.array([len(bucket_rows) for bucket_rows in lists.values()], np.float64)
             bucket = int(self.rng.choice(list(lists), p=weights / weights.sum()))
             batch, lists[bucket] = lists[bucket][:BATCH_SIZE], lists[bucket][BATCH_SIZE:]
             yield batch
@@ -181,7 +181,7 @@ def measure_epochs(rows: int, processes: list[int], runs: int, novelai: Path | N
     for number in processes:
         by_process = in_fresh_processes(bucketed_epochs, number, **options)
         for sampler, times in zip(samplers, zip(*by_process, strict=True), strict=True):
-            seconds = {name: max(each[name] for each in times) for name in times[0]}
+            seconds = {name: max(measured[name] for measured in times) for name in times[0]}
             table.append({"sampler": sampler, "processes": number, "rows": rows, **seconds})
     return table
 

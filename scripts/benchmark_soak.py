@@ -8,6 +8,7 @@ python scripts/benchmark_soak.py --minutes 10 --output scripts/benchmark_results
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -28,14 +29,14 @@ from hf_bucketing.errors import BucketingError
 from hf_bucketing.training.review import losses_of
 
 SCRIPTS = Path(__file__).parent
-FLAGS = [
-    *("--batching", "pack", "--max_tokens", "1200", "--strip_length", "16", "--lora_rank", "4"),
-    *("--num_train_epochs", "100000", "--max_sequence_length", "32", "--dataloader_num_workers", "2"),
-    *("--on_error", "replace", "--max_error_share", "0.5", "--max_errors", "100"),
-    *("--checkpointing_steps", "40", "--checkpoints_total_limit", "2"),
-    *("--validation_prompts", "a red square", "--validation_sizes", "9,64,64", "--validation_steps", "100"),
-    *("--validation_inference_steps", "2", "--validation_split", "0.1", "--validation_loss_steps", "50"),
-]
+FLAGS = shlex.split("""
+    --batching pack --max_tokens 1200 --strip_length 16 --lora_rank 4
+    --num_train_epochs 100000 --max_sequence_length 32 --dataloader_num_workers 2
+    --on_error replace --max_error_share 0.5 --max_errors 100
+    --checkpointing_steps 40 --checkpoints_total_limit 2
+    --validation_prompts 'a red square' --validation_sizes 9,64,64 --validation_steps 100
+    --validation_inference_steps 2 --validation_split 0.1 --validation_loss_steps 50
+""")
 SAMPLED = ("memory_mb", "files", "processes", "shared_memory_mb")
 
 
@@ -54,10 +55,10 @@ def prepare(folder: Path, samples: int) -> None:
 def read_use(process: psutil.Process) -> dict[str, float]:
     """Return what a launched run and all its children use now: memory that is theirs alone, open files, processes."""
     memory = files = processes = 0
-    for one in [process, *process.children(recursive=True)]:
+    for running in [process, *process.children(recursive=True)]:
         try:
-            memory += one.memory_full_info().uss
-            files += one.num_fds()
+            memory += running.memory_full_info().uss
+            files += running.num_fds()
             processes += 1
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile
             continue

@@ -190,7 +190,7 @@ def machine(*packages: str) -> dict[str, object]:
 
 def accelerator_and_versions(*packages: str) -> dict[str, object]:
     """Return the GPU, if there is one, the machine, and the versions of packages that are installed."""
-    installed = {str(found.metadata["Name"]).replace("-", "_") for found in importlib.metadata.distributions()}
+    installed = {str(package.metadata["Name"]).replace("-", "_") for package in importlib.metadata.distributions()}
     described = {"device": "cpu", **machine(*(name for name in packages if name in installed))}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -100,7 +100,7 @@ def train(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
 def encode(recipe: Recipe, batches: Iterable[dict[str, Any]]) -> None:
     for batch in batches:
         media_of(recipe, batch)
-        text_of(recipe, batch, dropped=[False] * len(batch["caption"]), empty=None)
+        text_of(recipe, batch)
 
 
 def measure_data_path(folder: Path, *, samples: int, workers: int, runs: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from hf_bucketing.files import check_writable, complete_file
 
 def make_parser() -> FlagParser:
     from hf_bucketing.optimizers.settings import OptimizerConfig
+    from hf_bucketing.placement.conflicts import conflicting_settings
     from hf_bucketing.planner.settings import PlanConfig
     from hf_bucketing.settings import names_of
     from hf_bucketing.training.script_settings import settings_of_scripts
@@ -28,6 +29,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
     of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
+    parser.name_conflicts(conflicting_settings({*names_of(PlanConfig)} - {"max_tokens"}))  # it is a number here
     parser.add_config("plan_memory", others=settings_of_scripts)
     return parser
 

@@ -142,7 +142,7 @@ def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryR
 
 def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Report, **beside: Any) -> None:
     shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
-    rows = [one if isinstance(one, int) else one.row for one in shown]
+    rows = [sample if isinstance(sample, int) else sample.row for sample in shown]
     thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
     model, memory = plan_of_memory(args.pretrained_model_name_or_path, report)
     page = bucket_page(
@@ -184,7 +184,7 @@ def main(args: argparse.Namespace) -> None:
     if prepared.sources:
         counts = count_sources(**prepared.source_columns())
         print("\nSources, as they were prepared\n" + describe_sources(counts))
-        values["sources"] = [asdict(one) for one in counts]
+        values["sources"] = [asdict(count) for count in counts]
     if args.json:
         with complete_file(args.json) as partial:
             partial.write_text(json.dumps(values, indent=2) + "\n")

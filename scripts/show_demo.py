@@ -63,7 +63,9 @@ def main(args: argparse.Namespace) -> None:
     draw(rows, args.figure)
     print(f"Figure: {args.figure}")
     trained = [measures for name, measures in seen.items() if name.startswith("after")]
-    count = sum(one.agrees(prompt) for clips in trained for one, (prompt, _) in zip(clips, PROMPTS, strict=True))
+    count = sum(
+        measure.agrees(prompt) for clips in trained for measure, (prompt, _) in zip(clips, PROMPTS, strict=True)
+    )
     if count < args.min_recognised:
         sys.exit(f"{count} clips after training show what their prompt says, fewer than {args.min_recognised}.")
 

@@ -12,10 +12,13 @@ from hf_bucketing.command_line.script import run_script
 
 
 def make_parser() -> FlagParser:
+    from hf_bucketing.placement.conflicts import OF_THE_LAUNCH, conflicting_settings
+    from hf_bucketing.settings import names_of
     from hf_bucketing.training import TrainingConfig
     from hf_bucketing.training.script_settings import TRAINED_ON, settings_of_scripts
 
     parser = FlagParser(__doc__, TrainingConfig)
+    parser.name_conflicts(conflicting_settings([*names_of(TrainingConfig), *OF_THE_LAUNCH]))
     parser.add_config("train_text_to_video", others=settings_of_scripts, names={"dataset_dir": TRAINED_ON})
     return parser
 

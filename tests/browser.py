@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
 ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
 )
 WIDTHS = (1280, 390)
 """Widths in pixels at which pages are looked at: a laptop and a phone."""
@@ -78,5 +84,7 @@ def look_at(browser: Browser | BrowserContext, url: str, *, widths: Sequence[int
         page.set_viewport_size({"width": width, "height": 900})
         overflow += [f"at {width} px: {fault}" for fault in page.evaluate(OVERFLOW)]
     page.close()
-    outside = [one for one in requests if not one.startswith(("data:", "blob:", "file:", url.partition("#")[0]))]
+    outside = [
+        request for request in requests if not request.startswith(("data:", "blob:", "file:", url.partition("#")[0]))
+    ]
     return PageFaults(errors, outside, [name for name in broken if name], overflow)

@@ -85,8 +85,12 @@ def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("prepared") / "prepared"
     run_script_here(
         "prepare_dataset.py",
-        *("--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", folder),
-        *("--target_fps", 8, "--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"),
+        dataset=media_dir,
+        pretrained_model_name_or_path=pipeline_dir,
+        output_dir=folder,
+        target_fps=8,
+        bucket_tokens="60,110,150",
+        bucket_frames="1,9,17,25",
     )
     return folder
 
@@ -122,15 +126,26 @@ def columns_read_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]
     assert not [key for key in read if isinstance(key, int)]
 
 
-def run_script(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository in a process of its own."""
-    return run_forked([ROOT / "scripts" / name, *args], [dict(os.environ)], check=check)
+def as_flags(**settings: object) -> list[object]:
+    """Return the flags of a script for settings: True is a flag alone, a list a flag with several values."""
+    flags: list[object] = []
+    for name, value in settings.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        flags += [f"--{name}", *values]
+    return flags
 
 
-def run_script_here(name: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository in this process, whose imports are already paid for."""
+def run_script(name: str, *args: object, check: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run a script of this repository, with settings as flags before the arguments, in a process of its own."""
+    return run_forked([ROOT / "scripts" / name, *as_flags(**settings), *args], [dict(os.environ)], check=check)
+
+
+def run_script_here(
+    name: str, *args: object, check: bool = True, **settings: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as [`run_script`] does, but in this process, whose imports are already paid for."""
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
-    command = [str(ROOT / "scripts" / name), *map(str, args)]
+    command = [str(ROOT / "scripts" / name), *map(str, [*as_flags(**settings), *args])]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", command)
         patch.syspath_prepend(str(ROOT / "scripts"))
@@ -174,7 +189,7 @@ def launch(
 def launch_flags(num_processes: int) -> list[object]:
     """Return the flags of `accelerate launch` for CPU processes of one machine."""
     return [
-        *("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", num_processes),
+        *as_flags(num_machines=1, mixed_precision="no", dynamo_backend="no", num_processes=num_processes),
         "--multi_gpu" if num_processes > 1 else "--cpu",
     ]
 

@@ -186,9 +186,9 @@ def dump_stacks_and_end(pid: int) -> None:
     """End a process and all its children; those started with PYTHONFAULTHANDLER print their stacks first."""
     started = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for signal_number in (signal.SIGABRT, signal.SIGKILL):  # the first prints the stacks
-        for one in started:
+        for child in started:
             with suppress(psutil.NoSuchProcess):
-                one.send_signal(signal_number)
+                child.send_signal(signal_number)
         psutil.wait_procs(started, timeout=3)
 
 

@@ -24,8 +24,8 @@ def benchmark(monkeypatch) -> Any:
     return importlib.import_module("benchmark_gpu")
 
 
-def run_here(output: Path, *flags: object) -> dict[str, Any]:
-    run_script_here("benchmark_gpu.py", "--small", "--runs", 1, "--output", output, *flags)
+def run_here(output: Path, **settings: object) -> dict[str, Any]:
+    run_script_here("benchmark_gpu.py", small=True, runs=1, output=output, **settings)
     return json.loads(output.read_text())
 
 
@@ -33,8 +33,8 @@ def run_here(output: Path, *flags: object) -> dict[str, Any]:
 def test_packing_is_measured_small_and_drawn(tmp_path: Path) -> None:
     figures = run_here(
         tmp_path / "gpu.json",
-        *("--parts", "parity", "attention", "step", "strategies"),
-        *("--figure", tmp_path / "gpu.png"),
+        parts=["parity", "attention", "step", "strategies"],
+        figure=tmp_path / "gpu.png",
     )
     parts = figures["parts"]
     for case in (parts["parity"]["attention"], parts["parity"]["model"]):

@@ -13,14 +13,20 @@ from tests.conftest import ROOT, run_script_here
 RESULTS = ROOT / "scripts" / "benchmark_results"
 
 SMALL = {
-    "mapping": ("--rows", 10_000, "--files", 4, "--header_files", 4, "--prepared_rows", 1000),
-    "sampling": (
-        *("--rows", 20_000, "--epoch_rows", 5000, "--epoch_runs", 1, "--processes", 1, "--samples", 5000),
-        *("--scale_rows", 10_000, "--scale_processes", 8),
-    ),
-    "lengths": ("--rows", 5000, "--lazy_rows", 500, "--duration_rows", 5000, "--processes", 1),
-    "packing": ("--layers", 1, "--heads", 2, "--shrink", 4),
-    "training": ("--images", 2, "--side", 16, "--samples", 6, "--workers", 0),
+    "mapping": {"rows": 10_000, "files": 4, "header_files": 4, "prepared_rows": 1000},
+    "sampling": {
+        "rows": 20_000,
+        "epoch_rows": 5000,
+        "epoch_runs": 1,
+        "processes": 1,
+        "samples": 5000,
+        "scale_rows": 10_000,
+        "scale_processes": 8,
+    },
+    "lengths": {"rows": 5000, "lazy_rows": 500, "duration_rows": 5000, "processes": 1},
+    "packing": {"layers": 1, "heads": 2, "shrink": 4},
+    "preservation": {"samples": 6, "steps": 1, "inference_steps": 1},
+    "training": {"images": 2, "side": 16, "samples": 6, "workers": 0},
 }
 
 
@@ -56,7 +62,7 @@ def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
-    run_script_here(f"benchmark_{name}.py", *SMALL[name], "--runs", 1, "--output", tmp_path / "figures.json")
+    run_script_here(f"benchmark_{name}.py", runs=1, output=tmp_path / "figures.json", **SMALL[name])
     figures = json.loads((tmp_path / "figures.json").read_text())
     results = RESULTS / f"{name}.json"
     measured = {key for key in json.loads(results.read_text()) if not key.startswith(("lhotse", "scale"))}

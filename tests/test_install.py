@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, made_once, run
+from tests.conftest import ROOT, as_flags, made_once, run
 
 pytestmark = pytest.mark.slow
 
@@ -234,18 +234,25 @@ def test_the_newest_versions_prepare_and_train(
     clone: Path, newest: Path, media_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
     prepared, trained = tmp_path / "prepared", tmp_path / "trained"
-    for script, *arguments in (
-        (
-            *("prepare_dataset.py", "--dataset", media_dir, "--output_dir", prepared, "--target_fps", 8),
-            *("--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25"),
-        ),
-        (
-            *("train_text_to_video.py", "--dataset_dir", prepared, "--output_dir", trained, "--batching", "pack"),
-            *("--max_tokens", 640, "--strip_length", 16, "--max_sequence_length", 64, "--max_train_steps", 2),
-        ),
-    ):
+    preparing = as_flags(
+        dataset=media_dir,
+        output_dir=prepared,
+        target_fps=8,
+        bucket_tokens="60,110,150",
+        bucket_frames="1,9,17,25",
+    )
+    training = as_flags(
+        dataset_dir=prepared,
+        output_dir=trained,
+        batching="pack",
+        max_tokens=640,
+        strip_length=16,
+        max_sequence_length=64,
+        max_train_steps=2,
+    )
+    for script, flags in {"prepare_dataset.py": preparing, "train_text_to_video.py": training}.items():
         run(
-            [newest, clone / "scripts" / script, *arguments, "--pretrained_model_name_or_path", pipeline_dir],
+            [newest, clone / "scripts" / script, *flags, "--pretrained_model_name_or_path", pipeline_dir],
             cwd=clone.parent,
             env={**ALONE, "ACCELERATE_USE_CPU": "true"},
         )

@@ -67,8 +67,17 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[bool | str | Sequence[s
 def full_table() -> str:
     """Return the table of docs/models/index.md."""
     rows = [
-        (one.title, True, one.trains, one.trains, one.formats, one.images, one.conditions, one.pipelines)
-        for one in models()
+        (
+            model.title,
+            True,
+            model.trains,
+            model.trains,
+            model.formats,
+            model.images,
+            model.conditions,
+            model.pipelines,
+        )
+        for model in models()
     ]
     titles = (
         "model",
@@ -86,10 +95,10 @@ def full_table() -> str:
 def compact_table() -> str:
     """Return the table of README: the models that train, by what they train, with the conditions of some."""
     groups: dict[tuple[bool, bool], list[str]] = {}
-    for one in (one for one in models() if one.trains):
-        shown = [name for name in one.conditions if not name.endswith("_frame")]
-        groups.setdefault((one.adapters, one.images), []).append(
-            f"{one.title} ({', '.join(shown)})" if shown else one.title
+    for model in (model for model in models() if model.trains):
+        shown = [name for name in model.conditions if not name.endswith("_frame")]
+        groups.setdefault((model.adapters, model.images), []).append(
+            f"{model.title} ({', '.join(shown)})" if shown else model.title
         )
     rows = []
     for (adapters, images), titles in sorted(groups.items(), reverse=True):
@@ -105,4 +114,4 @@ def test_the_tables_of_models_are_what_the_cases_show(page: str, expected: Calla
 
 def test_the_compact_table_names_every_model_that_trains() -> None:
     cells = compact_table()
-    assert all(one.title in cells for one in models() if one.trains)
+    assert all(model.title in cells for model in models() if model.trains)

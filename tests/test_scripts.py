@@ -61,9 +61,11 @@ def prepare(dataset: object, pipeline: Path, output: Path, *flags: object, check
     here = "--num_proc" not in flags  # whose processes are not forked from this one
     return (run_script_here if here else run_script)(
         "prepare_dataset.py",
-        *("--dataset", dataset, "--pretrained_model_name_or_path", pipeline, "--output_dir", output),
         *(flags or ("--bucket_tokens", "60,110", "--bucket_frames", "1,9,17", "--target_fps", 8)),
         check=check,
+        dataset=dataset,
+        pretrained_model_name_or_path=pipeline,
+        output_dir=output,
     )
 
 
@@ -138,8 +140,10 @@ def test_a_table_that_no_sample_fits_is_an_error_before_training(media_dir, pipe
     prepare(media_dir, pipeline_dir, tmp_path / "out", "--buckets", "512,512", "--bucket_frames", "1,81")
     result = run_script_here(
         "train_text_to_video.py",
-        *("--pretrained_model_name_or_path", pipeline_dir, "--dataset_dir", tmp_path / "out", "--report_to", "none"),
-        *("--output_dir", tmp_path / "trained"),
+        pretrained_model_name_or_path=pipeline_dir,
+        dataset_dir=tmp_path / "out",
+        report_to="none",
+        output_dir=tmp_path / "trained",
         check=False,
     )
     assert result.returncode == 1

@@ -102,10 +102,10 @@ def test_every_link_and_anchor_of_the_site_resolves(site: Path) -> None:
              .read_text()) for page in pages_of(site)}  # fmt: skip
     assert len(pages) > 40
     broken = []
-    for page, found in pages.items():
-        for link in [*found.links, *found.loaded]:
+    for page, parsed in pages.items():
+        for link in [*parsed.links, *parsed.loaded]:
             target = urlsplit(urljoin(page, link))
-            if target.scheme in ("data", "mailto") or (target.netloc and link in found.links):
+            if target.scheme in ("data", "mailto") or (target.netloc and link in parsed.links):
                 continue
             file = site / unquote(target.path).lstrip("/")
             anchor = unquote(target.fragment)
@@ -168,7 +168,7 @@ def test_the_tables_of_memory_are_whole_on_a_laptop(address: str, browser: Brows
     )
     page.close()
     assert len(widths) > 3
-    assert all(needed <= given for needed, given in widths)
+    assert all(needed <= width for needed, width in widths)
 
 
 @pytest.mark.slow

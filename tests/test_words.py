@@ -248,7 +248,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str, bool]]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text:
-                decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+                decorators = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])]
                 is_value = any(name.endswith(("property", ".setter")) for name in decorators)
                 is_action = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_value
                 yield getattr(node, "lineno", 1), text, is_action

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.captions import drawn_caption, texts_of
-from ..loaders.collators import Row, require
+from ..loaders.collators import Row, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of
 from ..loaders.state import epoch_number
 from .columns import OTHER
-from .store import TensorCache
+from .store import TensorCache, entry_key
 
 
 class CachedCollator:
@@ -82,6 +83,7 @@ class CachedCollator:
             batch["conditions"] = {name: [tensors[name] for tensors, _ in entries] for name in conditions}
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
+        batch |= regularization(rows)
         if OCCURRENCE in rows[0]:
             batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         if self.stack:
@@ -109,6 +111,22 @@ class CachedCollator:
             raise CacheError("The cache has no entry for dropped captions; run scripts/cache_latents.py again.")
         return _stacked([self.cache.read(self.info.empty_text_key)])
 
+    def text_of(self, caption: str) -> dict[str, Any]:
+        """Return, as [`empty_text`] does, what stands for a caption of no row; `""` is a dropped caption.
+
+        Raises:
+            CacheError: If the cache has no entry for it.
+        """
+        if not caption:
+            return self.empty_text()
+        key = entry_key(kind="text", model=self.info.text_model, caption=caption)
+        if not self.cache.holds(key):
+            raise CacheError(
+                f"The cache has no entry for the caption {caption!r}, and no text encoder runs beside it; run "
+                f"scripts/cache_latents.py again with --more_captions {shlex.quote(caption)}."
+            )
+        return _stacked([self.cache.read(key)])
+
     def _caption(self, row: Row, column: str) -> tuple[str, str]:
         """Return the caption of a row in this epoch, and the key of its entry."""
         position = drawn_caption(row, column, seed=self.seed, epoch=int(self._epoch))
@@ -132,8 +150,8 @@ def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) ->
         name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]
     }
     stacks |= {name: _as_array(mask) for name, mask in stacks.items() if "mask" in name}
-    others = {name.removeprefix(OTHER): one for name, one in stacks.items() if name.startswith(OTHER)}
-    batch: dict[str, Any] = {f"text_{name}": one for name, one in stacks.items() if not name.startswith(OTHER)}
+    others = {name.removeprefix(OTHER): values for name, values in stacks.items() if name.startswith(OTHER)}
+    batch: dict[str, Any] = {f"text_{name}": values for name, values in stacks.items() if not name.startswith(OTHER)}
     return {**batch, "text_others": others} if others else batch
 
 

@@ -275,7 +275,7 @@ class TextColumns(_CachedColumns):
             entry = {"values": values[row, :end]}
             if mask is not None:
                 entry["mask"] = mask[row, :end]
-            entry |= {OTHER + name: one[row] for name, one in others.items()}
+            entry |= {OTHER + name: values[row] for name, values in others.items()}
             self.cache.write(key, entry, about={"length": values.shape[1]})
 
 

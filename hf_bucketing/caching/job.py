@@ -61,7 +61,8 @@ def cache_dataset(
         text = TextColumns(
             encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
         )
-        captions = Dataset.from_dict({text.column: sorted(set(all_texts(prepared.dataset, text.column)))})
+        more = config.more_captions or []
+        captions = Dataset.from_dict({text.column: sorted({*all_texts(prepared.dataset, text.column), *more})})
         _encode_share(captions, text, state, desc="texts")
         if state.is_main_process:
             text.write_null(encoder.encode_null)

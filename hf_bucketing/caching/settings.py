@@ -23,6 +23,8 @@ class CacheConfig:
         batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
         num_threads (`int`): Threads that decode files while the encoder runs.
         on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
+        more_captions (`list` of `str`, *optional*): Captions to encode beside those of the rows, such as those that
+            `preservation_caption` and `slider` of a run name; by default none.
 
     Raises:
         BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
@@ -35,6 +37,7 @@ class CacheConfig:
     batch_size: int = 8
     num_threads: int = 2
     on_error: Literal["raise", "reject"] = "raise"
+    more_captions: list[str] | None = None
 
     def __post_init__(self) -> None:
         check_literals(self)

@@ -110,7 +110,7 @@ def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list
     _refuse_shared_stems(folder, {stem: files[stem] for stem in stems if stem in files})
     if not files.keys() & set(stems):
         raise MediaError(f"No file of {folder} has the name of a media file in {root}; correct the folder.")
-    paths = {stem: os.path.relpath(found[0], above) for stem, found in files.items()}
+    paths = {stem: os.path.relpath(names[0], above) for stem, names in files.items()}
     return [paths.get(stem) for stem in stems]
 
 

@@ -100,16 +100,18 @@ def _roles(parts: Sequence[MediaDataset]) -> dict[str, str]:
 
 def _columns_of(part: MediaDataset) -> dict[str, str]:
     caption = {} if part.caption_column is None else {"caption": part.caption_column}
-    return {"media": part.column, **caption, **{f"condition {name}": one for name, one in part.conditions.items()}}
+    conditions = {f"condition {name}": column for name, column in part.conditions.items()}
+    return {"media": part.column, **caption, **conditions}
 
 
 def _renamed(part: MediaDataset, roles: Mapping[str, str]) -> MediaDataset:
     """Return a source with the merged names of its columns; what has such a name and another role is dropped."""
-    columns = {own: roles[role] for role, own in _columns_of(part).items()}
+    columns = {column: roles[role] for role, column in _columns_of(part).items()}
     in_the_way = [name for name in part.dataset.column_names if name in roles.values() and name not in columns]
     dataset = part.dataset.remove_columns(in_the_way)
-    aside = {own: f"{own} of a source" for own, new in columns.items() if own != new}  # names may be exchanged
-    dataset = dataset.rename_columns(aside).rename_columns({aside[own]: columns[own] for own in aside})
+    # Names may be exchanged, so each column gets an unused name first.
+    aside = {column: f"{column} of a source" for column, name in columns.items() if column != name}
+    dataset = dataset.rename_columns(aside).rename_columns({aside[column]: columns[column] for column in aside})
     return MediaDataset(
         dataset=dataset,
         column=columns[part.column],
@@ -203,9 +205,9 @@ _STORED = [("bytes", pa.binary()), ("path", pa.string())]
 
 
 def _as_structs(chunk: pa.Array, kind: str | None, prefix: str) -> pa.Array:
-    fields = {name: pa.nulls(len(chunk), own) for name, own in _STORED}
+    fields = {name: pa.nulls(len(chunk), arrow_type) for name, arrow_type in _STORED}
     if kind == "both":
-        fields = {name: pc.struct_field(chunk, name).cast(own) for name, own in _STORED}
+        fields = {name: pc.struct_field(chunk, name).cast(arrow_type) for name, arrow_type in _STORED}
         paths = fields["path"]  # only names where there are bytes
         fields["path"] = pc.if_else(fields["bytes"].is_valid(), paths, _prefixed(paths, prefix))
     else:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
+import numpy as np
 from datasets import Dataset, Features, Value
 
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
-from ..media.rows import MediaColumns
+from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
 from .arrays import column_array
@@ -200,6 +201,7 @@ def _check_rows(
     )
     for sentence in sentences:
         say(sentence)
+    dataset = with_marks(dataset, source, say=say)
     sizes = ",".join(f"{name}={column}" for name, column in sized.columns.items())
     config = replace(
         RowsConfig(**{field.name: getattr(source, field.name) for field in fields(RowsConfig)}),
@@ -210,6 +212,24 @@ def _check_rows(
         clip_frames=None if clips is None else clips.frames,
     )
     return replace(loaded, dataset=dataset, conditions=source.conditions), config
+
+
+def with_marks(dataset: Dataset, source: SourceConfig, *, say: Callable[[str], None]) -> Dataset:
+    """Mark all rows as regularization samples if the source says so, and say how many are marked.
+
+    Raises:
+        ColumnError: If marks in a column are neither booleans nor whole numbers.
+    """
+    if source.is_regularization:
+        marks = {REGULARIZATION: np.ones(len(dataset), bool)}
+        dataset = with_columns(dataset, marks, features=Features({REGULARIZATION: Value("bool")}))
+    if REGULARIZATION in dataset.column_names:
+        kind = dataset.features[REGULARIZATION]
+        if not isinstance(kind, Value) or not kind.dtype.startswith(("bool", "int", "uint", "null")):
+            raise ColumnError(f"The column {REGULARIZATION} must hold true or false, or 1 or 0, got {kind}.")
+        count = sum(map(bool, dataset[REGULARIZATION]))
+        say(f"{count} of {len(dataset)} rows are regularization samples, which `preservation` is about in training.")
+    return dataset
 
 
 def prepare(

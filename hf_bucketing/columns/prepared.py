@@ -121,7 +121,7 @@ class PreparedDataset:
         """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
         if not self.sources:
             raise BucketingError("The data set has one source, or was prepared without a column of sources.")
-        names = [*("bucket_id", "num_tokens", "rejection"), ROW_WEIGHT]
+        names = ["bucket_id", "num_tokens", "rejection", ROW_WEIGHT]
         columns = {name: column_array(self.dataset, name) for name in names if name in self.dataset.column_names}
         weights = columns.pop(ROW_WEIGHT, None)
         return {"sources": self.source_ids, "names": self.sources, "columns": columns, "weights": weights}

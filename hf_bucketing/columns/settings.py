@@ -270,6 +270,8 @@ class RowsConfig:
             files agree, columns without opening a file, or the headers of all files.
         size_columns (`str`, *optional*): Columns of sizes that have other names than width, height, num_frames and
             fps, such as num_frames=frame; duration=seconds takes the place of num_frames (default: none).
+        is_regularization (`bool`): Whether all rows are regularization samples, which `preservation` of a run keeps as
+            the base model has them; by default those that a column is_regularization marks.
         target_fps (`float`): Frame rate to train at.
         clips (`str`, *optional*): Clips that each longer video is cut into, one row each: head, one from the start;
             uniform:N, N of them spread evenly; slide:STRIDE, one every STRIDE frames; all, consecutive ones; or
@@ -308,6 +310,7 @@ class RowsConfig:
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
+    is_regularization: bool = False
     target_fps: float = 16.0
     clips: str | None = None
     clip_frames: int | None = None

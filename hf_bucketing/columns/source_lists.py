@@ -44,17 +44,17 @@ def sources_from(values: Mapping[str, Any], file: ConfigFile | None = None) -> l
         raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a dataset.")
     parser = FlagParser(None)
     parser.add_settings(SourceConfig, listed=True)
-    given = []
+    sources = []
     for settings in entry.value:
-        given.append(parser.read_settings(file, settings))
-        if given[-1].get("dataset") is None:
+        sources.append(parser.read_settings(file, settings))
+        if sources[-1].get("dataset") is None:
             line = min((inner.line for inner in settings.values()), default=entry.line)
             raise FlagError(f"{file.path}, line {line}: this source has no dataset.")
-    return make_sources(common, given)
+    return make_sources(common, sources)
 
 
 def make_sources(
-    common: Mapping[str, Any], given: Sequence[Mapping[str, Any]], *, say: Callable[[str], None] = print
+    common: Mapping[str, Any], sources: Sequence[Mapping[str, Any]], *, say: Callable[[str], None] = print
 ) -> list[SourceConfig]:
     """Build sources from their settings by name; those that one does not give are taken from `common`.
 
@@ -62,7 +62,7 @@ def make_sources(
     folders such as `10_a fox`, stands for the sources that it lists; `say` is called with a sentence about each of its
     keys that has no effect.
     """
-    listed = (settings for source in given for settings in _listed(source, say))
+    listed = (settings for source in sources for settings in _listed(source, say))
     return [build(SourceConfig, {**_inherited(common, settings), **settings}) for settings in listed]
 
 
@@ -73,28 +73,29 @@ def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]
     return [
         {
             name: value
-            for name, value in {**flatten(source), "name": own}.items()
+            for name, value in {**flatten(source), "name": unique}.items()
             if value is not None and name not in hidden
         }
-        for own, source in zip(names, sources, strict=True)
+        for unique, source in zip(names, sources, strict=True)
     ]
 
 
-def _inherited(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _inherited(common: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     tables = marked(SourceConfig, "one_of")
-    has_table = any(own.get(name) is not None for name in tables)
+    has_table = any(settings.get(name) is not None for name in tables)
     return {name: value for name, value in common.items() if not (has_table and name in tables)}
 
 
-def _listed(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Mapping[str, Any]]:
-    toml = Path(given["dataset"]).suffix.lower() == ".toml"
-    found = load_toml(given["dataset"]) if toml else None if "repeats" in given else load_repeats(given["dataset"])
-    if found is None:
-        yield given
+def _listed(source: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Mapping[str, Any]]:
+    dataset = source["dataset"]
+    toml = Path(dataset).suffix.lower() == ".toml"
+    listed = load_toml(dataset) if toml else None if "repeats" in source else load_repeats(dataset)
+    if listed is None:
+        yield source
         return
-    for sentence in found.ignored:
-        say(f"{given['dataset']}: {sentence}")
-    yield from ({**given, **settings} for settings in found.sources)
+    for sentence in listed.ignored:
+        say(f"{dataset}: {sentence}")
+    yield from ({**source, **settings} for settings in listed.sources)
 
 
 def _names_dataset(file: ConfigFile) -> bool:

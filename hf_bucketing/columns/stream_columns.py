@@ -10,7 +10,7 @@ from typing import Any
 
 from ..buckets.assignment import REJECTED_BUCKET
 from ..media.remote import is_url
-from ..media.rows import CLIP_END, CLIP_START, MediaColumns
+from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, MediaColumns
 from .buckets import BucketColumns
 from .captions import CaptionTexts, for_source
 from .clips import SCENE_END, SCENE_START, ClipRows
@@ -48,6 +48,8 @@ class StreamColumns:
         conditions ([`ConditionColumns`]): Media column, and the column of each condition, which becomes a column of
             its name; how they are checked.
         buckets ([`BucketColumns`]): Table and rule of the buckets.
+        is_regularization (`bool`): Whether all rows are regularization samples, and not those alone that a column
+            marks.
     """
 
     captions: CaptionTexts
@@ -55,6 +57,7 @@ class StreamColumns:
     clips: ClipRows | None = None
     conditions: ConditionColumns
     buckets: BucketColumns
+    is_regularization: bool = False
     rule_version: int = field(default=3, init=False)
 
     @classmethod
@@ -82,6 +85,7 @@ class StreamColumns:
             else ClipRows(clips, on_error=on_error, caption_column=texts[0], media_column=column),
             conditions=ConditionColumns(files, on_error=on_error),
             buckets=buckets,
+            is_regularization=config.is_regularization,
         )
 
     def rejecting(self) -> StreamColumns:
@@ -121,6 +125,8 @@ class StreamColumns:
         for name in (*self.input_columns, SCENE_START, SCENE_END):
             columns.setdefault(name, [row.get(name) for row in rows])
         read = self.sizes.sizes if isinstance(self.sizes, ExistingMetadata) else self.sizes
+        if self.is_regularization or REGULARIZATION in batch:
+            columns[REGULARIZATION] = [self.is_regularization or bool(row.get(REGULARIZATION)) for row in rows]
         columns |= read(columns, faults.report)
         columns |= self.captions(columns, lambda error: faults.report(for_source(error)))
         if self.clips is not None:
@@ -129,7 +135,9 @@ class StreamColumns:
         assigned: Any = self.buckets(columns)
         media, captions = columns[files.column], columns[self.captions.columns[0]]
         shown = {MEDIA: media, **{name: columns[column] for name, column in files.conditions.items()}}
-        kept = [name for name in (*SIZES, "num_frames_estimated", CLIP_START, CLIP_END) if name in columns]
+        kept = [
+            name for name in (*SIZES, "num_frames_estimated", CLIP_START, CLIP_END, REGULARIZATION) if name in columns
+        ]
         times = zip(*(columns.get(name, [None] * len(media)) for name in (CLIP_START, CLIP_END)), strict=True)
         return {
             **shown,

@@ -52,7 +52,7 @@ _CAPTION = "{caption}"
 _CLIPS = ("frame_extraction", "frame_stride", "frame_sample")
 _CAPTIONS = ("caption_prefix", "caption_suffix")
 _READ = {*_PATHS, *_FOLDERS, *_CLIPS, *_CAPTIONS}
-_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets"}
+_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets", "is_reg"}
 
 _BUCKETS = "sizes come from the bucket table: give `bucket_tokens`, `buckets` or `table`"
 _ADVICE: dict[str, tuple[Any, str]] = {
@@ -75,7 +75,6 @@ _ADVICE: dict[str, tuple[Any, str]] = {
     "keep_tokens": (0, "give `keep_tags` when training"),
     **dict.fromkeys(("caption_separator", "cache_shuffle_delimiter"), (None, "give `tag_separator` when training")),
     "skip_empty_caption": (None, 'give `on_error="reject"` or `on_error="empty"`'),
-    "is_reg": (False, "there are no regularisation images: these are trained as all others; remove them"),
     "flip_aug": (False, "give `flip_probability` when training"),
     "random_crop": (None, "give `random_crop` when training"),
     "color_aug": (False, "there is no counterpart"),
@@ -97,7 +96,7 @@ _ADVICE: dict[str, tuple[Any, str]] = {
     "validation_split": (0, "give `validation_split` when training"),
     **dict.fromkeys(("token_warmup_min", "network_multiplier"), (1, "there is no counterpart")),
     "shuffle_metadata": (True, "rows are drawn in an order of their own in every epoch"),
-    "prior_loss_weight": (1, "there is no counterpart"),
+    "prior_loss_weight": (1, "give `preservation_weight` when training"),
 }
 """For each key without effect: the value that asks for what happens anyway, and what to give for others."""
 
@@ -168,6 +167,7 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
     values: dict[str, Any] = {"dataset": _existing(table[key], folder, name)}
     if "num_repeats" in table:
         values["repeats"] = float(table["num_repeats"])
+    values |= {"is_regularization": True} if table.get("is_reg") else {}
     if key not in _TABLES:
         extension = table.get("caption_extension", _SD_SCRIPTS_EXTENSION if key == "image_dir" else None)
         values |= {"caption_extension": extension} if extension else {}
@@ -235,9 +235,9 @@ def _ignored(tables: list[dict[str, Any]]) -> list[str]:
         for frames in several[:1]
     ]
     return said + [
-        f"{key} = {' and '.join(map(str, found))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
-        for key, found in values.items()
-        if found
+        f"{key} = {' and '.join(map(str, settings))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
+        for key, settings in values.items()
+        if settings
     ]
 
 

@@ -168,7 +168,7 @@ _Writer.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(~|null|Nu
 
 def _as_texts(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _as_texts(one, str(name)) for name, one in value.items()}
+        return {str(name): _as_texts(setting, str(name)) for name, setting in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_as_texts(item, name) for item in value]
     if value and name in PATHS and (name.endswith(_FOLDER) or os.path.exists(value)):
@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
         return _plain(value.value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _kind(node: yaml.Node) -> str:

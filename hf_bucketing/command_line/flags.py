@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from ..errors import BucketingError, FlagError, did_you_mean
+from ..errors import BucketingError, FlagError, did_you_mean, quoted
 from ..settings import Setting, build, choices, names_of, parts_of, settings_in, without_links
 from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
 
@@ -101,6 +101,16 @@ class FlagParser(argparse.ArgumentParser):
             groups[setting.owner].add_argument(f"--{setting.name}", **options)
             if "argument" in setting.metadata:
                 self._arguments[setting.metadata["argument"]] = f"--{setting.name}"
+
+    def name_conflicts(self, others: Mapping[str, Sequence[str]]) -> None:
+        """Add to the help of each setting the others whose values may exclude its own.
+
+        Args:
+            others (mapping of `str` to names): For each setting, the names of the others.
+        """
+        for action in self._actions:
+            if action.dest in others:
+                action.help = f"{action.help} It may conflict with {quoted(others[action.dest])}."
 
     def add_config(
         self,
@@ -213,9 +223,9 @@ class FlagParser(argparse.ArgumentParser):
                 raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}")
             if name in scripts and not isinstance(entry.value, dict):
                 raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
-            for inner, one in entry.value.items() if name in scripts else ():
+            for inner, setting in entry.value.items() if name in scripts else ():
                 if inner not in scripts[name]:
-                    raise FlagError(f"{file.where(one)}: {_no_setting(inner, scripts[name])}")
+                    raise FlagError(f"{file.where(setting)}: {_no_setting(inner, scripts[name])}")
         own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
         return own
 

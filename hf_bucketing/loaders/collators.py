@@ -16,7 +16,7 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
-from ..media.rows import MediaColumns
+from ..media.rows import REGULARIZATION, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
 from .captions import CaptionRule
@@ -127,6 +127,7 @@ class MediaCollator:
             batch["caption"] = [draw(row) for row, *_ in found]
         if "index" in found[0][0]:
             batch["index"] = [int(row["index"]) for row, *_ in found]
+        batch |= regularization([row for row, *_ in found])
         if self.replacements is not None:
             batch[PLANNED] = [int(row["index"]) for row in rows]
         if OCCURRENCE in rows[0]:
@@ -309,6 +310,12 @@ class PackCollator(MediaCollator):
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""
         return self.load(rows)
+
+
+def regularization(rows: Sequence[Row]) -> dict[str, list[bool]]:
+    """Return the list `is_regularization` of a batch, which says what rows are marked, if any is."""
+    marks = [bool(row.get(REGULARIZATION)) for row in rows]  # None in rows of sources without marks
+    return {REGULARIZATION: marks} if any(marks) else {}
 
 
 def require(row: Row, columns: Sequence[str]) -> None:

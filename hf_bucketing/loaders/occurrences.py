@@ -62,7 +62,7 @@ class NumberedRows:
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of a batch, which torch asks for together."""
         cells = self.dataset.__getitems__([int(row) for row in rows])
-        return [{**own, OCCURRENCE: getattr(row, "occurrence", 0)} for row, own in zip(rows, cells, strict=True)]
+        return [{**cell, OCCURRENCE: getattr(row, "occurrence", 0)} for row, cell in zip(rows, cells, strict=True)]
 
 
 def occurrence_of(row: Mapping[str, Any]) -> int:

@@ -19,6 +19,9 @@ from .views import View, ViewRule
 CLIP_START, CLIP_END = "clip_start", "clip_end"
 """Columns of the seconds of its file at which a row's clip begins and ends, for rows that are clips of videos."""
 
+REGULARIZATION = "is_regularization"
+"""Column of whether a row is a regularization sample, and list of a batch that has some."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSample:

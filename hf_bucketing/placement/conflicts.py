@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..errors import BucketingError, quoted
 from .settings import MemoryConfig
@@ -12,7 +12,13 @@ from .settings import MemoryConfig
 Sharding: TypeAlias = Literal["ddp", "FSDP", "FSDP2", "DEEPSPEED", "DEEPSPEED stage 3"]
 """How processes share the weights, as accelerate names it: `"ddp"` stands for none, or one process."""
 
-_ADVICE = "use version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
+READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
+"""Settings that read whole weights."""
+
+_VERSION_2 = "version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
+
+_PRODUCTS = ("loha", "lokr")
+"""Kinds of adapters that are products of several matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,7 @@ class Combination:
         grouped (`bool`): Whether accelerate's parallelism_config groups the processes.
         replaces (`bool`): Whether unreadable samples are replaced.
         strip_length (`int`, *optional*): Tokens of a strip, in packs.
+        planned (`bool`): Whether only memory is planned: one process of FSDP can train, but shares nothing.
     """
 
     memory: MemoryConfig
@@ -54,6 +61,191 @@ class Combination:
     grouped: bool = False
     replaces: bool = False
     strip_length: int | None = None
+    planned: bool = False
+
+    @property
+    def texts(self) -> dict[str, object]:
+        """What the reasons of conflicts name, as a person would give it."""
+        memory, degree = self.memory, self.memory.context_parallel_degree
+        quantized, offloaded = f'`quantize_base="{memory.quantize_base}"`', f"`offload_blocks={memory.offload_blocks}`"
+        return {
+            "version_2": _VERSION_2,
+            "kind": self.sharding.partition(" ")[0].rstrip("2"),
+            "joined": quoted(self.joined),
+            "adapter": f'`adapter="{self.kind}"`',
+            "quantized": quantized,
+            "offloaded": offloaded,
+            "frozen": offloaded if memory.quantize_base is None else quantized,
+            "degree": degree,
+            "fitting_strip": -(-(self.strip_length or 1) // degree) * degree,
+        }
+
+
+class Conflict(NamedTuple):
+    """A rule about settings that exclude each other.
+
+    Attributes:
+        settings (`tuple` of `str`): Names of settings, of which the last excludes values of each of the others.
+        occurs (callable): Function that returns whether a [`Combination`] breaks the rule.
+        reason (`str`): Message with the nearest settings that can be combined, to be formatted with the combination
+            as `run` and its `texts`.
+    """
+
+    settings: tuple[str, ...]
+    occurs: Callable[[Combination], bool]
+    reason: str
+
+
+CONFLICTS = (
+    Conflict(
+        ("sharding", "num_processes"),
+        lambda run: run.planned and run.sharding != "ddp" and run.num_processes == 1,
+        '`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.',
+    ),
+    Conflict(
+        ("quantize_base", "sharding"),
+        lambda run: run.sharding != "ddp" and run.memory.quantize_base is not None,
+        "Omit `quantize_base`, or use DDP: {kind} cannot split or cast quantised weights. Under DDP each process "
+        "holds all of them in {run.memory.quantize_base}; under FSDP each holds its share in bf16.",
+    ),
+    Conflict(
+        ("offload_blocks", "sharding"),
+        lambda run: run.sharding != "ddp" and run.memory.offload_blocks > 0,
+        "Omit `offload_blocks`, or use DDP: {kind} moves the weights itself. Under FSDP, shares wait on the CPU with "
+        "`fsdp_offload_params: true` in accelerate's configuration.",
+    ),
+    Conflict(
+        ("trained_dtype", "sharding"),
+        lambda run: run.sharding != "ddp" and run.memory.trained_dtype == "bf16",
+        'Omit `trained_dtype="bf16"`, or use DDP: under {kind} what is trained stays in float32, and each process '
+        "holds or updates a share of it.",
+    ),
+    Conflict(
+        ("optimizer", "sharding"),
+        lambda run: (
+            run.sharding != "ddp"
+            and not run.optimizer.startswith(("adamw", "torch.") if run.sharding == "FSDP2" else "adamw")
+        ),
+        "Omit `optimizer={run.optimizer}`, or use DDP: it computes with whole weights, and under {kind} each process "
+        "holds a share of them. Version 2 of FSDP takes torch's own optimizers.",
+    ),
+    Conflict(
+        (*READ_WHOLE_WEIGHTS, "fsdp_version"),
+        lambda run: run.sharding == "FSDP" and bool(run.joined),
+        "Omit {joined}, or use {version_2}: version 1 joins the weights of a block into one flat tensor.",
+    ),
+    Conflict(
+        (*READ_WHOLE_WEIGHTS, "zero_stage"),
+        lambda run: run.sharding == "DEEPSPEED stage 3" and bool(run.joined),
+        "Omit {joined}, or use {version_2}, or `zero_stage: 2`: under stage 3 weights are kept in a form that "
+        "DeepSpeed alone reads.",
+    ),
+    Conflict(
+        ("max_tokens", "fsdp_cpu_ram_efficient_loading"),
+        lambda run: run.sharding != "ddp" and run.searches and run.loads_once,
+        'Give a number as `max_tokens`: "auto" runs the whole transformer in each process, and with '
+        "`fsdp_cpu_ram_efficient_loading: true` only one process has its weights.",
+    ),
+    Conflict(
+        ("trained_dtype", "mixed_precision"),
+        lambda run: run.memory.trained_dtype == "bf16" and run.mixed_precision != "bf16",
+        '`trained_dtype="bf16"` needs `mixed_precision="bf16"`, not "{run.mixed_precision}".',
+    ),
+    Conflict(
+        ("quantize_base", "offload_blocks", "lora_rank"),
+        lambda run: bool(run.memory.quantize_base or run.memory.offload_blocks) and not run.adapters,
+        "{frozen} needs frozen weights; train adapters (`lora_rank=16`), or omit it.",
+    ),
+    Conflict(
+        ("quantize_base",),
+        lambda run: run.memory.quantize_base == "nf4" and run.on_cpu,
+        '{quantized} needs a GPU; on the CPU use `quantize_base="int8"` or `"float8"`.',
+    ),
+    Conflict(
+        ("quantize_base", "offload_blocks"),
+        lambda run: run.memory.quantize_base == "nf4" and run.memory.offload_blocks > 0,
+        '{offloaded} cannot move weights of bitsandbytes (`quantize_base="nf4"`), whose scales stay on one '
+        'device; use `quantize_base="int8"` or `"float8"`, or omit one of the two.',
+    ),
+    Conflict(
+        ("quantize_base", "gradient_checkpointing"),
+        lambda run: run.memory.quantize_base in ("int8", "float8") and not run.memory.gradient_checkpointing,
+        "{quantized} saves nothing without `gradient_checkpointing=True`: torchao keeps each weight unpacked for the "
+        'backward pass. Add it, or use `quantize_base="nf4"` (on a GPU).',
+    ),
+    Conflict(
+        ("offload_blocks", "gradient_checkpointing"),
+        lambda run: run.memory.offload_blocks > 0 and not run.memory.gradient_checkpointing,
+        "{offloaded} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the weights of "
+        "each block on the device. Add it, or omit `offload_blocks`.",
+    ),
+    Conflict(
+        ("lora_plus_ratio", "lora_rank"),
+        lambda run: run.lora_plus and not run.adapters,
+        "Omit `lora_plus_ratio`: it is a ratio between the two matrices of LoRA or DoRA; train adapters "
+        "(`lora_rank=16`).",
+    ),
+    Conflict(
+        ("lora_plus_ratio", "adapter"),
+        lambda run: run.lora_plus and run.kind in _PRODUCTS,
+        "Omit `lora_plus_ratio`: it is a ratio between the two matrices of LoRA or DoRA, and {adapter} has others.",
+    ),
+    Conflict(
+        ("lora_format", "adapter"),
+        lambda run: run.lora_format == "comfyui" and run.kind != "lora",
+        "{adapter} is not written for ComfyUI: diffusers could not read the file back, which proves its names and "
+        "scales. Omit `lora_format`; scripts/merge_lora.py makes a model of the adapters.",
+    ),
+    Conflict(
+        ("quantize_base", "adapter"),
+        lambda run: run.memory.quantize_base == "nf4" and run.kind in _PRODUCTS,
+        '{adapter} needs weights of the shape of their layer, and those of bitsandbytes (`quantize_base="nf4"`) are '
+        'flat; use `quantize_base="int8"` or `"float8"`.',
+    ),
+    Conflict(
+        ("context_parallel_degree", "num_processes"),
+        lambda run: run.num_processes % run.memory.context_parallel_degree != 0,
+        "`context_parallel_degree={degree}` needs a number of processes that it divides, got {run.num_processes}; "
+        "launch {degree} or a multiple of it, or choose another degree.",
+    ),
+    Conflict(
+        ("context_parallel_degree", "sharding"),
+        lambda run: run.memory.context_parallel_degree > 1 and run.sharding not in ("ddp", "FSDP2"),
+        "Omit `context_parallel_degree={degree}`, or use DDP or {version_2}: it is not supported under "
+        "{run.sharding}.",
+    ),
+    Conflict(
+        ("context_parallel_degree", "parallelism_config"),
+        lambda run: run.memory.context_parallel_degree > 1 and run.grouped,
+        "`context_parallel_degree={degree}` groups the processes itself; omit accelerate's parallelism_config, which "
+        "groups them too. FSDP2 without it shards the weights over all processes.",
+    ),
+    Conflict(
+        ("context_parallel_degree", "max_tokens"),
+        lambda run: run.memory.context_parallel_degree > 1 and run.searches,
+        '`context_parallel_degree={degree}` needs `max_tokens` as a number: the search of `max_tokens="auto"` lets '
+        "each process fail on its own, and the others of its group would wait for it forever.",
+    ),
+    Conflict(
+        ("context_parallel_degree", "on_error"),
+        lambda run: run.memory.context_parallel_degree > 1 and run.replaces,
+        '`context_parallel_degree={degree}` needs `on_error="raise"`: each process of a group reads its samples, and '
+        "one that only some of them can read would be replaced in these alone. scripts/prepare_dataset.py rejects "
+        "unreadable files.",
+    ),
+    Conflict(
+        ("context_parallel_degree", "strip_length"),
+        lambda run: (run.strip_length or 0) % run.memory.context_parallel_degree != 0,
+        "`context_parallel_degree={degree}` splits strips of `strip_length={run.strip_length}` tokens into unequal "
+        "parts; use `strip_length={fitting_strip}`.",
+    ),
+)
+"""What cannot be combined, in the order in which it is reported."""
+
+OF_THE_LAUNCH = (
+    "sharding", "num_processes", "fsdp_version", "zero_stage", "fsdp_cpu_ram_efficient_loading", "parallelism_config"
+)  # fmt: skip
+"""What a run that is launched takes from accelerate."""
 
 
 def check_combination(combination: Combination) -> None:
@@ -64,132 +256,18 @@ def check_combination(combination: Combination) -> None:
 
 def conflicts(combination: Combination) -> Iterator[str]:
     """Yield why settings cannot be combined, each time with the nearest ones that can."""
-    if combination.sharding != "ddp":
-        yield from _of_sharding(combination)
-    if combination.memory.trained_dtype == "bf16" and combination.mixed_precision != "bf16":
-        yield f'`trained_dtype="bf16"` needs `mixed_precision="bf16"`, not "{combination.mixed_precision}".'
-    yield from _of_frozen_weights(combination)
-    yield from _of_adapters(combination)
-    if combination.memory.context_parallel_degree > 1:
-        yield from _of_context_parallelism(combination)
+    for conflict in CONFLICTS:
+        if conflict.occurs(combination):
+            yield conflict.reason.format(run=combination, **combination.texts)
 
 
-def _of_sharding(combination: Combination) -> Iterator[str]:
-    memory, sharding, joined = combination.memory, combination.sharding, combination.joined
-    kind = sharding.partition(" ")[0].rstrip("2")
-    if memory.quantize_base is not None:
-        yield (
-            f"Omit `quantize_base`, or use DDP: {kind} cannot split or cast quantised weights. Under DDP each process "
-            f"holds all of them in {memory.quantize_base}; under FSDP each holds its share in bf16."
-        )
-    if memory.offload_blocks:
-        yield (
-            f"Omit `offload_blocks`, or use DDP: {kind} moves the weights itself. Under FSDP, shares wait on the CPU "
-            "with `fsdp_offload_params: true` in accelerate's configuration."
-        )
-    if memory.trained_dtype == "bf16":
-        yield (
-            f'Omit `trained_dtype="bf16"`, or use DDP: under {kind} what is trained stays in float32, and each '
-            "process holds or updates a share of it."
-        )
-    if not combination.optimizer.startswith(("adamw", "torch.")):
-        yield (
-            f"Omit `optimizer={combination.optimizer}`, or use DDP: it computes with whole weights, and under {kind} "
-            "each process holds a share of them. torch's own optimizers know shares."
-        )
-    if joined and sharding == "FSDP":
-        yield (f"Omit {quoted(joined)}, or {_ADVICE}: version 1 joins the weights of a block into one flat tensor.")
-    if joined and sharding == "DEEPSPEED stage 3":
-        yield (
-            f"Omit {quoted(joined)}, or {_ADVICE}, or `zero_stage: 2`: under stage 3 weights are kept in a form that "
-            "DeepSpeed alone reads."
-        )
-    if combination.searches and combination.loads_once:
-        yield (
-            'Give a number as `max_tokens`: "auto" runs the whole transformer in each process, and with '
-            "`fsdp_cpu_ram_efficient_loading: true` only one process has its weights."
-        )
-
-
-def _of_frozen_weights(combination: Combination) -> Iterator[str]:
-    memory = combination.memory
-    options = [] if memory.quantize_base is None else [f'`quantize_base="{memory.quantize_base}"`']
-    options += [f"`offload_blocks={memory.offload_blocks}`"] if memory.offload_blocks else []
-    if options and not combination.adapters:
-        yield f"{options[0]} needs frozen weights; train adapters (`lora_rank=16`), or omit it."
-    if memory.quantize_base == "nf4" and combination.on_cpu:
-        yield f'{options[0]} needs a GPU; on the CPU use `quantize_base="int8"` or `"float8"`.'
-    if memory.quantize_base == "nf4" and memory.offload_blocks:
-        yield (
-            f'{options[1]} cannot move weights of bitsandbytes (`quantize_base="nf4"`), whose scales stay on one '
-            'device; use `quantize_base="int8"` or `"float8"`, or omit one of the two.'
-        )
-    if memory.gradient_checkpointing:
-        return
-    if memory.quantize_base not in (None, "nf4"):
-        yield (
-            f"{options[0]} saves nothing without `gradient_checkpointing=True`: torchao keeps each weight unpacked "
-            'for the backward pass. Add it, or use `quantize_base="nf4"` (on a GPU).'
-        )
-    if memory.offload_blocks:
-        yield (
-            f"{options[-1]} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the "
-            "weights of each block on the device. Add it, or omit `offload_blocks`."
-        )
-
-
-def _of_adapters(combination: Combination) -> Iterator[str]:
-    memory, kind = combination.memory, f'`adapter="{combination.kind}"`'
-    products = combination.kind in ("loha", "lokr")
-    if combination.lora_plus and (products or not combination.adapters):
-        yield (
-            "Omit `lora_plus_ratio`: it is a ratio between the two matrices of LoRA or DoRA"
-            + (f", and {kind} has others." if products else "; train adapters (`lora_rank=16`).")
-        )
-    if combination.kind == "lora":
-        return
-    if combination.lora_format == "comfyui":
-        yield (
-            f"{kind} is not written for ComfyUI: diffusers could not read the file back, which proves its names and "
-            "scales. Omit `lora_format`; scripts/merge_lora.py makes a model of the adapters."
-        )
-    if products and memory.quantize_base == "nf4":
-        yield (
-            f'{kind} needs weights of the shape of their layer, and those of bitsandbytes (`quantize_base="nf4"`) '
-            'are flat; use `quantize_base="int8"` or `"float8"`.'
-        )
-
-
-def _of_context_parallelism(combination: Combination) -> Iterator[str]:
-    degree, processes = combination.memory.context_parallel_degree, combination.num_processes
-    option = f"`context_parallel_degree={degree}`"
-    if processes % degree:
-        yield (
-            f"{option} needs a number of processes that it divides, got {processes}; launch {degree} or a multiple of "
-            "it, or choose another degree."
-        )
-    if combination.sharding not in ("ddp", "FSDP2"):
-        yield (
-            f"Omit {option}, or use DDP or version 2 of FSDP (`fsdp_version: 2`, as in "
-            f"scripts/accelerate_configs/fsdp2.yaml): it is not supported under {combination.sharding}."
-        )
-    if combination.grouped:
-        yield (
-            f"{option} groups the processes itself; omit accelerate's parallelism_config, which groups them too. "
-            "FSDP2 without it shards the weights over all processes."
-        )
-    if combination.searches:
-        yield (
-            f'{option} needs `max_tokens` as a number: the search of `max_tokens="auto"` lets each process fail '
-            "on its own, and the others of its group would wait for it forever."
-        )
-    if combination.replaces:
-        yield (
-            f'{option} needs `on_error="raise"`: each process of a group reads its samples, and one that only some of '
-            "them can read would be replaced in these alone. scripts/prepare_dataset.py rejects unreadable files."
-        )
-    if combination.strip_length is not None and combination.strip_length % degree:
-        yield (
-            f"{option} splits strips of `strip_length={combination.strip_length}` tokens into unequal parts; use "
-            f"`strip_length={-(-combination.strip_length // degree) * degree}`."
-        )
+def conflicting_settings(names: Collection[str]) -> dict[str, list[str]]:
+    """Return, for each of some settings, those of the others whose values may exclude its own."""
+    conflicting: dict[str, list[str]] = {}
+    for conflict in CONFLICTS:
+        *excluded, last = conflict.settings
+        for name in excluded:
+            if name in names and last in names:
+                conflicting.setdefault(name, []).append(last)
+                conflicting.setdefault(last, []).append(name)
+    return conflicting

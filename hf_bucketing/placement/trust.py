@@ -15,9 +15,18 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from ..loaders.trust import only_values
 
 _CLASSES: tuple[Any, ...] = (
-    *(parts.Metadata, parts.MetadataIndex, parts.StorageMeta, parts.BytesStorageMetadata),
-    *(parts.TensorStorageMetadata, parts.TensorProperties, parts.ChunkStorageMetadata, parts._MEM_FORMAT_ENCODING),
-    *(_StorageInfo, torch.Size, torch.serialization._get_layout, type(Path())),
+    parts.Metadata,
+    parts.MetadataIndex,
+    parts.StorageMeta,
+    parts.BytesStorageMetadata,
+    parts.TensorStorageMetadata,
+    parts.TensorProperties,
+    parts.ChunkStorageMetadata,
+    parts._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
+    type(Path()),
 )
 _ALLOWED = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 

@@ -237,6 +237,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         gradient_checkpointing=memory.gradient_checkpointing,
         offload_activations=memory.offload_activations,
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
+        base_predictions=config.base_predictions,
     )
 
 

@@ -40,6 +40,7 @@ class PlanConfig:
         memory ([`MemoryConfig`]): How the model is kept in memory.
         adapters ([`AdapterConfig`]): LoRA.
         optimizer ([`OptimizerConfig`]): The optimizer.
+        base_predictions (`int`): Forward passes without adapters per step: 1 for `preservation`, 3 for `slider`.
 
     Raises:
         BucketingError: On an impossible value, or settings that cannot be combined.
@@ -62,9 +63,13 @@ class PlanConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    base_predictions: int = 0
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_at_least(0, self, "base_predictions")
+        if self.base_predictions and self.adapters.lora_rank is None:
+            raise BucketingError("`base_predictions` are made below adapters; give their rank too (`lora_rank`).")
         check_at_least(
             1, self, "train_batch_size", "max_tokens", "num_processes", "gradient_accumulation_steps",
             "max_sequence_length", "strip_length",
@@ -73,8 +78,6 @@ class PlanConfig:
             raise BucketingError(
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
-        if self.sharding == "fsdp2" and self.num_processes == 1:
-            raise BucketingError('`sharding="fsdp2"` needs several processes (`num_processes=8`); omit it for one.')
         check_combination(
             Combination(
                 memory=self.memory,
@@ -86,5 +89,7 @@ class PlanConfig:
                 mixed_precision=self.mixed_precision,
                 sharding="FSDP2" if self.sharding == "fsdp2" else "ddp",
                 num_processes=self.num_processes,
+                strip_length=self.strip_length if self.batching == "pack" else None,
+                planned=True,
             )
         )

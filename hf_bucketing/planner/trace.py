@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
+from ..adapters.base import base_model
 from ..adapters.lora import add_adapters
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
@@ -66,6 +67,7 @@ class TracedStep:
         gradient_checkpointing (`bool`): Whether the backward pass recomputes activations.
         offload_activations (`bool`): Whether activations wait on the CPU.
         shards (`int`): Processes over which FSDP2 shards weights, gradients and moments.
+        base_predictions (`int`): Forward passes of the transformer without adapters and gradients before it.
     """
 
     transformer: Component
@@ -78,6 +80,7 @@ class TracedStep:
     gradient_checkpointing: bool = False
     offload_activations: bool = False
     shards: int = 1
+    base_predictions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +244,12 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
         kept = torch.autograd.graph.saved_tensors_hooks(_leave, _fetch)
     with kept:
         with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
+            with torch.no_grad(), base_model(model):
+                of_base = [output_of(model(**inputs, return_dict=False)) for _ in range(step.base_predictions)]
+                of_base = [torch.stack(of_base).sum(0)] if of_base else []
             output = output_of(model(**inputs, return_dict=False))
-        return (output.float() - torch.empty_like(output, dtype=torch.float32)).square().mean()
+        target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
+        return (output.float() - target).square().mean()
 
 
 @torch.no_grad()

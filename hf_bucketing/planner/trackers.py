@@ -127,7 +127,9 @@ class ShardedPeakTracker(FSDPMemTracker):
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         weights = (
-            *(_FSDPRefType.SHARDED_PARAM, _FSDPRefType.UNSHARDED_PARAM, _FSDPRefType.ALL_GATHER),
+            _FSDPRefType.SHARDED_PARAM,
+            _FSDPRefType.UNSHARDED_PARAM,
+            _FSDPRefType.ALL_GATHER,
             _FSDPRefType.BUFFER,
         )
         gradients = _FSDPRefType.SHARDED_GRAD, _FSDPRefType.UNSHARDED_GRAD, _FSDPRefType.REDUCE_SCATTER

@@ -172,8 +172,8 @@ def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
             pictures.setdefault(crop.bucket_id, []).append(picture)
     targets = {crop.bucket_id: crop.target for crop in crops}
     blocks += [
-        Gallery(title=f"Bucket {bucket}: {size_label(targets[bucket])}", pictures=own)
-        for bucket, own in pictures.items()
+        Gallery(title=f"Bucket {bucket}: {size_label(targets[bucket])}", pictures=pictures_of_bucket)
+        for bucket, pictures_of_bucket in pictures.items()
     ]
     if beside.faults:
         texts = [f"{beside.files[row]} could not be shown: {fault}" for row, fault in beside.faults.items()]

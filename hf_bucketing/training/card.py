@@ -199,7 +199,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
         *((f"dropped: {reason}", count) for reason, count in plan["dropped"].items() if reason != "rejected"),
         ("kept, per epoch", plan["kept"]),
-        *((f"kept of {name}, per epoch", own["kept"]) for name, own in plan.get("sources", {}).items()),
+        *((f"kept of {name}, per epoch", counts["kept"]) for name, counts in plan.get("sources", {}).items()),
         ("repeated to fill steps, per epoch", plan["repeated"]),
         *([("unreadable and replaced, in all epochs", replaced)] if replaced else []),
     ]
@@ -244,7 +244,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [shown(item) for item in value]
     if isinstance(value, dict):
-        return {name: shown(one) for name, one in value.items()}
+        return {name: shown(item) for name, item in value.items()}
     if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~") or os.path.exists(value)):
         return Path(value).resolve().name
     return value

@@ -39,6 +39,7 @@ from ..streaming.config import StreamConfig
 from .settings.checkpoints import CheckpointConfig
 from .settings.held_out import HeldOutConfig
 from .settings.hub import HubConfig
+from .settings.preservation import PreservationConfig
 from .settings.validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
@@ -264,6 +265,8 @@ class TrainingConfig:
         loader ([`LoaderConfig`]): Worker processes.
         stream ([`StreamConfig`][hf_bucketing.streaming.config.StreamConfig]): Rows from a stream.
         objective ([`ObjectiveConfig`]): Noise levels and loss.
+        preservation ([`PreservationConfig`][hf_bucketing.training.base_targets.PreservationConfig]): Samples whose
+            targets are predictions of the base model.
         adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.settings.OptimizerConfig]): Optimizer and schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
@@ -298,6 +301,7 @@ class TrainingConfig:
     loader: LoaderConfig = part(LoaderConfig, on_resume="free")
     stream: StreamConfig = part(StreamConfig, on_resume="plan")
     objective: ObjectiveConfig = part(ObjectiveConfig, on_resume="equal")
+    preservation: PreservationConfig = part(PreservationConfig, on_resume="equal")
     adapters: AdapterConfig = part(AdapterConfig, on_resume="equal")
     optimizer: OptimizerConfig = part(OptimizerConfig, on_resume="applied")
     validation: ValidationConfig = part(ValidationConfig, on_resume="free")
@@ -323,6 +327,11 @@ class TrainingConfig:
             raise BucketingError(
                 f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
                 "`validation_split`."
+            )
+        if self.preservation.base_predictions and self.adapters.lora_rank is None:
+            raise BucketingError(
+                "`preservation` and `slider` ask the base model for its predictions, which a run of the whole "
+                "transformer changes and no longer has; train adapters (`lora_rank`), or omit them."
             )
         if self.stream.streaming:
             _check_stream(self)

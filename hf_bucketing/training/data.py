@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
@@ -38,6 +39,7 @@ from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import reduction_weights
+from ..media.rows import REGULARIZATION
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
@@ -50,6 +52,8 @@ from .config import TrainingConfig
 from .held_out import check_apart, split_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 from .run_log import log_path
+
+logger = get_logger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -208,6 +212,7 @@ def make_data(
         BucketingError: If the data set was prepared for another model, or holds no usable row.
     """
     prepared = _rows_of(config, config.dataset_dir, spec, prepared)
+    _check_marks(config, prepared)
     share = config.held_out.validation_split
     if share is not None:
         prepared, _ = split_rows(prepared, share)
@@ -306,9 +311,10 @@ def _data_of(
             )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
     collator = _make_collator(config, prepared, table=table, resize=resize)
-    empty_text = None
-    if isinstance(collator, CachedCollator) and config.objective.caption_dropout:
-        empty_text = TextEmbeddings.of_batch(collator.empty_text())
+    texts = {}
+    if isinstance(collator, CachedCollator) and not evaluation:
+        captions = {*config.preservation.captions, *([""] if config.objective.caption_dropout else [])}
+        texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
     workers = config.loader.dataloader_num_workers
     repeats = weighted or (batches.remainder == "repeat" and not evaluation)
     rows: Any = NumberedRows(dataset) if repeats else dataset
@@ -331,7 +337,7 @@ def _data_of(
         text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
-        empty_text=empty_text,
+        texts=texts,
         conditions=tuple(prepared.conditions),
         sources=prepared.sources,
         source_ids=prepared.source_ids,
@@ -383,6 +389,22 @@ def check_prepared(
         raise BucketingError(
             f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
             "--caption_column, or with captions beside its files."
+        )
+
+
+def _check_marks(config: TrainingConfig, prepared: PreparedDataset) -> None:
+    """Raise BucketingError if no sample can be preserved; say so if marked rows are not."""
+    rows, wanted = prepared.dataset, config.preservation
+    count = sum(map(bool, rows[REGULARIZATION])) if REGULARIZATION in rows.column_names else 0
+    if wanted.preservation is not None and not wanted.preservation_share and not count:
+        raise BucketingError(
+            f"`preservation` preserves no sample: {config.dataset_dir} marks no rows. Give `preservation_share`, or "
+            "prepare a source of regularization samples with --is_regularization."
+        )
+    if count and wanted.preservation is None:
+        logger.warning(
+            f"{count} rows are marked as regularization samples and are trained as all others; with --preservation "
+            "prior, the base model's own predictions are their targets."
         )
 
 

@@ -118,6 +118,7 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         memory=memory,
         adapters=config.adapters,
         optimizer=config.optimizer,
+        base_predictions=config.preservation.base_predictions,
     )
 
 
@@ -180,7 +181,7 @@ def fill_max_tokens(opened: OpenedRun, step: Step) -> TrainingConfig:
         set_training(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= 0
-        step.empty_text = data.empty_text
+        step.texts = data.texts
         with accelerator.autocast():
             losses = step(transformer, _random_batch(sizes, step.recipe, accelerator.device, data=data), epoch=0)
         losses.values.sum().backward()

@@ -28,6 +28,7 @@ from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
+from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..settings import changed, marked
 from .agreement import check_shared
@@ -112,7 +113,8 @@ class Trainer:
         self._load(opened)
         opened = replace(opened, config=add_trained_parts(self.recipe, opened.config, self.accelerator))
         self.recipe.to(self.accelerator.device, *opened.called)
-        step = make_step(opened.config, self.recipe)
+        sharded = self.accelerator.distributed_type in SHARDED
+        step = make_step(opened.config, self.recipe, sharded=sharded)
         self.config = fill_max_tokens(opened, step)
         self.opened = replace(opened, config=self.config)
         held_out = self._make_data(stream, step)
@@ -170,7 +172,7 @@ class Trainer:
                 config, opened.spec, tokens, prepared=opened.prepared, held_out=opened.held_out
             )
         self.data.check_same(self.accelerator)
-        step.empty_text = self.data.empty_text
+        step.texts = self.data.texts
         for data in filter(None, (self.data, held_out)):
             check_data(step, data)
         if held_out is None:
@@ -199,6 +201,7 @@ class Trainer:
         heading = "***** Dry run: nothing is trained *****" if self.config.dry_run else "***** Running training *****"
         steps, held_out = str(self.planned), self.evaluation.held_out
         lines = [heading, *self.data.describe(self.config, accelerator=self.accelerator, max_train_steps=steps)]
+        lines += self.config.preservation.describe()
         lines += [] if held_out is None else held_out.describe()
         return lines + describe_memory(self.opened, self.data, transformer=self.recipe.transformer)
 

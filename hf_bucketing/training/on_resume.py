@@ -18,11 +18,13 @@ from accelerate import Accelerator
 
 from ..errors import BucketingError
 from ..placement.shards import SHARDED
-from ..settings import changed, marked
+from ..settings import changed, marked, settings_in
 from .config import TrainingConfig
 
 ON_RESUME: dict[str, str] = marked(TrainingConfig, "on_resume")
 """The rule of each setting of [`TrainingConfig`]."""
+
+_DEFAULTS = {setting.name: setting.default for setting in settings_in(TrainingConfig)}
 
 _NOT_SETTINGS = ("distributed_type",)
 """Values that must stay equal beside the settings."""
@@ -46,7 +48,7 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
     Raises:
         BucketingError: If a setting that must stay equal differs; the message names its value then and now.
     """
-    saved = {"streaming": False, **saved}  # checkpoints of earlier releases do not name it
+    saved = {**_DEFAULTS, **saved}  # checkpoints of earlier releases do not name all settings
     given = config.flat()
     left_open = {
         name: saved[name]

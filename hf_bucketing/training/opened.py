@@ -22,7 +22,7 @@ from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..optimizers.classes import check_optimizer
 from ..placement.blocks import blocks_of
-from ..placement.conflicts import Combination, check_combination
+from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, check_combination
 from ..placement.context_parallel import check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
@@ -32,8 +32,6 @@ from .config import TrainingConfig
 from .data import counting_spec
 
 logger = get_logger(__name__)
-
-_READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +131,7 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             sharding=sharding_of(accelerator),
             num_processes=accelerator.num_processes,
             on_cpu=accelerator.device.type == "cpu",
-            joined=tuple(name for name in _READ_WHOLE_WEIGHTS if flat[name] is not None),
+            joined=tuple(name for name in READ_WHOLE_WEIGHTS if flat[name] is not None),
             searches=config.batches.max_tokens == "auto",
             loads_once=loads_once(accelerator),
             grouped=accelerator.torch_device_mesh is not None,

@@ -117,8 +117,8 @@ def _misnumbered(logs: Logs) -> Iterator[str]:
         "plans.jsonl": ([line.get("leg", leg) for leg, line in enumerate(logs.plans)], range(len(logs.plans))),
         "samples-0.jsonl": ([line["batch"] for line in logs.samples[0]], range(len(logs.samples[0]))),
     }
-    for name, (found, wanted) in numbers.items():
-        for line, (number, right) in enumerate(zip(found, wanted, strict=True), 1):
+    for name, (numbers_of_lines, wanted) in numbers.items():
+        for line, (number, right) in enumerate(zip(numbers_of_lines, wanted, strict=True), 1):
             if number != right:
                 yield f"line {line} of {name} has number {number} instead of {right}"
                 break

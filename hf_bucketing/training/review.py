@@ -162,11 +162,13 @@ def review_sources(logs: Logs) -> list[str]:
         for source, loss in zip(line["sources"], line["loss"], strict=True):
             losses[source][line["batch"] >= half].append(loss)
     said = []
-    for (name, own), halves in zip(counts.items(), losses, strict=True):
+    for (name, kept), halves in zip(counts.items(), losses, strict=True):
         first, second = (f"{_mean(values):.4f}" if values else "none" for values in halves)
         planned = f"{sum(map(len, halves))} samples"  # of a stream, which has no plan
-        if own:
-            planned = f"{own['kept']} kept, {own['repeated']} repeated and {own['dropped']} dropped in epoch {epoch}"
+        if kept:
+            planned = (
+                f"{kept['kept']} kept, {kept['repeated']} repeated and {kept['dropped']} dropped in epoch {epoch}"
+            )
         said.append(
             f"{logs.name}: source {name}: {planned}; mean loss {first} in the first half, {second} in the second"
         )

@@ -86,7 +86,8 @@ class RunData(ABC):
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
-        empty_text ([`TextEmbeddings`], *optional*): Null text, where captions are dropped and come from a cache.
+        texts (mapping of `str` to [`TextEmbeddings`]): Texts that a run needs beside those of its rows, where they
+            come from a cache, by caption; `""` is the null text.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
         sources (tuple of `str`): Names of the sources of its rows, where there are several.
     """
@@ -97,7 +98,7 @@ class RunData(ABC):
     text_tokens: int
     cost_model: CostModel
     reduction: Reduction
-    empty_text: TextEmbeddings | None = None
+    texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 

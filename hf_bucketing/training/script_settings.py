@@ -43,7 +43,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         | {"html", pipeline},
         "report_training": {"runs", "figure", "html", "by_bucket", "min_fall"},
     }
-    return {script: frozenset(own) for script, own in names.items()}
+    return {script: frozenset(settings) for script, settings in names.items()}
 
 
 def settings_to_repeat(config: TrainingConfig, file: ConfigFile | None, **chosen: Any) -> dict[str, Any]:

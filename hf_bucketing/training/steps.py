@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
+from ..adapters.base import base_model
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
 from ..media.conditions import MASK
 from ..media.sample import frame_rates
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
-from ..models.objectives import Objective
+from ..models.objectives import Noised, Objective
 from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
 from ..packing.forward import packed_forward
 from ..packing.names import Grid
@@ -28,8 +31,10 @@ from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
+from .base_targets import BaseTarget, base_targets
 from .config import TrainingConfig
 from .run_data import RunData
+from .settings.preservation import PreservationConfig
 
 
 class StepLosses(NamedTuple):
@@ -44,13 +49,27 @@ class StepLosses(NamedTuple):
     noise_levels: torch.Tensor
 
 
+class Prediction(NamedTuple):
+    """What a transformer predicted of a batch.
+
+    Attributes:
+        by_sample (callable): Returns the prediction for each sample, `(C_out, f, h, w)`, 0 where tokens are dropped.
+        losses (callable): Returns the loss of each sample, `(n,)`, given noisy latents and targets.
+    """
+
+    by_sample: Callable[[], list[torch.Tensor]]
+    losses: Callable[[Noised], torch.Tensor]
+
+
 @dataclass(kw_only=True)
 class Step(ABC):
     """Compute the per-sample losses of a batch.
 
     A share of the captions, `caption_dropout`, is replaced by the null text, for classifier-free guidance; it is drawn
-    from the seed, the epoch, the sample's index and its occurrence in the epoch. `empty_text` is the null text of a
-    cache, for its batches.
+    from the seed, the epoch, the sample's index and its occurrence in the epoch. `preservation` chooses samples whose
+    target is a prediction of the transformer without its adapters. `texts` are those of a cache, for its batches, by
+    caption; `""` is the null text. With `sharded` weights, all processes run each forward pass together, whether one
+    of their samples needs it or not.
     """
 
     recipe: Recipe
@@ -58,7 +77,9 @@ class Step(ABC):
     caption_dropout: float = 0.0
     seed: int = 0
     offload_activations: bool = False
-    empty_text: TextEmbeddings | None = None
+    preservation: PreservationConfig = field(default_factory=PreservationConfig)
+    sharded: bool = False
+    texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
@@ -72,12 +93,56 @@ class Step(ABC):
             for index, before in zip(indices, occurrences, strict=True)
         ]
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
-        text = text_of(self.recipe, batch, dropped=dropped, empty=self.empty_text).to(latents[0].dtype)
+        of_base = base_targets(self.preservation, batch, seeds)
+        captions = [
+            target.caption if target is not None else "" if drop else None
+            for drop, target in zip(dropped, of_base, strict=True)
+        ]
+        text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+        predicted = None
+        if any(of_base) or (self.sharded and self.preservation.base_predictions):
+            predicted = self._base_predictions(transformer, samples, seeds, batch=batch, targets=of_base)
         with activations_on_cpu() if self.offload_activations else nullcontext():
-            values = self._losses(transformer, samples, seeds)
+            prediction = self._predict(transformer, samples, seeds)
+            values = prediction.losses(noised)
+            if predicted is not None:
+                values = _replaced(values, prediction.losses(noised._replace(targets=predicted)), of_base)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps))
+
+    @torch.no_grad()
+    def _base_predictions(
+        self,
+        transformer: torch.nn.Module,
+        samples: Samples,
+        seeds: Sequence[Seed],
+        *,
+        batch: Mapping[str, Any],
+        targets: Sequence[BaseTarget | None],
+    ) -> list[torch.Tensor]:
+        """Return what the base model predicts of each sample, `(C_out, f, h, w)`, with its slider's difference.
+
+        It runs before the activations of the trained model exist, which take far more memory.
+        """
+        bare = transformer if self.sharded else self.recipe.transformer  # DDP would send its buffers
+        pairs = [None if target is None else target.pair for target in targets]
+
+        def predict_side(side: int) -> list[torch.Tensor]:
+            captions = [None if pair is None else pair[side] for pair in pairs]
+            text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(samples.text.values.dtype)
+            return self._predict(bare, replace(samples, text=text), seeds).by_sample()
+
+        with base_model(bare):
+            predicted = self._predict(bare, samples, seeds).by_sample()
+            if self.preservation.slider is None:
+                return predicted
+            plus, minus = predict_side(0), predict_side(1)
+        strength = self.preservation.slider_strength
+        return [
+            own if pair is None else own + strength * (more - less)
+            for own, pair, more, less in zip(predicted, pairs, plus, minus, strict=True)
+        ]
 
     @torch.no_grad()
     def held_out(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, num_levels: int) -> list[StepLosses]:
@@ -88,19 +153,19 @@ class Step(ABC):
         """
         media = media_of(self.recipe, batch)
         latents = media.pop("latents")
-        text = text_of(self.recipe, batch, dropped=[False] * len(latents), empty=None).to(latents[0].dtype)
+        text = text_of(self.recipe, batch).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
-            values = self._losses(transformer, samples, None)
+            values = self._predict(transformer, samples, None).losses(noised)
             found.append(StepLosses(values, self.objective.noise_levels(noised.timesteps)))
         return found
 
     @abstractmethod
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
-        """Run the transformer and return the loss of each sample, `(n,)`.
+    def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
+        """Run the transformer.
 
         There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
         """
@@ -114,10 +179,11 @@ class Step(ABC):
 class BucketStep(Step):
     """Run one forward over a stack of samples of one size."""
 
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
+    def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
         inputs = self.recipe.model_inputs(samples)
-        prediction = self.recipe.predict(transformer, samples, inputs)
-        return self.objective.losses(prediction, samples.noised, weights=loss_weights(inputs, samples))
+        output = self.recipe.predict(transformer, samples, inputs)
+        losses = partial(self.objective.losses, output, weights=loss_weights(inputs, samples))
+        return Prediction(partial(list, output), losses)
 
 
 @dataclass(kw_only=True)
@@ -133,7 +199,7 @@ class PackStep(Step):
         with packing_disabled(self.recipe.transformer):
             yield
 
-    def _losses(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> torch.Tensor:
+    def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
         inputs = self.recipe.model_inputs(samples)
         pack = self.packing.pack(
             inputs.latents,
@@ -143,13 +209,13 @@ class PackStep(Step):
             seeds=seeds,
             **samples.text.pack_kwargs(),
         )
-        prediction = packed_forward(transformer, pack)
-        weights = loss_weights(inputs, samples)
-        return self.objective.packed_losses(prediction, samples.noised, pack, weights=weights)
+        output = packed_forward(transformer, pack)
+        losses = partial(self.objective.packed_losses, output, pack=pack, weights=loss_weights(inputs, samples))
+        return Prediction(partial(pack.unpack, output), losses)
 
 
-def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
-    """Return the step of a run; for packs, enable packing."""
+def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:
+    """Return the step of a run, whose weights may be sharded over processes; for packs, enable packing."""
     recipe = recipe.guided(config.objective.guidance)
     objective = recipe.objective(
         weighting_scheme=config.objective.weighting_scheme,
@@ -163,6 +229,8 @@ def make_step(config: TrainingConfig, recipe: Recipe) -> Step:
         "caption_dropout": config.objective.caption_dropout,
         "seed": config.seed,
         "offload_activations": config.memory.offload_activations,
+        "preservation": config.preservation,
+        "sharded": sharded,
     }
     if config.batches.batching == "bucket":
         return BucketStep(**common)
@@ -218,6 +286,13 @@ def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[
             ) from error
 
 
+def _replaced(values: torch.Tensor, of_base: torch.Tensor, targets: Sequence[BaseTarget | None]) -> torch.Tensor:
+    """Return losses `(n,)` with those towards the base model, each times its weight, of the samples that have them."""
+    weights = torch.tensor([0.0 if target is None else target.weight for target in targets], dtype=values.dtype)
+    weights = to_device(weights, values.device)
+    return torch.where(weights > 0, of_base * weights, values)
+
+
 def loss_weights(inputs: ModelInputs, samples: Samples) -> Sequence[torch.Tensor] | None:
     """Return the weights of the loss of each sample, `(1, f, h, w)` or `(C, f, h, w)`: the model's own × its mask.
 
@@ -249,27 +324,37 @@ def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.T
 
 
 def text_of(
-    recipe: Recipe, batch: Mapping[str, Any], *, dropped: Sequence[bool], empty: TextEmbeddings | None
+    recipe: Recipe,
+    batch: Mapping[str, Any],
+    *,
+    captions: Sequence[str | None] | None = None,
+    texts: Mapping[str, TextEmbeddings] | None = None,
 ) -> TextEmbeddings:
     """Return the text of each sample of a batch of any collator, from its cache or encoded.
 
     Args:
         recipe ([`Recipe`]): Recipe that encodes captions which are not cached.
         batch (mapping): Batch of a collator.
-        dropped (sequence of `bool`): Whether each sample gets the null text instead of its caption.
-        empty ([`TextEmbeddings`], *optional*): Null text, `(1, length, dim)`, for batches from a cache.
+        captions (sequence of `str` or None, *optional*): Captions that replace those of samples, `""` for the null
+            text; None where a sample keeps its caption, as all do by default.
+        texts (mapping of `str` to [`TextEmbeddings`], *optional*): These captions, `(1, length, dim)` each, for
+            batches from a cache.
     """
+    own = batch["caption"]
+    captions = [None] * len(own) if captions is None else captions
     if "text_values" not in batch:
-        captions = zip(batch["caption"], dropped, strict=True)
         if not recipe.null_as_long:
-            return recipe.encode_text(["" if drop else caption for caption, drop in captions])
-        text = recipe.encode_text(batch["caption"])
-        return text.replaced(dropped, recipe.encode_null()) if any(dropped) else text
+            pairs = zip(own, captions, strict=True)
+            return recipe.encode_text([caption if other is None else other for caption, other in pairs])
+        text = recipe.encode_text([other or caption for caption, other in zip(own, captions, strict=True)])
+        null = [other == "" for other in captions]
+        return text.replaced(null, recipe.encode_null()) if any(null) else text
     text = TextEmbeddings.of_batch(batch)
-    if not any(dropped):
-        return text
-    assert empty is not None, "make_data reads it from the cache"
-    return text.replaced(dropped, empty)
+    for chosen in dict.fromkeys(captions):
+        if chosen is not None:
+            assert texts is not None, "make_data reads them from the cache"
+            text = text.replaced([other == chosen for other in captions], texts[chosen])
+    return text
 
 
 def check_cached(recipe: Recipe, data: RunData) -> None:
@@ -280,7 +365,7 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     batch = data.cached_batch()
     if batch is None:
         return
-    if recipe.null_as_long and data.empty_text is not None and data.empty_text.mask is not None:
+    if recipe.null_as_long and "" in data.texts and data.texts[""].mask is not None:
         raise BucketingError(
             f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
             "holds the empty caption alone; run scripts/cache_latents.py again."

@@ -32,7 +32,7 @@ SIDE = 8
 """Rows and columns of pixels that one latent stands for."""
 _TEXT_DIM = 32
 _VOCABULARY = 512
-_WORDS = (*COLORS, *SHAPES, *DIRECTIONS, *("a", "picture", "of", "moving", "on"), *("dark", "bright", "background"))
+_WORDS = (*COLORS, *SHAPES, *DIRECTIONS, "a", "picture", "of", "moving", "on", "dark", "bright", "background")
 _LARGE = 200.0
 """Value of a constant channel, beside which the norms of the VAE change nothing: they only divide by it."""
 

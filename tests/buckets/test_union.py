@@ -16,7 +16,7 @@ def test_the_union_of_two_tables_by_hand() -> None:
     high = BucketTable(sizes=((9, 128, 192), (9, 96, 64), (17, 64, 64)), tiers=(1, 0, 0), base=1)
     table, ids = union_of_tables([low, high])
     assert table.sizes == ((1, 64, 96), (9, 64, 96), (9, 96, 64), (9, 128, 192), (17, 64, 64))
-    assert [own.tolist() for own in ids] == [[0, 1, 2], [3, 2, 4]]
+    assert [column.tolist() for column in ids] == [[0, 1, 2], [3, 2, 4]]
     # The tier of `low` and the lower one of `high` have frames of 96 × 64 at most; only 128 × 192 is larger.
     assert table.tiers == (0, 0, 0, 1, 0)
     assert table.base == 2
@@ -28,21 +28,21 @@ def test_tables_with_the_same_buckets_stay_as_they_are() -> None:
     union, ids = union_of_tables([table, table])
     assert union == table
     assert union.ids_mark == table.ids_mark
-    assert all(own.tolist() == list(range(len(table))) for own in ids)
+    assert all(column.tolist() == list(range(len(table))) for column in ids)
     assert union_of_tables([table])[0] == table
 
 
 def test_images_at_video_sizes_keep_their_higher_tiers() -> None:
     tables = [token_ladder(SPEC, budget, frames=[1, 9]).images_at_video_sizes() for budget in ([60], [60, 150])]
     union, ids = union_of_tables(tables)
-    for table, own in zip(tables, ids, strict=True):
+    for table, buckets in zip(tables, ids, strict=True):
         for first in range(len(table)):
             for second in range(len(table)):
                 if (
                     table.sizes[first].frames == table.sizes[second].frames
                     and table.tiers[first] < table.tiers[second]
                 ):
-                    assert union.tiers[own[first]] < union.tiers[own[second]]
+                    assert union.tiers[buckets[first]] < union.tiers[buckets[second]]
 
 
 def test_two_bases_and_no_table_are_refused() -> None:
@@ -59,8 +59,8 @@ sizes = st.tuples(st.sampled_from([1, 9]), st.sampled_from([32, 48, 64]), st.sam
 @settings(max_examples=30)
 @given(st.lists(st.lists(sizes, min_size=1, max_size=6, unique=True), min_size=1, max_size=4))
 def test_every_bucket_has_its_size_in_the_union_and_none_comes_twice(tables: list[list[tuple[int, int, int]]]) -> None:
-    given_tables = [BucketTable(sizes=tuple(own)) for own in tables]
+    given_tables = [BucketTable(sizes=tuple(sizes_of_table)) for sizes_of_table in tables]
     union, ids = union_of_tables(given_tables)
     assert {size for table in given_tables for size in table.sizes} == set(union.sizes)
-    for table, own in zip(given_tables, ids, strict=True):
-        assert [union.size(int(bucket)) for bucket in own] == list(table.sizes)
+    for table, buckets in zip(given_tables, ids, strict=True):
+        assert [union.size(int(bucket)) for bucket in buckets] == list(table.sizes)

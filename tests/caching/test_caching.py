@@ -25,7 +25,7 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.training.steps import BucketStep, PackStep
-from tests.conftest import ROOT, launch, run_script, run_script_here
+from tests.conftest import ROOT, as_flags, launch, run_script, run_script_here
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 RANDOM = ViewRule(flip_probability=0.5)
@@ -160,10 +160,13 @@ def test_fingerprints_follow_weights_settings_and_tokens(pipeline_dirs) -> None:
     assert text_fingerprint(recipe) != text
 
 
-def flags(data: Path, pipeline: Path, out: Path) -> tuple[object, ...]:
-    return (
-        *("--dataset_dir", data, "--pretrained_model_name_or_path", pipeline, "--cache_dir", out / "cache"),
-        *("--output_dir", out / "cached", "--batch_size", 1),
+def flags(data: Path, pipeline: Path, out: Path) -> list[object]:
+    return as_flags(
+        dataset_dir=data,
+        pretrained_model_name_or_path=pipeline,
+        cache_dir=out / "cache",
+        output_dir=out / "cached",
+        batch_size=1,
     )
 
 

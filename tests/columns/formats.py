@@ -89,7 +89,9 @@ def csv_rows(name: str, media: str, caption: str, inner: str = "") -> Callable[[
         write_media(folder, f"{inner}a.mp4", f"{inner}b.mp4")
         with (folder / name).open("w", encoding="utf-8", newline="") as file:
             table = csv.writer(file, delimiter="\t" if name.endswith(".tsv") else ",")
-            table.writerows([(media, caption), *((f"{inner}{one}", TEXTS[one]) for one in ("a.mp4", "b.mp4"))])
+            table.writerows(
+                [(media, caption), *((f"{inner}{file_name}", TEXTS[file_name]) for file_name in ("a.mp4", "b.mp4"))]
+            )
 
     return write
 

@@ -218,8 +218,13 @@ def faulty_dir(tmp_path: Path, media_dir: Path) -> Path:
 def prepare(dataset: Path, pipeline: Path, output: Path, *flags: object, check: bool = True):
     return run_script_here(
         "prepare_dataset.py",
-        *("--dataset", dataset, "--pretrained_model_name_or_path", pipeline, "--output_dir", output),
-        *("--bucket_tokens", "60,110", "--bucket_frames", "1,9,17", "--target_fps", 8, *flags),
+        *flags,
+        dataset=dataset,
+        pretrained_model_name_or_path=pipeline,
+        output_dir=output,
+        bucket_tokens="60,110",
+        bucket_frames="1,9,17",
+        target_fps=8,
         check=check,
     )
 

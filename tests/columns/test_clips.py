@@ -24,7 +24,7 @@ from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import write_video
-from tests.conftest import run_script_here
+from tests.conftest import as_flags, run_script_here
 from tests.media.test_media import HEIGHT, WIDTH, numbered_frames
 from tests.media.test_video import encode
 
@@ -73,8 +73,18 @@ def test_scenes_are_cut_at_their_seconds_and_wrong_ones_are_marked() -> None:
     assert [*found] == [(row, *clip) for row, (_, clips_of_row) in enumerate(cells) for clip in clips_of_row]
     assert not clips.wrong.any()
     wrong = [
-        *((5.0, 6.0), (1.0, 6.0), (2.0, 2.0), (3.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (0.0, math.inf), (0.0, None)),
-        *((None, 1.0), ([0.0, 1.0], [1.0]), ("0:01", "0:02"), (True, 2.0)),
+        (5.0, 6.0),
+        (1.0, 6.0),
+        (2.0, 2.0),
+        (3.0, 1.0),
+        (-1.0, 1.0),
+        (math.nan, 1.0),
+        (0.0, math.inf),
+        (0.0, None),
+        (None, 1.0),
+        ([0.0, 1.0], [1.0]),
+        ("0:01", "0:02"),
+        (True, 2.0),
     ]
     starts, ends = zip(*wrong, strict=True)
     clips = scene_clips(starts, ends, [10] * len(wrong), [2.0] * len(wrong))
@@ -212,10 +222,15 @@ def test_a_clip_beyond_the_end_is_named_or_rejected_for_that_reason(tmp_path: Pa
     (tmp_path / "no.mp4").write_bytes(b"no video")
     lines = ["file_name,caption,start,end,index", "a.mp4,x,0.5,1.5,7", "a.mp4,y,1.0,2.5,7", "a.mp4,z,,,7"]
     (tmp_path / "metadata.csv").write_text("\n".join(lines))
-    flags = [
-        *("--dataset", tmp_path, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", tmp_path / "out"),
-        *("--buckets", "48,80", "--bucket_frames", "1,9", "--target_fps", 12, "--clips", "scenes"),
-    ]
+    flags = as_flags(
+        dataset=tmp_path,
+        pretrained_model_name_or_path=pipeline_dir,
+        output_dir=tmp_path / "out",
+        buckets="48,80",
+        bucket_frames="1,9",
+        target_fps=12,
+        clips="scenes",
+    )
     result = run_script_here("prepare_dataset.py", *flags, check=False)
     assert result.returncode == 1
     assert "1 clips do not lie in their files: row 1: 1.0 to 2.5 s of 2.000 s, a.mp4" in result.stderr

@@ -36,8 +36,13 @@ def test_the_script_prepares_what_the_table_says(
     words = [word.replace("FOLDER", str(folder)) for word in shlex.split(case.give)]
     result = run_script_here(
         "prepare_dataset.py",
-        *("--dataset", *words, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", tmp_path / "out"),
-        *("--buckets", "16,32;32,48;48,16", "--bucket_frames", "1,5", "--target_fps", 8, "--max_upscale", 4),
+        dataset=words,
+        pretrained_model_name_or_path=pipeline_dir,
+        output_dir=tmp_path / "out",
+        buckets="16,32;32,48;48,16",
+        bucket_frames="1,5",
+        target_fps=8,
+        max_upscale=4,
     )
     prepared = PreparedDataset.load(tmp_path / "out")
     assert prepared.dataset[prepared.caption_column][:] == [TEXTS[file] for file in case.files]

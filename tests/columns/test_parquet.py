@@ -220,8 +220,8 @@ def kill_when_a_file_is_there(command: list[object], folder: Path) -> None:
         assert process.poll() is None, "the script ended before it could be killed"
         assert time.monotonic() < deadline, "no file was written"
         time.sleep(0.02)
-    for one in [tree := psutil.Process(process.pid), *tree.children(recursive=True)]:
-        one.send_signal(signal.SIGKILL)
+    for running in [tree := psutil.Process(process.pid), *tree.children(recursive=True)]:
+        running.send_signal(signal.SIGKILL)
     process.wait()
 
 

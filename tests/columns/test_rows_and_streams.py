@@ -203,8 +203,12 @@ def test_a_stream_is_prepared_while_sampled_rows_are_rejected(clips: dict, pipel
     path.write_text(path.read_text() + "gone.mp4,a file that is not there\n")
     flags = ("--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25", "--streaming", "--on_error", "reject")
     done = run_script_here(
-        *("prepare_dataset.py", "--dataset", path, "--output_dir", tmp_path / "out", "--target_fps", 8),
-        *("--pretrained_model_name_or_path", pipeline_dir, *flags),
+        "prepare_dataset.py",
+        *flags,
+        dataset=path,
+        output_dir=tmp_path / "out",
+        target_fps=8,
+        pretrained_model_name_or_path=pipeline_dir,
     )
     assert "unreadable" in done.stdout
     assert "gone.mp4" in done.stdout

@@ -75,14 +75,14 @@ def test_files_and_bytes_become_one_data_set_with_one_table(sources: dict[str, P
     assert both.dataset["index"][:] == list(range(20))
     assert both.dataset[ROW_WEIGHT][:] == [1.0] * 9 + [2.0] * 11
     assert both.dataset["caption"][:] == alone[0].dataset["caption"][:] + alone[1].dataset["text"][:]
-    for number, one in enumerate(alone):
+    for number, source in enumerate(alone):
         rows = np.flatnonzero(both.source_ids == number)
-        assert len(rows) == len(one.dataset)
+        assert len(rows) == len(source.dataset)
         for name in ("num_frames", "fps", "width", "num_tokens", "rejection"):
-            assert [both.dataset[name][int(row)] for row in rows] == one.dataset[name][:]
-        for row, bucket in zip(rows.tolist(), one.dataset["bucket_id"][:], strict=True):
+            assert [both.dataset[name][int(row)] for row in rows] == source.dataset[name][:]
+        for row, bucket in zip(rows.tolist(), source.dataset["bucket_id"][:], strict=True):
             own = both.dataset["bucket_id"][row]
-            assert (own < 0 and bucket < 0) or both.table.size(own) == one.table.size(bucket)
+            assert (own < 0 and bucket < 0) or both.table.size(own) == source.table.size(bucket)
     assert both.dataset.features["bucket_id"].id == both.table.ids_mark
     # Every file is found, and it is the one whose size the row has.
     for row in both.dataset.select(range(0, 20, 3)):
@@ -185,7 +185,10 @@ def test_columns_get_the_names_of_the_first_source_and_a_common_type(tmp_path: P
 
 def test_sources_are_named_by_their_paths_and_no_two_alike() -> None:
     assert name_sources([("a/clips", None), ("b/clips", None), ("c.jsonl", None), ("x", "y")]) == [
-        *("a/clips", "b/clips", "c", "y")
+        "a/clips",
+        "b/clips",
+        "c",
+        "y",
     ]
     assert name_sources([("a", "fast"), ("a", "slow")]) == ["fast", "slow"]
     for same in ([("a/clips", None)] * 2, [("a", "x"), ("b", "x")], [("x", None), ("b", "x")]):
@@ -273,7 +276,7 @@ def test_saved_settings_of_sources_give_the_same_sources_again() -> None:
         COMMON, [{"dataset": "a", "repeats": 0.5}, {"dataset": "b", "table": "t.json", "weight": None}]
     )
     again = make_sources({}, settings_of_sources(given))
-    assert [one.name for one in again] == ["a", "b"]
+    assert [source.name for source in again] == ["a", "b"]
     assert settings_of_sources(again) == settings_of_sources(given)
 
 

@@ -105,7 +105,10 @@ def test_links_are_followed_and_circles_end(folder: Path, tmp_path: Path) -> Non
     os.symlink(elsewhere, folder / "link")
     os.symlink(folder, elsewhere / "back")
     assert load_source(str(folder)).dataset["file_name"][:] == [
-        *("a.png", "link/e.png", "trip/c.JPG", "trip/day 1/b.mp4"),
+        "a.png",
+        "link/e.png",
+        "trip/c.JPG",
+        "trip/day 1/b.mp4",
     ]
 
 

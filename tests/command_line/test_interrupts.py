@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hf_bucketing.training.run_log import read_status
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT, as_flags, launch
 from tests.training.training_cases import BATCHING, train
 
 TRAIN = ROOT / "scripts" / "train_text_to_video.py"
@@ -81,9 +81,9 @@ def interrupt(
             _, left = psutil.wait_procs(started, timeout=60)
             assert not left
         finally:
-            for one in started:
-                if one.is_running():
-                    one.kill()
+            for child in started:
+                if child.is_running():
+                    child.kill()
             process.kill()
             process.wait()
     return process.returncode
@@ -105,11 +105,15 @@ def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pi
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    command = [
-        *(sys.executable, slow, ROOT / "scripts" / "prepare_dataset.py", "--dataset", media_dir, "--num_proc", 2),
-        *("--pretrained_model_name_or_path", pipeline_dir, "--output_dir", tmp_path / "out"),
-        *("--bucket_tokens", "60", "--bucket_frames", "1,9"),
-    ]
+    flags = as_flags(
+        dataset=media_dir,
+        num_proc=2,
+        pretrained_model_name_or_path=pipeline_dir,
+        output_dir=tmp_path / "out",
+        bucket_tokens="60",
+        bucket_frames="1,9",
+    )
+    command = [sys.executable, slow, ROOT / "scripts" / "prepare_dataset.py", *flags]
     code = interrupt(command, tmp_path / "log.txt", lambda text: "reading" in text, group=group)
     text = (tmp_path / "log.txt").read_text()
     assert code == 130, text
@@ -119,11 +123,17 @@ def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pi
 
 
 def training(pipeline: Path, prepared: Path, output: Path) -> list[object]:
-    return [
-        *(TRAIN, "--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
-        *("--max_sequence_length", 32, "--dataloader_num_workers", 1, "--report_to", "none", *BATCHING["bucket"]),
-        *("--checkpointing_steps", 2, "--num_train_epochs", 1000),
-    ]
+    flags = as_flags(
+        pretrained_model_name_or_path=pipeline,
+        dataset_dir=prepared,
+        output_dir=output,
+        max_sequence_length=32,
+        dataloader_num_workers=1,
+        report_to="none",
+        checkpointing_steps=2,
+        num_train_epochs=1000,
+    )
+    return [TRAIN, *flags, *BATCHING["bucket"]]
 
 
 @pytest.mark.slow

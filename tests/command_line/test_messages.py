@@ -151,7 +151,7 @@ def test_fields_of_a_dataclass_become_flags_of_their_types() -> None:
 
 
 def test_the_schedules_are_those_that_diffusers_makes_from_these_settings() -> None:
-    (action,) = (one for one in FlagParser(None, TrainingConfig)._actions if one.dest == "lr_scheduler")
+    (action,) = (action for action in FlagParser(None, TrainingConfig)._actions if action.dest == "lr_scheduler")
     assert set(action.choices) == {kind.value for kind in SchedulerType} - {"piecewise_constant"}
 
 

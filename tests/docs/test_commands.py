@@ -19,15 +19,15 @@ from tests.conftest import run_script_here
 from tests.docs.pages import PAGES
 
 OTHER_FLAGS = {
-    *(
-        "--cpu",
-        "--multi_gpu",
-        "--num_processes",
-        "--config_file",
-        "--num_machines",
-        "--machine_rank",
-    ),  # accelerate launch
-    "--lora_rnk",  # mistyped, to show the message
+    # accelerate launch
+    "--cpu",
+    "--multi_gpu",
+    "--num_processes",
+    "--config_file",
+    "--num_machines",
+    "--machine_rank",
+    # mistyped, to show the message
+    "--lora_rnk",
 }
 
 
@@ -97,7 +97,11 @@ def test_every_call_of_a_script_is_understood_by_it(name: str, monkeypatch: pyte
 def test_every_flag_that_the_text_names_is_one_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [call for page in PAGES.values() for call in page.script_calls()]
     assert {script for script, _ in calls} >= {
-        *("prepare_dataset.py", "train_text_to_video.py", "sample_video.py", "cache_latents.py", "report_buckets.py"),
+        "prepare_dataset.py",
+        "train_text_to_video.py",
+        "sample_video.py",
+        "cache_latents.py",
+        "report_buckets.py",
         "report_training.py",
     }
     parsers = [parse(script, arguments, monkeypatch) for script, arguments in dict(calls).items()]

@@ -70,12 +70,12 @@ def test_results_compare_with_others_at_their_best() -> None:
         assert theirs[name].startswith(beginnings)
         assert not ours[name].startswith(beginnings)
         others = [
-            one
-            for one in rows
-            if one[name].startswith(beginnings) and all(one[column] == ours[column] for column in shared)
+            peer
+            for peer in rows
+            if peer[name].startswith(beginnings) and all(peer[column] == ours[column] for column in shared)
         ]
         assert theirs in others, "on the same data"
-        assert theirs[measure] == max(one[measure] for one in others), row
+        assert theirs[measure] == max(peer[measure] for peer in others), row
         if file == "knapformer":
             assert theirs["samples per step"] == pytest.approx(ours["samples per step"], rel=0.01)
         compared.add(file)

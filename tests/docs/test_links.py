@@ -31,4 +31,4 @@ def test_every_linked_file_and_heading_exists(name: str) -> None:
         assert target.exists(), f"{name} links to {link}"
         if heading:
             whole = Page(name, target.read_text())
-            assert heading in [anchor(each) for each in HEADING.findall(whole.text)], f"{name} links to {link}"
+            assert heading in [anchor(title) for title in HEADING.findall(whole.text)], f"{name} links to {link}"

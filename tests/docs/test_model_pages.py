@@ -60,7 +60,11 @@ def test_the_commands_of_a_page_train_and_render(
     page = PAGES[f"docs/models/{family}.md"]
     calls = page.under(HEADING).script_calls()
     assert [script for script, _ in calls] == [
-        *("prepare_dataset.py", "plan_memory.py", "cache_latents.py", "train_text_to_video.py", "sample_video.py")
+        "prepare_dataset.py",
+        "plan_memory.py",
+        "cache_latents.py",
+        "train_text_to_video.py",
+        "sample_video.py",
     ]
     hub = calls[1][1][0]
     names = {hub: "tiny", "clips": str(media_dir), "images": str(media_dir)}

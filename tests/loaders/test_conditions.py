@@ -356,7 +356,7 @@ def test_references_of_several_sizes_are_cached_in_one_stack(media: Path, tmp_pa
     rows = rows_of(case)
     rows[1]["ref"] = "image.png"
     references = from_cache(encoded(media, case, tmp_path, rows)[0], tmp_path)["shown"]["reference"]
-    assert [tuple(one.shape) for one in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
+    assert [tuple(picture.shape) for picture in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
 
 
 def test_an_unreadable_condition_is_an_unreadable_sample_of_a_cache(media: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def sampler(kind: str, num_processes: int = 1, **options) -> BucketBatchSampler 
     options = {"weights": weights, "num_processes": num_processes, "seed": 3, **options}
     if kind == "bucket":
         return BucketBatchSampler(IDS, table=TABLE, batch_size=2, **options)
-    return PackBatchSampler([20 + 5 * one for one in IDS], max_tokens=64, strip_length=1, **options)
+    return PackBatchSampler([20 + 5 * row for row in IDS], max_tokens=64, strip_length=1, **options)
 
 
 def drawn(planned: BucketBatchSampler | PackBatchSampler) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ def test_occurrences_are_numbered_in_order_and_exactly_after_resuming_on_any_num
 def test_without_repeats_and_in_evaluation_the_rows_are_plain_numbers() -> None:
     unweighted = sampler("bucket", weights=None)
     evaluated = sampler("bucket", 2, weights=None, evaluation=True, shuffle=False)
-    assert {type(row) for one in (unweighted, evaluated) for batch in one for row in batch} == {int}
+    assert {type(row) for planned in (unweighted, evaluated) for batch in planned for row in batch} == {int}
     filled = drawn(sampler("bucket", 3, remainder="repeat"))
     assert max(occurrence for _, occurrence in filled) == 1, "a row that fills a step is another occurrence"
 

@@ -46,7 +46,7 @@ def test_another_dimension_numpy_arrays_lists_and_bare_tensors() -> None:
 def test_without_names_all_columns_of_numbers_are_padded_and_others_are_lists() -> None:
     others = {"name": "a", "rate": 8}
     columns = [
-        {**{"wave": torch.ones(n), "pitch": np.ones((2, n)), "notes": [1] * n, "pairs": [[1] * n] * 2}, **others}
+        {"wave": torch.ones(n), "pitch": np.ones((2, n)), "notes": [1] * n, "pairs": [[1] * n] * 2, **others}
         for n in (3, 5)
     ]
     batch = PadCollator(boundaries=[8])(columns)

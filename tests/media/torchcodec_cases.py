@@ -39,7 +39,7 @@ def spotted_frames(count: int, *, grey: bool = False) -> list[np.ndarray]:
     """Frames of spots that blend into one another, coloured or grey."""
     spots = np.random.default_rng(0).integers(0, 255, (count, 6, 10, 3), dtype=np.uint8)
     spots = spots[..., :1].repeat(3, -1) if grey else spots
-    return [np.asarray(Image.fromarray(one).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)) for one in spots]
+    return [np.asarray(Image.fromarray(frame).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)) for frame in spots]
 
 
 def assert_alike(clip: MediaSource, times: list[float], *, mean: float = 1.0, most: int = 4) -> None:

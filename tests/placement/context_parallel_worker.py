@@ -151,7 +151,7 @@ def run(forward: Forward, model: Any, accelerator: Accelerator | None, packed: b
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     result = {
         "output": output.detach(),
-        "gradients": {name: one.grad.clone() for name, one in trained.items()},
+        "gradients": {name: parameter.grad.clone() for name, parameter in trained.items()},
         "tokens": tokens[0],
     }
     if accelerator is not None:

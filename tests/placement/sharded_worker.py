@@ -86,7 +86,7 @@ def shares(trainer: Trainer) -> list[float]:
     for process in range(len(every)):
         every[process] = broadcast_object_list([held], from_process=process)[0]
     whole = sum(weight.numel() for weight in trainer.trained.transformer.parameters())
-    return [one / whole for one in every]
+    return [count / whole for count in every]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.opened import check_settings, open_run
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import RunLog, StepMetrics
-from tests.conftest import ROOT, launch_flags, run_script_here
+from tests.conftest import ROOT, as_flags, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients
 from tests.placement.context_parallel_worker import CASES
 from tests.placement.test_sharding import RENDER, RENDERED, SHARDED_STATE, STABLE, about, train_all
@@ -76,8 +76,12 @@ def even_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("even") / "prepared"
     run_script_here(
         "prepare_dataset.py",
-        *("--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir, "--output_dir", folder),
-        *("--target_fps", 8, "--bucket_frames", "1,9,17", "--buckets", "64,64;64,96;96,64"),
+        dataset=media_dir,
+        pretrained_model_name_or_path=pipeline_dir,
+        output_dir=folder,
+        target_fps=8,
+        bucket_frames="1,9,17",
+        buckets="64,64;64,96;96,64",
     )
     return folder
 
@@ -87,14 +91,24 @@ def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
     pipeline_dir: Path, even_dir: Path, tmp_path: Path
 ) -> None:
     settings = {
-        **{"lora_rank": 2, "ema_decay": 0.9, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
-        **{"caption_dropout": 0.3, "flip_probability": 0.5, "random_crop": True, "train_batch_size": 2},
-        **{"validation_prompts": ["red"], "validation_sizes": "9,64,64", "validation_steps": 2},
-        **{"validation_inference_steps": 1, "max_train_steps": 4, "validation_split": 0.15},
+        "lora_rank": 2,
+        "ema_decay": 0.9,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "caption_dropout": 0.3,
+        "flip_probability": 0.5,
+        "random_crop": True,
+        "train_batch_size": 2,
+        "validation_prompts": ["red"],
+        "validation_sizes": "9,64,64",
+        "validation_steps": 2,
+        "validation_inference_steps": 1,
+        "max_train_steps": 4,
+        "validation_split": 0.15,
     }
     one, two = tmp_path / "one", tmp_path / "two"
     expected = run(in_process(pipeline_dir, even_dir, one, **settings))
-    train(pipeline_dir, even_dir, two, *flags(settings), "--context_parallel_degree", 2)
+    train(pipeline_dir, even_dir, two, *as_flags(**settings), "--context_parallel_degree", 2)
     assert losses_of(two) == pytest.approx(expected, rel=1e-5)
     assert without_losses(two) == without_losses(one)
     assert count_samples(two) == count_samples(one)
@@ -111,7 +125,7 @@ def test_a_run_on_packs_resumes_with_the_losses_of_one_process(
     settings = {**PACKS, "checkpointing_steps": 1, "max_train_steps": 2, "validation_split": 0.15}
     one, two = tmp_path / "one", tmp_path / "two"
     expected = run(in_process(pipeline_dir, prepared_dir, one, **settings))
-    shared = (*flags(settings), "--context_parallel_degree", 2)
+    shared = (*as_flags(**settings), "--context_parallel_degree", 2)
     train(pipeline_dir, prepared_dir, two, *shared)
     assert losses_of(two) == pytest.approx(expected, rel=1e-5)
     assert_same_held_out_losses(one, two)
@@ -141,13 +155,6 @@ def assert_same_held_out_losses(one: Path, two: Path) -> None:
     (expected,), (found,) = Logs(one).held_out, Logs(two).held_out
     assert found["samples"] == expected["samples"] == 3
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
-
-
-def flags(settings: dict[str, Any]) -> Iterator[object]:
-    for name, value in settings.items():
-        yield f"--{name}"
-        if value is not True:
-            yield from value if isinstance(value, list) else [value]
 
 
 def without_losses(output: Path) -> list[dict[str, Any]]:
@@ -195,7 +202,10 @@ def test_only_the_first_process_of_a_group_logs_its_samples(tmp_path: Path) -> N
     (count,) = count_samples(tmp_path)
     assert (count.seen, count.repeated, count.steps) == (2, 0, (1, 1))
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
-        *("losses.jsonl", "plans.jsonl", "samples-0.jsonl", "samples-1.jsonl")
+        "losses.jsonl",
+        "plans.jsonl",
+        "samples-0.jsonl",
+        "samples-1.jsonl",
     ]
 
 

@@ -52,8 +52,8 @@ def test_gradients_are_equal_bit_by_bit_with_weights_on_the_cpu(pipeline_dir: Pa
     for model in (plain, offloaded):
         run_once(model).backward()
     assert len(gradients(plain)) == 4 * 2 * 2 * 2  # blocks, attentions, targets, matrices
-    for one, other in zip(gradients(plain), gradients(offloaded), strict=True):
-        assert torch.equal(one, other)
+    for gradient, offloaded_gradient in zip(gradients(plain), gradients(offloaded), strict=True):
+        assert torch.equal(gradient, offloaded_gradient)
     with torch.no_grad():
         assert torch.equal(run_once(plain), run_once(offloaded))
 
@@ -75,8 +75,8 @@ def test_packed_models_of_all_families_compute_with_what_waits(case: FamilyCase)
         loss.backward()
         found.append(gradients(model))
     assert len(found[0]) > 1
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9 * float(one.abs().max()))
+    for gradient, same_gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, same_gradient, rtol=1e-6, atol=1e-9 * float(gradient.abs().max()))
 
 
 def waiting(model: torch.nn.Module) -> list[int]:
@@ -85,7 +85,7 @@ def waiting(model: torch.nn.Module) -> list[int]:
     found = {
         index: [value for module in block.modules() for value in vars(module).values()] for index, block in blocks
     }
-    return [index for index, values in found.items() if any(isinstance(one, torch.Tensor) for one in values)]
+    return [index for index, values in found.items() if any(isinstance(value, torch.Tensor) for value in values)]
 
 
 def resident(model: torch.nn.Module) -> set[int]:
@@ -203,8 +203,8 @@ def test_activations_leave_the_device_and_gradients_stay_equal(checkpointing: bo
         assert [sum(ref() is not None for ref in inputs[model]) for model in inputs] == [3, 0]
     for loss in losses:
         loss.backward()
-    for one, other in zip(gradients(plain), gradients(offloaded), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+    for gradient, offloaded_gradient in zip(gradients(plain), gradients(offloaded), strict=True):
+        torch.testing.assert_close(gradient, offloaded_gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("shape", ["dense", "transposed", "expanded"])

@@ -33,8 +33,12 @@ def cached_dirs(pipeline_dir: Path, prepared_dir: Path, tmp_path_factory: pytest
     for batching in BATCHES:
         run_script_here(
             "cache_latents.py",
-            *("--dataset_dir", prepared_dir, "--pretrained_model_name_or_path", encoders, "--batching", batching),
-            *("--cache_dir", folder / "entries", "--output_dir", folder / batching, "--max_sequence_length", 32),
+            dataset_dir=prepared_dir,
+            pretrained_model_name_or_path=encoders,
+            batching=batching,
+            cache_dir=folder / "entries",
+            output_dir=folder / batching,
+            max_sequence_length=32,
         )
     return {batching: folder / batching for batching in BATCHES}
 

@@ -58,9 +58,12 @@ def test_the_linear_layers_of_blocks_are_quantised_but_for_sensitive_ones() -> N
         quantized_linears(wan)
     )
     assert kept_linears(wan) == [
-        *("condition_embedder.time_embedder.linear_1", "condition_embedder.time_embedder.linear_2"),
-        *("condition_embedder.time_proj", "condition_embedder.text_embedder.linear_1"),
-        *("condition_embedder.text_embedder.linear_2", "proj_out"),
+        "condition_embedder.time_embedder.linear_1",
+        "condition_embedder.time_embedder.linear_2",
+        "condition_embedder.time_proj",
+        "condition_embedder.text_embedder.linear_1",
+        "condition_embedder.text_embedder.linear_2",
+        "proj_out",
     ]
     for name in ("HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel", "LTXVideoTransformer3DModel"):
         model = on_meta(name)

@@ -38,8 +38,9 @@ from tests.test_trust import Bomb
 from tests.training.training_cases import STABLE
 
 FSDP = {
-    **{"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},
-    **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 LOADED_ONCE = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
@@ -47,13 +48,21 @@ SHARDED_STATE = {**FSDP, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 ADAPTERS = {"lora_rank": 2, "train_batch_size": 2}
 PACKS = {
-    **{"lora_rank": 2, "batching": "pack", "max_tokens": 640, "strip_length": 16, "mixed_precision": "bf16"},
-    **{"ema_decay": 0.9, "gradient_checkpointing": True},
+    "lora_rank": 2,
+    "batching": "pack",
+    "max_tokens": 640,
+    "strip_length": 16,
+    "mixed_precision": "bf16",
+    "ema_decay": 0.9,
+    "gradient_checkpointing": True,
 }
 FULL = {"ema_decay": 0.9, "train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
 HELD_OUT = {"validation_split": 0.15, "validation_loss_steps": 2, "validation_noise_levels": 1}
+PRESERVED = {"lora_rank": 2, "train_batch_size": 1, "preservation": "prior", "preservation_share": 0.3, **HELD_OUT}
 RENDER = {
-    **{"validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2},
+    "validation_prompts": ["red"],
+    "validation_sizes": "1,32,48",
+    "validation_steps": 2,
     "validation_inference_steps": 2,
 }
 RENDERED = "validation/step-{}/1x32x48-red.png"
@@ -63,6 +72,8 @@ TWO_PROCESSES = {
     "packs_ddp": (DDP, None, PACKS | RENDER | HELD_OUT),
     "packs_loaded_once": (LOADED_ONCE, None, PACKS | RENDER | SAVE | HELD_OUT),
     "packs_killed": (SHARDED_STATE, 3, PACKS | SAVE | HELD_OUT),
+    "preserved_ddp": (DDP, None, PRESERVED),
+    "preserved_loaded_once": (LOADED_ONCE, None, PRESERVED),
     "full_ddp": (DDP, None, FULL | RENDER | HELD_OUT),
     "full_loaded_once_killed": (LOADED_ONCE, 3, FULL | RENDER | SAVE | HELD_OUT),
 }
@@ -70,10 +81,12 @@ SAME = [
     ("packs_ddp", "packs_loaded_once"),
     ("packs_ddp", "packs_killed"),
     ("full_ddp", "full_loaded_once_killed"),
+    ("preserved_ddp", "preserved_loaded_once"),
 ]
 
 HYBRID = {
-    **{"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }
 FOUR_PROCESSES = {"ddp": (DDP, None, ADAPTERS), "hybrid": (FSDP | HYBRID, None, ADAPTERS)}
@@ -83,8 +96,13 @@ def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: P
     """Run trainings one after the other in one group of processes; each writes to `folder/{name}`."""
     common = {
         **STABLE,
-        **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "report_to": "none"},
-        **{"dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 4, "learning_rate": 5e-3},
+        "pretrained_model_name_or_path": str(pipeline),
+        "dataset_dir": str(prepared),
+        "report_to": "none",
+        "dataloader_num_workers": 0,
+        "max_sequence_length": 32,
+        "max_train_steps": 4,
+        "learning_rate": 5e-3,
     }
     no_weights = {"pretrained_model_name_or_path": str(unreadable(pipeline, folder / "no_weights", "transformer"))}
     described = [
@@ -129,8 +147,8 @@ def test_sharded_runs_have_the_losses_of_ddp(ddp: str, fsdp: str, runs: Path) ->
         for name in (ddp, fsdp)
     )
     assert [entry[:2] for entry in found] == [(2, 3), (4, 3)]
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, abs=1e-4), "the averaged weights, whole in each process or not"
+    for entry, wanted in zip(found, expected, strict=True):
+        assert entry == pytest.approx(wanted, abs=1e-4), "the averaged weights, whole in each process or not"
 
 
 @pytest.mark.slow
@@ -208,9 +226,14 @@ def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
     case, pipeline, prepared = RECIPES[name], tmp_path / "pipeline", tmp_path / "prepared"
     make_tiny_pipeline(pipeline, family=case.tiny)
     run_script_here(
-        *("prepare_dataset.py", "--dataset", media_dir, "--output_dir", prepared, "--target_fps", case.target_fps),
-        *("--pretrained_model_name_or_path", pipeline, "--buckets", case.buckets),
-        *("--bucket_frames", case.bucket_frames, "--max_frames", case.bucket_frames.split(",")[-1]),
+        "prepare_dataset.py",
+        dataset=media_dir,
+        output_dir=prepared,
+        target_fps=case.target_fps,
+        pretrained_model_name_or_path=pipeline,
+        buckets=case.buckets,
+        bucket_frames=case.bucket_frames,
+        max_frames=case.bucket_frames.split(",")[-1],
     )
     full = FULL | {"max_sequence_length": case.max_sequence_length} | case.bucket_settings
     packs = PACKS | {"max_sequence_length": case.max_sequence_length, "max_tokens": 4096}

@@ -81,7 +81,7 @@ def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
 
 
 def check_holds(plan: planner.MemoryPlan, recipe: Recipe) -> None:
-    trained = sum(one.nbytes for one in recipe.transformer.parameters() if one.requires_grad)
+    trained = sum(parameter.nbytes for parameter in recipe.transformer.parameters() if parameter.requires_grad)
     held = plan.phases["optimizer"]
     assert held.weights == pytest.approx(bytes_of(recipe.transformer), rel=0.01)
     assert (held.gradients, plan.phases["forward"].optimizer) == (trained, 2 * trained)

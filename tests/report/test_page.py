@@ -228,11 +228,11 @@ def test_the_script_shows_frames_and_names_files_that_cannot_be_read(tmp_path: P
     assert "broken.png could not be shown" in page.text
     report = json.loads((tmp_path / "report.json").read_text())
     buckets = {int(row[1]): int(row[3]) for row in page.tables["Buckets in use, the fullest first"][1:]}
-    entries = {one["bucket_id"]: one["num_samples"] for one in report["buckets"]["buckets"]}
+    entries = {bucket["bucket_id"]: bucket["num_samples"] for bucket in report["buckets"]["buckets"]}
     assert buckets == {bucket: count for bucket, count in entries.items() if count}
     ways = [row[0:2] for row in page.tables["The same in numbers"][1:]]
-    assert ways == [[one["name"], str(one["kept"])] for one in report["strategies"]]
-    assert [one["examples"] for one in report["rejected"]] == [[2]]
+    assert ways == [[strategy["name"], str(strategy["kept"])] for strategy in report["strategies"]]
+    assert [reason["examples"] for reason in report["rejected"]] == [[2]]
 
 
 def test_what_does_not_occur_is_not_shown() -> None:
@@ -249,7 +249,7 @@ def test_what_does_not_occur_is_not_shown() -> None:
     kinds = bar_chart([("a", (0.0, 2.0, 0.0), "2")], title="a", x_label="x", parts=("full", "short", "mixed"))
     assert kinds.legend == (("short", "s1"),)
     blocks = {"one": [Paragraphs(texts=["p"])], "two": []}
-    sections = [Section(name=name, title=name, blocks=own) for name, own in blocks.items()]
+    sections = [Section(name=name, title=name, blocks=content) for name, content in blocks.items()]
     page = Parsed(render_page(Page(title="t", subtitle="", sections=sections)))
     assert "one" in page.ids
     assert "two" not in page.ids

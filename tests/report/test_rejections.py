@@ -113,8 +113,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepare(images: Path, pipeline: Path, output: Path, *flags: object):
     return run_script_here(
         "prepare_dataset.py",
-        *("--dataset", images, "--pretrained_model_name_or_path", pipeline, "--output_dir", output),
-        *("--bucket_tokens", 8190, "--bucket_frames", 1, "--on_error", "reject", *flags),
+        *flags,
+        dataset=images,
+        pretrained_model_name_or_path=pipeline,
+        output_dir=output,
+        bucket_tokens=8190,
+        bucket_frames=1,
+        on_error="reject",
     )
 
 

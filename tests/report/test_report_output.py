@@ -109,8 +109,15 @@ def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) 
     assert "packing joins samples up to 640 tokens" in " ".join(result.stdout.split())
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["config"] == {
-        **{"batch_size": 3, "num_processes": 2, "max_tokens": 640, "text_tokens": 0, "strip_length": 16, "seed": 4},
-        **{"width": 96, "max_area": 9000, "cost_model": None},
+        "batch_size": 3,
+        "num_processes": 2,
+        "max_tokens": 640,
+        "text_tokens": 0,
+        "strip_length": 16,
+        "seed": 4,
+        "width": 96,
+        "max_area": 9000,
+        "cost_model": None,
         "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
     }
     spec = {"temporal_stride": 4, "spatial_stride": 8, "patch": [1, 2, 2], "repeats_first": False}

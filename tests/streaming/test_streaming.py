@@ -333,7 +333,7 @@ def test_epochs_of_some_steps_continue_the_stream_until_all_rows_have_come() -> 
     for other in (jumped, whole):
         other.set_epoch(7)
     pairs = zip(jumped, whole, strict=False)
-    assert all(one["index"] == other["index"] for one, other in pairs), "another epoch than the next starts a pass"
+    assert all(batch["index"] == same["index"] for batch, same in pairs), "another epoch than the next starts a pass"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

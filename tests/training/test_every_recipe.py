@@ -76,15 +76,24 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
     shown = case.shown[-1] if case.shown else ()
     frames = "1" if recipe.family.images_only else case.bucket_frames
     run_script_here(
-        *("prepare_dataset.py", "--dataset", clips if case.images else clips / "videos", "--output_dir", prepared),
-        *("--pretrained_model_name_or_path", pipeline, "--target_fps", case.target_fps),
-        *("--buckets", case.buckets, "--bucket_frames", frames, "--max_frames", max(map(int, frames.split(",")))),
-        *(flag for name in shown for flag in (f"--{name}_column", name)),
+        "prepare_dataset.py",
+        dataset=clips if case.images else clips / "videos",
+        output_dir=prepared,
+        pretrained_model_name_or_path=pipeline,
+        target_fps=case.target_fps,
+        buckets=case.buckets,
+        bucket_frames=frames,
+        max_frames=max(map(int, frames.split(","))),
+        **{f"{name}_column": name for name in shown},
     )
     run_script_here(
-        *("cache_latents.py", "--dataset_dir", prepared, "--cache_dir", tmp_path / "cache"),
-        *("--output_dir", tmp_path / "cached", "--pretrained_model_name_or_path", pipeline, "--batching", "pack"),
-        *("--max_sequence_length", case.max_sequence_length),
+        "cache_latents.py",
+        dataset_dir=prepared,
+        cache_dir=tmp_path / "cache",
+        output_dir=tmp_path / "cached",
+        pretrained_model_name_or_path=pipeline,
+        batching="pack",
+        max_sequence_length=case.max_sequence_length,
     )
     common = {"max_train_steps": 2, "max_sequence_length": case.max_sequence_length}
     common |= {"validation_split": 0.2, "validation_noise_levels": 2}
@@ -105,7 +114,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
         assert np.isfinite(losses).all()
         (held_out,) = read_log(out, "validation")
         assert held_out["samples"] in (1, 2)
-        assert [one["samples"] for one in held_out["by_noise"]] == [held_out["samples"]] * 2
+        assert [level["samples"] for level in held_out["by_noise"]] == [held_out["samples"]] * 2
         folder = out if (out / "model_index.json").exists() else pipeline
         trained = DiffusionPipeline.from_pretrained(folder, **case.components)
         if "lora_rank" in settings:

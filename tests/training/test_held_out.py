@@ -176,14 +176,14 @@ def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
     training = trainer.data.loader.dataset["index"][:]
     losses = by_hand(trainer, levels=levels)
     assert sorted([*losses, *training]) == list(range(20))
-    assert entry["samples"] == len(losses) == sum(one["samples"] for one in entry["by_bucket"])
+    assert entry["samples"] == len(losses) == sum(bucket["samples"] for bucket in entry["by_bucket"])
     assert entry["validation_loss"] == pytest.approx(np.mean([*losses.values()]), rel=1e-6)
-    for level, one in enumerate(entry["by_noise"]):
-        assert one["loss"] == pytest.approx(np.mean([loss[level] for loss in losses.values()]), rel=1e-6)
-    for one in entry["by_bucket"]:
-        (rows,) = np.nonzero(data.bucket_ids == one["bucket_id"])
+    for level, counted in enumerate(entry["by_noise"]):
+        assert counted["loss"] == pytest.approx(np.mean([loss[level] for loss in losses.values()]), rel=1e-6)
+    for bucket in entry["by_bucket"]:
+        (rows,) = np.nonzero(data.bucket_ids == bucket["bucket_id"])
         mine = [losses[data.loader.dataset[int(row)]["index"]] for row in rows]
-        assert (one["samples"], one["loss"]) == (len(mine), pytest.approx(np.mean(mine), rel=1e-6))
+        assert (bucket["samples"], bucket["loss"]) == (len(mine), pytest.approx(np.mean(mine), rel=1e-6))
     assert f"Held out = {len(losses)} samples" in "\n".join(trainer.describe())
 
 
@@ -245,8 +245,12 @@ def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_
 @pytest.fixture
 def cached_dir(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> Path:
     run_script_here(
-        *("cache_latents.py", "--dataset_dir", prepared_dir, "--pretrained_model_name_or_path", pipeline_dir),
-        *("--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "cached", "--max_sequence_length", 32),
+        "cache_latents.py",
+        dataset_dir=prepared_dir,
+        pretrained_model_name_or_path=pipeline_dir,
+        cache_dir=tmp_path / "cache",
+        output_dir=tmp_path / "cached",
+        max_sequence_length=32,
     )
     return tmp_path / "cached"
 
@@ -267,10 +271,10 @@ def test_two_processes_have_the_loss_of_one_also_on_rows_they_cannot_share_evenl
         assert (first["samples"], first["unreadable"]) == (entry["samples"], []) == (3, [])
         assert first["validation_loss"] == pytest.approx(entry["validation_loss"], rel=1e-6)
         for part in ("by_bucket", "by_noise"):
-            for one, other in zip(first[part], entry[part], strict=True):
-                assert one.keys() == other.keys()
-                assert one["samples"] == other["samples"]
-                assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+            for counted, again in zip(first[part], entry[part], strict=True):
+                assert counted.keys() == again.keys()
+                assert counted["samples"] == again["samples"]
+                assert counted["loss"] == pytest.approx(again["loss"], rel=1e-6)
         logs = [tmp_path / name / "logs" / f"samples-{process}.jsonl" for process in range(2)]
         drawn = {index for log in logs for line in log.read_text().splitlines() for index in json.loads(line)["index"]}
         assert not drawn & set(indices(split_rows(PreparedDataset.load(folder), 0.15)[1]))
@@ -352,7 +356,9 @@ def test_a_report_shows_the_held_out_loss(tmp_path: Path) -> None:
     assert describe_held_out(Logs(tmp_path)) == []
     entries = [
         {
-            **{"global_step": step, "validation_loss": loss, "samples": samples},
+            "global_step": step,
+            "validation_loss": loss,
+            "samples": samples,
             "by_noise": [{"noise_level": 0.25, "loss": loss - 0.5}, {"noise_level": 0.75, "loss": loss + 0.5}],
             "by_bucket": [{"bucket_id": 3, "size": [9, 64, 96], "samples": samples, "loss": loss}],
         }

@@ -27,7 +27,7 @@ from hf_bucketing.training import HubConfig
 from hf_bucketing.training.card import Run, shown, write_card
 from hf_bucketing.training.hub import open_repository, upload
 from hf_bucketing.training.loop import Trainer
-from tests.conftest import TRAINING_SCRIPT, launch, run_script_here
+from tests.conftest import TRAINING_SCRIPT, as_flags, launch, run_script_here
 from tests.training.hub_server import TOKEN, Hub, serving
 from tests.training.training_cases import in_process
 
@@ -70,7 +70,7 @@ def test_the_repository_is_created_and_tried_before_training_and_nothing_is_uplo
     assert open_repository(config, folder=tmp_path) == "lab/wan"
     assert reached.created.keys() == {"someone/clips", "lab/wan"}
     private = [{"private", "visibility"} & {*wanted, *wanted.values()} for wanted in reached.created.values()]
-    assert [bool(one) for one in private] == [False, True]
+    assert [bool(fields) for fields in private] == [False, True]
     assert "/api/models/lab/wan/preupload/main" in reached.requests
     assert not reached.files
     assert not reached.objects
@@ -120,8 +120,13 @@ def test_a_dry_run_creates_no_repository(reached, pipeline_dir, prepared_dir, tm
 def test_every_run_leaves_a_card_and_keeps_one_that_it_did_not_write(media_dir, pipeline_dir, tmp_path) -> None:
     prepared, output = tmp_path / "prepared", tmp_path / "run"
     run_script_here(
-        *("prepare_dataset.py", "--dataset", media_dir, "--pretrained_model_name_or_path", pipeline_dir),
-        *("--target_fps", 8, "--buckets", "64,96;96,64", "--bucket_frames", "9", "--output_dir", prepared),
+        "prepare_dataset.py",
+        dataset=media_dir,
+        pretrained_model_name_or_path=pipeline_dir,
+        target_fps=8,
+        buckets="64,96;96,64",
+        bucket_frames="9",
+        output_dir=prepared,
     )
     trainer = Trainer(in_process(pipeline_dir, prepared, output, max_train_steps=1))
     trainer.run()
@@ -157,14 +162,24 @@ def test_paths_are_shown_by_their_last_part(tmp_path, monkeypatch) -> None:
     assert shown(values) == ["a.png", "b", "clips", tmp_path.name, "Wan-AI/Wan2.1", {"control": "d"}, 0.5, None]
 
 
-def flags(pipeline: Path, prepared: Path, output: Path, *others: object) -> tuple[object, ...]:
-    return (
-        *("--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
-        *("--max_sequence_length", 32, "--dataloader_num_workers", 0, "--report_to", "none", "--train_batch_size", 2),
-        *("--max_train_steps", 10, "--checkpointing_steps", 5, "--validation_prompts", "a red circle", "blue"),
-        *("--validation_sizes", "5,32,48", "--validation_steps", 4, "--validation_inference_steps", 1),
-        *("--push_to_hub", *others),
+def flags(pipeline: Path, prepared: Path, output: Path, *others: object) -> list[object]:
+    common = as_flags(
+        pretrained_model_name_or_path=pipeline,
+        dataset_dir=prepared,
+        output_dir=output,
+        max_sequence_length=32,
+        dataloader_num_workers=0,
+        report_to="none",
+        train_batch_size=2,
+        max_train_steps=10,
+        checkpointing_steps=5,
+        validation_prompts=["a red circle", "blue"],
+        validation_sizes="5,32,48",
+        validation_steps=4,
+        validation_inference_steps=1,
+        push_to_hub=True,
     )
+    return [*common, *others]
 
 
 def counts_in(card: ModelCard, title: str) -> dict[str, int]:

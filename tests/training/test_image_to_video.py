@@ -41,8 +41,11 @@ def prepare(folders: dict[str, Path], data: str, pipeline: str) -> Path:
     if not output.exists():
         flags = ("--target_fps", 8, "--bucket_frames", "1,5,9", "--buckets", "64,96;96,64;64,64")
         run_script_here(
-            *("prepare_dataset.py", "--dataset", folders[data], "--pretrained_model_name_or_path", folders[pipeline]),
-            *("--output_dir", output, *flags),
+            "prepare_dataset.py",
+            *flags,
+            dataset=folders[data],
+            pretrained_model_name_or_path=folders[pipeline],
+            output_dir=output,
         )
     return output
 
@@ -51,8 +54,12 @@ def prepare(folders: dict[str, Path], data: str, pipeline: str) -> Path:
 def test_training_from_a_cache_of_conditions_is_training_from_files(folders, tmp_path: Path) -> None:
     prepared = prepare(folders, "videos", "wan-i2v")
     run_script_here(
-        *("cache_latents.py", "--dataset_dir", prepared, "--pretrained_model_name_or_path", folders["wan-i2v"]),
-        *("--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "cached", "--batching", "pack"),
+        "cache_latents.py",
+        dataset_dir=prepared,
+        pretrained_model_name_or_path=folders["wan-i2v"],
+        cache_dir=tmp_path / "cache",
+        output_dir=tmp_path / "cached",
+        batching="pack",
     )
     settings = {**PACK, **TEXT, "lora_rank": 2, "max_train_steps": 4, "validation_split": 0.3}
     losses = run(in_process(folders["wan-i2v"], prepared, tmp_path / "files", random_crop=False, **settings))
@@ -96,13 +103,13 @@ def test_a_trained_model_begins_with_the_image_as_closely_as_the_vae_returns_it(
     pipeline = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")
     before = WanImageToVideoPipeline.from_pretrained(folders["wan-2.2-ti2v"])
     image = Image.open(tmp_path / "first.png").resize((96, 64))
-    frames = [rendered(one, image) for one in (pipeline, before)]
+    frames = [rendered(model, image) for model in (pipeline, before)]
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     with torch.no_grad():
         decoded = before.vae.decode(before.vae.encode(pixels).latent_dist.mode()).sample[0, :, 0]
     expected = (decoded.clamp(-1, 1) / 2 + 0.5).permute(1, 2, 0).numpy()
-    for one in frames:
-        assert np.abs(one[0] - expected).max() < 1e-4
+    for clip in frames:
+        assert np.abs(clip[0] - expected).max() < 1e-4
     assert np.abs(frames[0][1:] - frames[1][1:]).max() > 1e-3, "the model was trained"
 
 

@@ -38,8 +38,11 @@ TOKENS = ("--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25", "--im
 def prepare(media: Path, pipeline: Path, output: Path, *flags: object, **options):
     return run_script_here(
         "prepare_dataset.py",
-        *("--dataset", media, "--pretrained_model_name_or_path", pipeline, "--output_dir", output),
-        *("--target_fps", 8, *flags),
+        *flags,
+        dataset=media,
+        pretrained_model_name_or_path=pipeline,
+        output_dir=output,
+        target_fps=8,
         **options,
     )
 

@@ -58,8 +58,8 @@ def test_a_masked_loss_is_the_mean_over_what_is_white(family: str, frames: int, 
 
     with torch.no_grad():
         whole, masked = losses(), losses(loss_mask=weights)
-        assert torch.allclose(losses(loss_mask=[torch.ones_like(one) for one in weights]), whole, rtol=1e-12)
-        assert losses(loss_mask=[torch.zeros_like(one) for one in weights]).tolist() == [0, 0]
+        assert torch.allclose(losses(loss_mask=[torch.ones_like(weight) for weight in weights]), whole, rtol=1e-12)
+        assert losses(loss_mask=[torch.zeros_like(weight) for weight in weights]).tolist() == [0, 0]
         noised = step.objective(latents, indices=batch["index"], epoch=2)
         text = recipe.encode_text(batch["caption"]).to(torch.float64)
         samples = Samples(noised=noised, text=text, fps=torch.tensor(batch["fps"]))
@@ -142,9 +142,15 @@ def masked(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path) -> dict
     for name, flags in {"mask": (), "control": ("--control_column", "control")}.items():
         made[name] = folder / f"prepared with {name}"
         run_script_here(
-            *("prepare_dataset.py", "--dataset", folder / "rows.jsonl", "--output_dir", made[name], *flags),
-            *("--pretrained_model_name_or_path", pipeline_dir, "--target_fps", 8, "--buckets", "64,96"),
-            *("--bucket_frames", "1,9", "--mask_column", "mask"),
+            "prepare_dataset.py",
+            *flags,
+            dataset=folder / "rows.jsonl",
+            output_dir=made[name],
+            pretrained_model_name_or_path=pipeline_dir,
+            target_fps=8,
+            buckets="64,96",
+            bucket_frames="1,9",
+            mask_column="mask",
         )
     return made
 
@@ -157,9 +163,13 @@ def test_training_on_masks_from_files_and_from_a_cache(masked, pipeline_dir: Pat
         files = in_process(pipeline_dir, masked["mask"], tmp_path / batching, random_crop=False, **settings)
         losses[batching] = run(files)
         run_script_here(
-            *("cache_latents.py", "--dataset_dir", masked["mask"], "--pretrained_model_name_or_path", pipeline_dir),
-            *("--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / f"{batching} cached"),
-            *("--batching", batching, "--max_sequence_length", 32),
+            "cache_latents.py",
+            dataset_dir=masked["mask"],
+            pretrained_model_name_or_path=pipeline_dir,
+            cache_dir=tmp_path / "cache",
+            output_dir=tmp_path / f"{batching} cached",
+            batching=batching,
+            max_sequence_length=32,
         )
         cached = in_process(pipeline_dir, tmp_path / f"{batching} cached", tmp_path / f"{batching} out", **settings)
         assert run(cached) == pytest.approx(losses[batching], rel=1e-4)

@@ -90,7 +90,7 @@ def test_a_dropped_caption_is_the_empty_negative_prompt_of_the_pipeline(
     folder = str(tiny_folder(case.tiny))
     recipe = recipe_of(folder).load(folder, max_sequence_length=case.max_sequence_length)
     own = recipe.encode_text([PROMPT])
-    null = text_of(recipe, {"caption": [PROMPT]}, dropped=[True], empty=None)
+    null = text_of(recipe, {"caption": [PROMPT]}, captions=[""])
     masked = own.mask is not None
     pipeline = DiffusionPipeline.from_pretrained(folder, **case.components)
     given = texts_of(case, pipeline)
@@ -126,8 +126,10 @@ def test_the_null_text_of_latte_has_as_many_tokens_as_the_caption(
     recipe.pipeline.encode_prompt = encode_negative
     by_hand = losses_by_hand(case, recipe, objective, batch)
     options = {
-        **{"recipe": recipe, "objective": objective, "caption_dropout": 1.0},
-        "empty_text": TextEmbeddings.of_batch(collator_of(keyed).empty_text()),
+        "recipe": recipe,
+        "objective": objective,
+        "caption_dropout": 1.0,
+        "texts": {"": TextEmbeddings.of_batch(collator_of(keyed).empty_text())},
     }
     step: Step = BucketStep(**options)
     if batching == "pack":

@@ -253,7 +253,7 @@ def test_rows_that_differ_from_the_plan_are_reported(tmp_path: Path) -> None:
 
     def passes(line: int, **values: object) -> bool:
         changed = [*lines[:line], {**lines[line], **values}, *lines[line + 1 :]]
-        path.write_text("".join(json.dumps(one) + "\n" for one in changed))
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in changed))
         return review_run(Logs(folder)).passed
 
     assert passes(0)

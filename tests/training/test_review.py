@@ -90,10 +90,3 @@ def test_the_running_mean_is_over_samples_and_not_over_steps() -> None:
     np.testing.assert_array_equal(running_mean(steps, window=4), [np.nan, 7 / 4, 5 / 4, 21 / 6])
     np.testing.assert_array_equal(running_mean(steps, window=1), steps.loss)
     assert np.isnan(running_mean(steps, window=8)).all()
-
-
-def test_logs_without_samples_and_times_are_named(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "losses.jsonl").write_text(json.dumps({"train_loss": 1.0, "samples": 2}) + "\n")
-    with pytest.raises(BucketingError, match=r"losses.jsonl holds no samples and seconds"):
-        loss_charts([Logs(tmp_path)])

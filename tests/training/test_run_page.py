@@ -93,24 +93,6 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     assert page.tables["Resumes"][1] == ["bucket", f"{STEPS}", "0", "2", "learning_rate 0.1 → 0.2"]
 
 
-def test_half_a_line_of_a_run_that_still_trains_is_not_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    for name in ("losses", "samples-1"):
-        log = run / "logs" / f"{name}.jsonl"
-        log.write_text(log.read_text()[:-5])
-    page = check_complete(render_page(run_page([run])))
-    assert page.tables["Runs"][1][3] == f"{STEPS - 1}"
-
-
-def test_a_new_run_forgets_the_resumes_of_an_earlier_one(tmp_path: Path) -> None:
-    for keep, lines in (({"samples": 0}, 1), ({"samples": 0, "resumes": 1}, 2), (None, 0)):
-        log = RunLog(tmp_path, process_index=0, num_processes=1, keep=keep)
-        if keep is not None:
-            log.write_step("resumes", 3, {})
-        log.close()
-        assert len((tmp_path / "logs" / "resumes.jsonl").read_text().splitlines()) == lines
-
-
 def test_runs_without_plans_are_shown_with_what_they_have(tmp_path: Path) -> None:
     streamed = write_run(tmp_path / "streamed", streamed=True)
     short = tmp_path / "short"

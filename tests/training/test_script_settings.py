@@ -76,13 +76,13 @@ def test_saved_settings_leave_those_of_other_scripts_as_the_file_has_them(tmp_pa
     again = read_config_file(str(tmp_path / "config.yaml")).plain()
     own = again.pop("train_text_to_video")
     assert again == {
-        **{"pretrained_model_name_or_path": "m", "dataset_dir": os.path.abspath("d")},
-        **{"cached_dir": os.path.abspath("c"), "output_dir": os.path.abspath("o")},
-        **{
-            "random_crop": "false",
-            "sources": [{"dataset": "a", "repeats": "2"}],
-            "cache_latents": {"batch_size": "3"},
-        },
+        "pretrained_model_name_or_path": "m",
+        "dataset_dir": os.path.abspath("d"),
+        "cached_dir": os.path.abspath("c"),
+        "output_dir": os.path.abspath("o"),
+        "random_crop": "false",
+        "sources": [{"dataset": "a", "repeats": "2"}],
+        "cache_latents": {"batch_size": "3"},
     }
     assert set(own) == set(config.flat())
     assert (own["seed"], own["dataset_dir"], own["mixed_precision"], own["lora_rank"]) == (

@@ -69,7 +69,7 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     saved = [read_config_file(str(folder / "config.yaml")).plain() for folder in (first, second)]
     assert saved[0]["sources"] == saved[1]["sources"] == read_config_file(str(run_file)).plain()["sources"]
-    own = [one["train_text_to_video"] for one in saved]
+    own = [line["train_text_to_video"] for line in saved]
     assert {**own[0], "output_dir": ""} == {**own[1], "output_dir": ""}
     assert own[0]["lora_targets"] is not None
 
@@ -91,7 +91,8 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
             assert set(own_counts) == {2 if name == "faces" else 1}
     means = [json.loads(line) for line in (first / "logs" / "losses.jsonl").read_text().splitlines()]
     assert {name for line in means for name in line if "source" in name} == {
-        *("loss_by_source/clips", "loss_by_source/faces")
+        "loss_by_source/clips",
+        "loss_by_source/faces",
     }
     result = run_script_here("report_training.py", first, "--min_fall", -9)
     assert "every planned sample seen as often as planned in 2 of 2 epochs" in result.stdout
@@ -119,7 +120,7 @@ def test_one_file_serves_all_scripts_also_with_cached_latents(run_file: Path, tm
         in run_script_here("report_buckets.py", "--config", file, "--json", report).stdout
     )
     counts = json.loads(report.read_text())["sources"]
-    assert [(one["name"], one["rows"]) for one in counts] == [("clips", 6), ("faces", 7)]
+    assert [(line["name"], line["rows"]) for line in counts] == [("clips", 6), ("faces", 7)]
     assert counts[1]["samples"] == 2 * (7 - sum(counts[1]["rejections"].values()))
 
 

@@ -20,6 +20,7 @@ from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of, running_mean, summarise_losses
 from hf_bucketing.training.run_log import StepMetrics, read_log, read_status
 from hf_bucketing.training.skipped import SkippedSteps, check_finite
+from hf_bucketing.training.steps import StepLosses
 from tests.training.training_cases import in_process
 
 ADAPTERS = {"lora_rank": 2, "ema_decay": 0.5, "checkpointing_steps": 1, "checkpoints_total_limit": 1}
@@ -31,13 +32,13 @@ def spoiled(pipeline: Path, prepared: Path, output: Path, *, steps: set[int], wh
     step: Any = trainer.step
 
     class Spoiled(type(step)):  # type: ignore[misc]
-        def _losses(self, *args: Any) -> torch.Tensor:
-            values = super()._losses(*args)
+        def __call__(self, *args: Any, **options: Any) -> StepLosses:
+            values, noise_levels = super().__call__(*args, **options)
             if trainer.global_step + 1 in steps and what == "gradient":
                 values.register_hook(lambda gradient: gradient * math.nan)
             elif trainer.global_step + 1 in steps:
                 values = values * torch.tensor([1.0, math.nan])[: len(values)]
-            return values
+            return StepLosses(values, noise_levels)
 
     step.__class__ = Spoiled
     return trainer

@@ -47,10 +47,10 @@ def test_packed_and_bucketed_training_are_the_same(family: str, frames: int, pip
     packed_values, packed = losses_and_gradients(step, {**batch, "pixel_values": list(batch["pixel_values"])})
     assert torch.allclose(packed_values, values, atol=1e-5, rtol=1e-5)
     compared = 0
-    for one, other in zip(gradients, packed, strict=True):
-        if one.norm() > 1e-6:
+    for gradient, packed_gradient in zip(gradients, packed, strict=True):
+        if gradient.norm() > 1e-6:
             compared += 1
-            assert float((one - other).norm() / one.norm()) <= 1e-6
+            assert float((gradient - packed_gradient).norm() / gradient.norm()) <= 1e-6
     assert compared > 10
 
 
@@ -66,8 +66,8 @@ def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> 
     assert torch.equal(plain[2], empty[2]), "its caption is empty anyway"
     assert not torch.equal(plain[0], empty[0])
     drawn = [values(caption_dropout=0.5, seed=seed) for seed in range(8)]
-    assert all(torch.equal(one, values(caption_dropout=0.5, seed=0)) for one in drawn[:1])
-    dropped = [torch.isclose(one, empty)[:2].tolist() for one in drawn]
+    assert all(torch.equal(losses, values(caption_dropout=0.5, seed=0)) for losses in drawn[:1])
+    dropped = [torch.isclose(losses, empty)[:2].tolist() for losses in drawn]
     assert 0 < sum(map(sum, dropped)) < 16
 
 
@@ -99,7 +99,7 @@ def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
     empty = collator.empty_text()
     text = TextEmbeddings.of_batch(empty)
     entries = collator([keyed.dataset[row] for row in (0, 6)])
-    mixed = text_of(recipe, entries, dropped=[True, False], empty=text)
+    mixed = text_of(recipe, entries, captions=["", None], texts={"": text})
     expected = recipe.encode_text(["", entries["caption"][1]])
     assert (mixed.mask is None) == (expected.mask is None)
     if mixed.mask is None:

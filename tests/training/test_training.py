@@ -101,8 +101,11 @@ def test_mistakes_in_the_flags_end_in_one_line(
 ) -> None:
     result = run_script_here(
         "train_text_to_video.py",
-        *("--pretrained_model_name_or_path", pipeline_dir, "--dataset_dir", prepared_dir),
-        *("--output_dir", tmp_path / "out", "--report_to", "none", *flags),
+        *flags,
+        pretrained_model_name_or_path=pipeline_dir,
+        dataset_dir=prepared_dir,
+        output_dir=tmp_path / "out",
+        report_to="none",
         check=False,
     )
     assert result.returncode == 1

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, CostModel, Size
 from hf_bucketing.columns import CacheInfo, PreparedDataset
@@ -304,30 +303,6 @@ def test_base_size_is_a_flag_of_three_numbers(pipeline_dir, prepared_dir, tmp_pa
     assert from_flags(TrainingConfig, parser.parse_args(args)).batches.base_size == [1, 2, 3]
 
 
-def test_a_run_trains_the_adapters_on_captions_of_the_length_and_with_the_clipping_that_are_set(
-    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
-) -> None:
-    settings = {"lora_rank": 2, "lora_alpha": 64, "lora_targets": "to_q", "max_sequence_length": 16,
-                "max_grad_norm": 0.01, "max_train_steps": 1}  # fmt: skip
-    trainer = Trainer(in_process(pipeline_dir, prepared_dir, tmp_path, **settings))
-    trained = [name for name, parameter in trainer.recipe.transformer.named_parameters() if parameter.requires_grad]
-    assert trained
-    assert all(".to_q.lora_" in name for name in trained)
-    (lora,) = trainer.recipe.transformer.peft_config.values()
-    assert (lora.r, lora.lora_alpha) == (2, 64)
-    assert trainer.recipe.encode_text(["red"]).values.shape[1] == 16
-    clip, norms = trainer.accelerator.clip_grad_norm_, []
-
-    def clip_and_measure(parameters, max_norm: float):
-        parameters = [one for one in parameters if one.grad is not None]
-        clip(parameters, max_norm)
-        norms.append(float(torch.stack([one.grad.norm() for one in parameters]).norm()))
-
-    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", clip_and_measure)
-    trainer.run()
-    assert norms == [pytest.approx(0.01, rel=1e-3)]
-
-
 def test_the_settings_of_views_reach_the_collator(pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(ffmpeg_major_version=8))
     views = {"random_crop": False, "frame_picking": "uniform", "flip_probability": 0.3, "video_decoder": "torchcodec"}
@@ -357,27 +332,6 @@ def test_cached_latents_refuse_what_changes_decoding(
         make_data(config, prepared.spec, TINY_WAN)
 
 
-def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    config = in_process(pipeline_dir, prepared_dir, tmp_path, batching="pack", max_tokens=640, strip_length=16,
-                        validation_prompts=["red"], validation_sizes="5,32,48", validation_steps=2,
-                        validation_inference_steps=1, ema_decay=0.0)  # fmt: skip
-    losses = run(config)
-    assert TrainingConfig.from_flat(**json.loads((tmp_path / "training_config.json").read_text())) == config
-    entries = [json.loads(line) for line in (tmp_path / "logs" / "losses.jsonl").read_text().splitlines()]
-    assert [entry["train_loss"] for entry in entries] == losses
-    for entry in entries:
-        assert 0 < entry["fill"] <= 1
-        assert entry["imbalance"] == 1
-        assert entry["tokens"] == pytest.approx(entry["fill"] * 640)
-        assert entry["tokens_per_second"] > entry["samples_per_second"] > 0
-        assert entry["seconds"] * entry["samples_per_second"] == pytest.approx(entry["samples"])
-        levels = [value for name, value in entry.items() if name.startswith("loss_by_noise/")]
-        assert min(levels) - 1e-5 <= entry["train_loss"] <= max(levels) + 1e-5  # means of float32 and float64
-    assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step-2"]
-    samples = [json.loads(line) for line in (tmp_path / "logs" / "samples-0.jsonl").read_text().splitlines()]
-    assert [sum(one["loss"]) / len(one["loss"]) for one in samples] == pytest.approx(losses, abs=1e-5)
-
-
 @pytest.mark.slow
 def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
@@ -389,58 +343,6 @@ def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_
     parts = in_process(pipeline_dir, prepared_dir, tmp_path / "parts", **{**eight, "max_train_steps": 2})
     run(parts)
     assert run(changed(parts, max_train_steps=4, resume_from_checkpoint="latest")) == whole
-
-
-@pytest.mark.slow
-def test_averaged_weights_are_saved(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    def weights(folder: Path) -> dict[str, torch.Tensor]:
-        return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-
-    for name, decay in (("last", None), ("slow", 1.0), ("average", 0.5)):
-        run(in_process(pipeline_dir, prepared_dir, tmp_path / name, ema_decay=decay))
-    first, last, slow, average = (
-        weights(path) for path in (pipeline_dir, *(tmp_path / n for n in ("last", "slow", "average")))
-    )
-    name = "blocks.0.attn1.to_q.weight"
-    assert torch.equal(slow[name], first[name]) or float((slow[name] - first[name]).norm()) < float(
-        (last[name] - first[name]).norm()
-    )
-    assert not torch.equal(average[name], last[name])
-    assert float((average[name] - last[name]).norm()) < float((first[name] - last[name]).norm())
-
-
-@pytest.mark.slow
-def test_a_dry_run_and_automatic_max_tokens_train_nothing(
-    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    from hf_bucketing.training import estimate as memory, train as run_training
-
-    tokens = PreparedDataset.load(prepared_dir).dataset["num_tokens"]
-    original, tried = memory.find_max_tokens, []
-
-    def small_memory(try_step, **limits):
-        def limited(max_tokens: int) -> None:
-            tried.append(max_tokens)
-            if max_tokens > 1000:
-                raise RuntimeError("CUDA out of memory.")
-            try_step(max_tokens)
-
-        return original(limited, **limits)
-
-    monkeypatch.setattr(memory, "find_max_tokens", small_memory)
-    config = in_process(pipeline_dir, prepared_dir, tmp_path / "out", batching="pack", max_tokens="auto",
-                        strip_length=16, dry_run=True)  # fmt: skip
-    run_training(config)
-    printed = capsys.readouterr().out
-    assert "***** Dry run: nothing is trained *****" in printed
-    assert "Running training" not in printed
-    assert tried[0] >= sum(tokens) * 0.9
-    assert f"--max_tokens auto found {tried[-1]} tokens" in printed
-    assert 900 <= tried[-1] <= 1000
-    assert "Memory per process = weights" in printed
-    assert "text encoding: weights" in printed
-    assert "20 kept, 0 repeated" in printed
-    assert not (tmp_path / "out" / "model_index.json").exists()
 
 
 def test_samples_beyond_the_models_positions_are_refused_before_training(
@@ -501,19 +403,6 @@ def test_videos_and_missing_captions_are_refused_before_training(
     dataclasses.replace(prepared, caption_column=None).save(tmp_path / "silent")
     with pytest.raises(BucketingError, match="have no captions, which the model needs"):
         make_data(changed(config, dataset_dir=str(tmp_path / "silent")), prepared.spec, TINY_WAN)
-
-
-def test_running_out_of_memory_names_the_samples_and_what_to_lower(
-    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
-) -> None:
-    trainer = Trainer(in_process(pipeline_dir, prepared_dir, tmp_path))
-
-    def forward(*args, **kwargs):
-        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-    monkeypatch.setattr(trainer.recipe.transformer, "forward", forward)
-    with pytest.raises(BucketingError, match=r"ran out on \d+ samples .*lower `train_batch_size`, use `gradient_ch"):
-        trainer.run()
 
 
 @pytest.mark.parametrize("change", [

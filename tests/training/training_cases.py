@@ -15,7 +15,7 @@ from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.run_log import read_sample_logs
-from tests.conftest import kill_training_when, launch_training
+from tests.conftest import as_flags, kill_training_when, launch_training
 
 BATCHING = {
     "bucket": ("--batching", "bucket", "--train_batch_size", 2),
@@ -34,9 +34,15 @@ the order in which processes are summed, moves a weight by up to the learning ra
 def in_process(pipeline: Path, prepared: Path, output: Path, **settings) -> TrainingConfig:
     """Make the settings of a short run in this process."""
     common = {
-        **{"pretrained_model_name_or_path": str(pipeline), "dataset_dir": str(prepared), "output_dir": str(output)},
-        **{"report_to": "none", "dataloader_num_workers": 0, "max_sequence_length": 32, "max_train_steps": 3},
-        **{"train_batch_size": 2, "learning_rate": 5e-3},
+        "pretrained_model_name_or_path": str(pipeline),
+        "dataset_dir": str(prepared),
+        "output_dir": str(output),
+        "report_to": "none",
+        "dataloader_num_workers": 0,
+        "max_sequence_length": 32,
+        "max_train_steps": 3,
+        "train_batch_size": 2,
+        "learning_rate": 5e-3,
     }
     return TrainingConfig.from_flat(**{**common, **settings})
 
@@ -59,10 +65,15 @@ def train_until(
     kill_training_when(done, *_common(pipeline, prepared, output), *flags, num_processes=num_processes)
 
 
-def _common(pipeline: Path, prepared: Path, output: Path) -> tuple[object, ...]:
-    return (
-        *("--pretrained_model_name_or_path", pipeline, "--dataset_dir", prepared, "--output_dir", output),
-        *("--max_sequence_length", 32, "--dataloader_num_workers", 1, "--report_to", "none", "--learning_rate", 5e-3),
+def _common(pipeline: Path, prepared: Path, output: Path) -> list[object]:
+    return as_flags(
+        pretrained_model_name_or_path=pipeline,
+        dataset_dir=prepared,
+        output_dir=output,
+        max_sequence_length=32,
+        dataloader_num_workers=1,
+        report_to="none",
+        learning_rate=5e-3,
     )
 
 

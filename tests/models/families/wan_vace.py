@@ -107,7 +107,10 @@ RECIPES = {
         tiny="wan-vace",
         loss=loss,
         render={
-            **{**RENDER, "max_sequence_length": 64, "video": [PICTURE] * 5, "mask": [PICTURE] * 5},
+            **RENDER,
+            "max_sequence_length": 64,
+            "video": [PICTURE] * 5,
+            "mask": [PICTURE] * 5,
             "reference_images": PICTURE,
         },
         shown=(("control",), ("mask",), ("reference",), ("control", "mask", "reference")),

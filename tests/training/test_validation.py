@@ -1,0 +1,78 @@
+"""Prompts that a run renders between its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+
+from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.settings.validation import ValidationConfig
+from hf_bucketing.training.validation import Validation, parse_sizes
+
+WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+
+
+def load(folder: Path) -> Recipe:
+    return recipe_of(str(folder)).load(str(folder))
+
+
+def test_validation_sizes_are_read_and_checked() -> None:
+    assert parse_sizes("1,64,64; 9,64,112", WAN) == [Size(1, 64, 64), Size(9, 64, 112)]
+    with pytest.raises(BucketingError, match="frames,height,width"):
+        parse_sizes("64x64", WAN)
+    with pytest.raises(BucketingError, match="nearest"):
+        parse_sizes("8,64,64", WAN)
+
+
+@pytest.mark.parametrize(("family", "frames"), [("wan", 5), ("ltx", 5), ("latte", 16)])
+def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeline_dirs, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    shown = {}
+
+    class Tracker:
+        name = "tensorboard"
+
+        def log_images(self, values, step, dataformats):
+            shown.update({(name, step, dataformats): images for name, images in values.items()})
+
+    accelerator.trackers = [Tracker()]
+    recipe = load(pipeline_dirs[family])
+    recipe.transformer.train()
+    validation = Validation(
+        config=ValidationConfig(
+            validation_prompts=["a red square!"],
+            validation_inference_steps=2,
+            validation_guidance_scale=2.0,
+            validation_fps=8,
+        ),
+        images=[()],
+        sizes=[Size(frames, 32, 64)],
+        seed=0,
+        folder=tmp_path,
+    )
+    validation.render(recipe, accelerator, step=3)
+    name = f"{frames}x32x64-a-red-square"
+    info = probe(MediaSource.from_cell(str(tmp_path / "step-3" / f"{name}.mp4")))
+    assert (info.num_frames, info.height, info.width, info.fps) == (frames, 32, 64, 8.0)
+    first = shown.pop((name, 3, "NHWC"))
+    assert first.shape == (min(frames, 8), 32, 64, 3)
+    assert not shown
+    assert recipe.transformer.training
+    validation.render(recipe, accelerator, step=4)
+    assert np.abs(first.astype(int) - shown[name, 4, "NHWC"]).max() <= 1, "the same noise"
+
+
+def test_prompts_that_begin_alike_are_rendered_to_files_of_their_own(tmp_path: Path) -> None:
+    size, prompts = Size(1, 32, 64), ["a dog " * 20, "a dog " * 30, "a cat", "a dog " * 20]
+    config = ValidationConfig(validation_prompts=prompts)
+    validation = Validation(config=config, images=[()] * 4, sizes=[size], seed=0, folder=tmp_path)
+    files = [validation.file_of(number, size, step=1) for number in range(4)]
+    assert len({*files}) == 4
+    assert files[2].name == "1x32x64-a-cat.png"
+    assert files[3].stem == f"{files[0].stem}-3"
