@@ -112,8 +112,8 @@ def start_adapters(
     config = replace(config, lora_format=_possible_format(type(pipeline), transformer, lora_format))
     if not config.has_pairs:
         logger.info(
-            f"No pipeline of diffusers loads every {config.adapter}: it is saved as peft's own files, which "
-            f"peft.PeftModel.from_pretrained(pipeline.{component}, folder) puts into a stock pipeline."
+            f"Pipelines of diffusers do not load `adapter={config.adapter}` of every model: it is saved as peft's own "
+            f"files. Load them by peft.PeftModel.from_pretrained(pipeline.{component}, folder)."
         )
     if isinstance(start, ExactAdapters):
         load_exact(transformer, start)

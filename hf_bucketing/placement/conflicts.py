@@ -124,9 +124,12 @@ CONFLICTS = (
     ),
     Conflict(
         ("optimizer", "sharding"),
-        lambda run: run.sharding != "ddp" and not run.optimizer.startswith(("adamw", "torch.")),
+        lambda run: (
+            run.sharding != "ddp"
+            and not run.optimizer.startswith(("adamw", "torch.") if run.sharding == "FSDP2" else "adamw")
+        ),
         "Omit `optimizer={run.optimizer}`, or use DDP: it computes with whole weights, and under {kind} each process "
-        "holds a share of them. torch's own optimizers know shares.",
+        "holds a share of them. Version 2 of FSDP takes torch's own optimizers.",
     ),
     Conflict(
         (*READ_WHOLE_WEIGHTS, "fsdp_version"),

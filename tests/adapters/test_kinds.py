@@ -198,6 +198,14 @@ def test_what_kinds_and_optimizers_do_not_go_with_is_refused(changes: dict[str, 
     assert re.search(message, "\n".join(conflicts(Combination(**whole))))
 
 
+@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
+def test_flat_shares_are_no_matrices_for_muon(sharding: str) -> None:
+    run = Combination(
+        memory=MemoryConfig(), adapters=False, mixed_precision="bf16", sharding=sharding, optimizer="torch.optim:Muon"
+    )
+    assert any("Version 2 of FSDP takes torch's own" in str(conflict) for conflict in conflicts(run))
+
+
 def test_torchs_optimizers_and_lora_plus_go_with_shards() -> None:
     whole = {"memory": MemoryConfig(), "adapters": True, "mixed_precision": "bf16", "sharding": "FSDP2"}
     for optimizer in ("adamw", "torch.optim:Muon"):

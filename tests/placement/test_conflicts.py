@@ -27,6 +27,7 @@ BROKEN = [
     ({"quantize_base": "int8"}, {"sharding": "FSDP2"}),
     ({"offload_blocks": 1}, {"sharding": "DEEPSPEED"}),
     ({"trained_dtype": "bf16"}, {"sharding": "FSDP2"}),
+    ({}, {"sharding": "FSDP2", "optimizer": "prodigyopt:Prodigy"}),
     ({}, {"sharding": "FSDP", "joined": READ_WHOLE_WEIGHTS}),
     ({}, {"sharding": "DEEPSPEED stage 3", "joined": ("ema_decay",)}),
     ({}, {"sharding": "FSDP2", "searches": True, "loads_once": True}),
@@ -36,6 +37,10 @@ BROKEN = [
     ({"quantize_base": "nf4", "offload_blocks": 1}, {}),
     ({"quantize_base": "int8", "gradient_checkpointing": False}, {}),
     ({"offload_blocks": 1, "gradient_checkpointing": False}, {}),
+    ({}, {"lora_plus": True, "adapters": False}),
+    ({}, {"lora_plus": True, "kind": "lokr"}),
+    ({}, {"lora_format": "comfyui", "kind": "dora"}),
+    ({"quantize_base": "nf4"}, {"kind": "loha"}),
     ({"context_parallel_degree": 2}, {"num_processes": 3}),
     ({"context_parallel_degree": 2}, {"sharding": "FSDP"}),
     ({"context_parallel_degree": 2}, {"grouped": True}),
@@ -78,7 +83,10 @@ def test_settings_that_may_conflict_name_each_other() -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("train_text_to_video", "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks."),
+        (
+            "train_text_to_video",
+            "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio.",
+        ),
         ("plan_memory", "It may conflict with --quantize_base, --offload_blocks."),
     ],
 )

@@ -16,7 +16,7 @@ DORA = PACKS | {"adapter": "dora"}
 LOHA = ADAPTERS | {"adapter": "loha", "lora_rank_pattern": "to_q=1"}
 LOKR = PACKS | {"adapter": "lokr"}
 RATIO = ADAPTERS | {"lora_plus_ratio": 4.0, "lora_rslora": True, "lora_alpha_pattern": "to_q=8"}
-MUON = {"optimizer": "torch.optim:Muon", "train_batch_size": 2}
+MUON = {"optimizer": "torch.optim:Muon" if hasattr(torch.optim, "Muon") else "torch.optim:Adam", "train_batch_size": 2}
 
 RUNS = {
     "dora_ddp": (DDP, None, DORA),

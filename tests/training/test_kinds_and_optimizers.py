@@ -104,6 +104,8 @@ def test_adapters_of_each_kind_resume_exactly_load_in_the_stock_pipeline_and_sta
 def test_optimizers_of_each_family_learn_and_resume_exactly(
     optimizer: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
+    if optimizer.endswith("Muon") and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has Muon since 2.9")
     pytest.importorskip(optimizer.partition(".")[0].partition(":")[0].replace("adamw_8bit", "bitsandbytes"))
     check_resume(pipeline_dir, prepared_dir, tmp_path, optimizer=optimizer, **OPTIMIZERS[optimizer])
     shutil.rmtree(tmp_path)
