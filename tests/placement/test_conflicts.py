@@ -47,6 +47,11 @@ BROKEN = [
     ({"context_parallel_degree": 2}, {"searches": True}),
     ({"context_parallel_degree": 2}, {"replaces": True}),
     ({"context_parallel_degree": 2}, {"strip_length": 15}),
+    ({"offload_idle_expert": True}, {}),
+    ({"offload_idle_expert": True}, {"adapters": False, "experts": True}),
+    ({"offload_idle_expert": True, "quantize_base": "nf4"}, {"experts": True}),
+    ({}, {"sharding": "FSDP2", "experts": True}),
+    ({"context_parallel_degree": 2}, {"experts": True}),
 ]
 
 
