@@ -90,7 +90,8 @@ def test_settings_that_may_conflict_name_each_other() -> None:
     [
         (
             "train_text_to_video",
-            "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio, --offload_idle_expert.",
+            "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio, "
+            "--offload_idle_expert.",
         ),
         ("plan_memory", "It may conflict with --quantize_base, --offload_blocks."),
     ],
