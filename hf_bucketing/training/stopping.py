@@ -55,4 +55,4 @@ class StopSignals:
                 os.write(2, b"\nStopping after this step, to save it; Ctrl-C again ends at once.\n")
         elif "TORCHELASTIC_RUN_ID" not in os.environ or now - self._since > _SECONDS_OF_ONE_CTRL_C:
             self._restore()
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)

@@ -36,10 +36,10 @@ def test_what_a_launcher_repeats_at_once_is_one_signal(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with StopSignals() as signals:
         for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         signals._since -= 60
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
