@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,22 +28,23 @@ def make_optimizer(
 
     Groups differ in their learning rate, with LoRA+, and in their weight decay: parameters of fewer than two
     dimensions have none. With Muon, which takes matrices of hidden layers, AdamW takes all weights that are outside
-    the blocks or no matrices, as torch advises.
+    the blocks or no matrices, as torch advises. Each of several models has an optimizer of its own, which takes a
+    step when its model has gradients: what Prodigy estimates and schedule-free averages is of these steps alone.
 
     Raises:
-        BucketingError: If the optimizer is not installed, or no parameter needs a gradient.
+        BucketingError: If the optimizer is not installed, or no parameter of a model needs a gradient.
     """
-    named = {
-        f"{name} of model {number}": parameter
-        for number, each in enumerate((model, *beside))
-        for name, parameter in each.named_parameters()
-        if parameter.requires_grad
-    }
+    optimizers = [optimizer for trained in (model, *beside) for optimizer in _make_optimizers(trained, config)]
+    return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
+
+
+def _make_optimizers(model: torch.nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not named:
         raise BucketingError("No parameter of the transformer needs a gradient; nothing would be trained.")
     arguments = {"lr": config.learning_rate, **config.arguments()}
     if config.optimizer != MUON:
-        return optimizer_class(config)(_groups(named, config), **arguments)
+        return [optimizer_class(config)(_groups(named, config), **arguments)]
     # With this factor of Muon's steps, learning rates found for AdamW fit both (Liu et al., 2025).
     arguments = {"adjust_lr_fn": "match_rms_adamw", **arguments}
     hidden = {name: value for name, value in named.items() if value.ndim == 2 and _IN_BLOCK.match(name)}
@@ -52,7 +54,7 @@ def make_optimizer(
         optimizers.append(torch.optim.Muon(_groups(hidden, config), **arguments))
     if others:
         optimizers.append(torch.optim.AdamW(_groups(others, config), lr=config.learning_rate, **config.adam()))
-    return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
+    return optimizers
 
 
 def _groups(named: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -79,13 +81,43 @@ class _Joined(torch.optim.Optimizer):
         self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take a step with each optimizer."""
+    def _with_groups(self) -> Iterator[torch.optim.Optimizer]:
+        """Iterate over the optimizers, each with its part of what is here: others replace groups and state."""
         groups = iter(self.param_groups)
-        for optimizer in self.optimizers:  # loading a state makes new groups
+        for optimizer in self.optimizers:
             optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
             optimizer.state = self.state
-            optimizer.step()
+            yield optimizer
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take a step with each optimizer whose parameters have gradients."""
+        for optimizer in self._with_groups():
+            if any(value.grad is not None for group in optimizer.param_groups for value in group["params"]):
+                optimizer.step()
+
+    def train(self) -> None:
+        """Put the weights for training into the models."""
+        for optimizer in self._with_groups():
+            set_training(optimizer)
+
+    def eval(self) -> None:
+        """Put the weights to evaluate into the models."""
+        for optimizer in self._with_groups():
+            if switches_modes(type(optimizer)):
+                optimizer.eval()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the part of each optimizer by its own method, as those in 8 bits keep the precision of their state."""
+        saved = iter(state_dict["param_groups"])
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for optimizer in self._with_groups():
+            groups = [next(saved) for _ in optimizer.param_groups]
+            names = {name for group in groups for name in group["params"]}
+            own = {name: values for name, values in state_dict["state"].items() if name in names}
+            optimizer.load_state_dict({**state_dict, "state": own, "param_groups": groups})
+            state.update(optimizer.state)
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.state = state
 
 
 def make_schedule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 
 from hf_bucketing import BucketingError
 from hf_bucketing.optimizers.classes import check_optimizer, optimizer_class
-from hf_bucketing.optimizers.optimizer import apply_settings, make_optimizer, make_schedule, state_bytes
+from hf_bucketing.optimizers.optimizer import (
+    apply_settings,
+    make_optimizer,
+    make_schedule,
+    set_training,
+    state_bytes,
+)
 from hf_bucketing.optimizers.settings import OptimizerConfig
 
 ADAMW = OptimizerConfig(learning_rate=1e-3, adam_beta2=0.99, adam_weight_decay=0.1)
@@ -142,6 +149,53 @@ def test_muon_takes_matrices_of_blocks_and_adamw_the_others_and_their_state_is_o
     step(models[1], resumed)
     for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ADAMW,
+        EIGHT_BIT,
+        OptimizerConfig(optimizer="torch.optim:Muon", learning_rate=0.01),
+        OptimizerConfig(optimizer="prodigyopt:Prodigy", learning_rate=1.0),
+        OptimizerConfig(optimizer="schedulefree:AdamWScheduleFree", learning_rate=0.1),
+        OptimizerConfig(optimizer="pytorch_optimizer:CAME", learning_rate=0.01),
+    ],
+    ids=lambda config: config.optimizer,
+)
+def test_models_that_take_turns_learn_as_each_does_alone_also_after_resuming(config: OptimizerConfig) -> None:
+    package = {"adamw": "torch", "adamw_8bit": "bitsandbytes"}.get(
+        config.optimizer, config.optimizer.partition(":")[0]
+    )
+    pytest.importorskip(package)
+    alone = [torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(64, 128)])}) for _ in range(2)]
+    together = copy.deepcopy(alone)
+    inputs = torch.randn(8, 64)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> None:
+        for _ in range(steps):
+            model["blocks"][0](inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for model, steps in zip(alone, (5, 2), strict=True):
+        optimizer = make_optimizer(model, config)
+        set_training(optimizer)
+        train(model, optimizer, steps=steps)
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+    optimizer = make_optimizer(together[0], config, beside=together[1:])
+    optimizer.train()
+    for turn in (0, 0, 1):
+        train(together[turn], optimizer, steps=1)
+    resumed = make_optimizer(together[0], config, beside=together[1:])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for turn in (0, 1, 0, 0):
+        train(together[turn], resumed, steps=1)
+    resumed.eval()
+    for model, other in zip(alone, together, strict=True):
+        for expected, found in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize(
