@@ -111,6 +111,7 @@ def main(args: argparse.Namespace) -> None:
         from peft.utils import CONFIG_NAME
 
         from hf_bucketing.adapters.experts import loading_options, own_folder
+        from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
         from hf_bucketing.models.experts import transformers_of
 
         trained = args.trained_component
@@ -122,7 +123,9 @@ def main(args: argparse.Namespace) -> None:
                 for name, folder in folders.items():
                     PeftModel.from_pretrained(getattr(pipeline, name), str(folder))
             else:
-                for options in loading_options(trained):
+                first = next(iter(folders.values()))
+                alone = (first / COMFYUI_WEIGHTS).is_file() and not (first / LORA_WEIGHTS).is_file()
+                for options in loading_options(trained, file=COMFYUI_WEIGHTS if alone else None):
                     pipeline.load_lora_weights(args.lora_weights, **options)
     if args.vae_tiling:
         tile(pipeline.vae, args.pipeline)
