@@ -27,6 +27,7 @@ from hf_bucketing.placement.quantization import quantization_of, quantized_linea
 from hf_bucketing.settings import changed
 from hf_bucketing.training.review import losses_of
 from tests.placement.test_offload import gradients, run_once
+from tests.training.test_kinds_and_optimizers import check_resume
 from tests.training.training_cases import BATCHING, in_process, run, train
 
 KINDS = {"int8": ("Int8Tensor", 0.01), "float8": ("Float8Tensor", 0.03)}
@@ -151,3 +152,8 @@ def test_two_processes_train_a_quantised_base_that_waits(
     train(pipeline_dir, prepared_dir, tmp_path / "out", *BATCHING["bucket"], *flags, *offload)
     assert len(losses_of(tmp_path / "out")) == 2
     DiffusionPipeline.from_pretrained(pipeline_dir).load_lora_weights(str(tmp_path / "out"))
+
+
+def test_an_optimizer_of_torchao_learns_and_resumes_exactly(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
+    settings = {"optimizer": "torchao.optim:AdamW8bit", "lora_rank": None, "mixed_precision": "bf16"}
+    check_resume(pipeline_dir, prepared_dir, tmp_path, **settings)
