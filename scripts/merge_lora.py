@@ -16,7 +16,12 @@ def make_parser() -> FlagParser:
     parser.add_argument("pipeline", help="Pipeline that the adapters were trained on, on the hub or in a folder.")
     parser.add_argument("adapters", help="Folder of a run or of peft, or a file of LoRA weights of any trainer.")
     parser.add_argument("output", help="Folder to write; it must not exist.")
-    parser.add_argument("--trained_component", default="transformer", help="Transformer that the adapters belong to.")
+    parser.add_argument(
+        "--trained_component",
+        choices=["transformer", "transformer_2"],
+        default="transformer",
+        help="Transformer that the adapters belong to; those of both experts are merged one after the other.",
+    )
     return parser
 
 

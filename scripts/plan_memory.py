@@ -29,7 +29,8 @@ def make_parser() -> FlagParser:
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
     of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
-    parser.name_conflicts(conflicting_settings({*names_of(PlanConfig)} - {"max_tokens"}))  # it is a number here
+    named = {*names_of(PlanConfig)} - of_no_effect - {"max_tokens"}  # which is a number here
+    parser.name_conflicts(conflicting_settings(named))
     parser.add_config("plan_memory", others=settings_of_scripts)
     return parser
 
