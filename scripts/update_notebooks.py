@@ -26,7 +26,7 @@ from hf_bucketing.files import complete_file
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SHOWN = ("text/html", "image/png")
 """Forms of a result that replace its text."""
-ROUNDING = re.compile(r"\b\d\.\de-\d\d\b")
+ROUNDING = re.compile(r"\b\d\.\de-\d\d\b|\b0\.0e\+00\b")
 
 
 def executed(path: Path) -> NotebookNode:
@@ -70,7 +70,7 @@ def stored(output: NotebookNode) -> NotebookNode:
 
 
 def texts_of(notebook: NotebookNode) -> list[str]:
-    """Return the lines of prints, tables and results, with … for numbers such as 2.5e-07."""
+    """Return the lines of prints, tables and results, with … for numbers such as 2.5e-07 and 0.0e+00."""
     lines = []
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", ()):
