@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 
 from hf_bucketing import BucketingError, LatentSpec, Size
@@ -220,6 +221,8 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:
     ("HunyuanVideo15ImageToVideoPipeline", {"num_frames": 5}),
 ])  # fmt: skip
 def test_a_pipeline_is_called_with_what_it_takes_of_a_size(pipeline: str, expected: dict[str, int]) -> None:
+    if pipeline.startswith("HunyuanVideo15") and not hasattr(transformers, "Qwen2_5_VLTextModel"):
+        pytest.skip("diffusers imports it with a newer transformers")
     assert recipes_by_class()[pipeline].size_arguments(Size(frames=5, height=64, width=96)) == expected
 
 

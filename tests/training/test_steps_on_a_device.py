@@ -47,10 +47,9 @@ STACKED_WAITS = {
     "aten.nonzero.default in models/attention_processor.py:__call__": "Mochi leaves padding out",
     "copy to the device in models/embeddings.py:apply_rotary_emb": "CogView 4 makes its positions on the CPU",
     "copy to the device in transformers/transformer_qwenimage.py:compute_text_seq_len_from_mask": "numbers the text",
-    "aten.equal.default in cosmos/packing.py:inputs": "timesteps of tokens are checked to be those of frames",
-    "aten._local_scalar_dense.default in skyreels_v2/packing.py:unpacked_inputs": "so are they here",
+    "aten.equal.default in packing/batch.py:frame_timesteps": "timesteps of tokens are checked to be those of frames",
 }
-"""What waits in stacks beside that, and why: diffusers' forwards as they are, and two checks of ours."""
+"""What waits in stacks beside that, and why: diffusers' forwards as they are, and a check of ours."""
 LIMITS = {"kandinsky5": 1e-2}
 """Largest error of a gradient relative to it, where it is not the default: Kandinsky rotates in bfloat16."""
 

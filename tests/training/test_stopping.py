@@ -61,13 +61,14 @@ def test_a_stopped_run_saves_its_place_and_goes_on_as_if_it_had_not_been(
         return train_on(*args, **options)
 
     trainer._train_on = signalled  # type: ignore[method-assign]
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match=r"step 2 of 4 \(SIG\w+\); checkpoint-2.* --resume_from_checkpoint") as error:
         trainer.run()
     assert error.value.number == number
     assert read_status(parts).items() >= {"status": "interrupted", "global_step": 2, "max_train_steps": 4}.items()
     assert (parts / "pytorch_lora_weights.safetensors").exists() == (lora_rank is not None)
     assert not (parts / "run.lock").exists()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
     resumed = in_process(pipeline_dir, prepared_dir, parts, **settings, resume_from_checkpoint="latest")
     assert run(resumed) == pytest.approx(expected, abs=1e-6)
     assert log_path(parts, "samples").read_text() == log_path(whole, "samples").read_text()

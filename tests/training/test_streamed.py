@@ -348,11 +348,11 @@ def test_a_run_that_replaces_rows_of_a_stream_is_recounted_with_its_sources_and_
     whole, drawn = fresh_run(config), samples(out)
     assert fresh_run(changed(config, resume_from_checkpoint="checkpoint-7")) == whole
     assert samples(out) == drawn
-    review = review_run(out, min_fall=-9)
+    review = review_run(Logs(out), min_fall=-9)
     assert review.passed, str(review)
     assert "in 2 passes over it, none twice in a pass" in str(review)
-    named = review_sources(out)
-    assert [line.partition(":")[0] for line in named] == ["source clips", "source more"]
+    named = review_sources(Logs(out))
+    assert [line.split(": ")[1] for line in named] == ["source clips", "source more"]
     counts = Counter(source for line in drawn for source in line["sources"])
     assert [f"{counts[source]} samples" in line for source, line in enumerate(named)] == [True, True]
     losses = [json.loads(line) for line in (out / "logs" / "losses.jsonl").read_text().splitlines()]
