@@ -28,7 +28,7 @@ def test_the_optimizer_takes_what_is_trained_and_says_what_is_missing(monkeypatc
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     optimizer = make_optimizer(model, ADAMW)
-    assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(model.weight)]
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [id(model.weight)]
     assert optimizer.defaults["weight_decay"] == 0.1
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(BucketingError, match="nothing would be trained"):

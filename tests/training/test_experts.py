@@ -365,8 +365,13 @@ def test_both_experts_of_image_to_video_are_trained(tiny_folder: Callable[[str],
     pipeline, prepared = tiny_folder("wan-2.2-i2v"), tmp_path / "prepared"
     make_media_dataset(tmp_path / "videos", num_samples=6, clips=(Clip(9, 64, 96, 8), Clip(5, 96, 64, 8)))
     run_script_here(
-        *("prepare_dataset.py", "--dataset", tmp_path / "videos", "--pretrained_model_name_or_path", pipeline),
-        *("--output_dir", prepared, "--target_fps", 8, "--bucket_frames", "5,9", "--buckets", "64,96;96,64"),
+        "prepare_dataset.py",
+        dataset=tmp_path / "videos",
+        pretrained_model_name_or_path=pipeline,
+        output_dir=prepared,
+        target_fps=8,
+        bucket_frames="5,9",
+        buckets="64,96;96,64",
     )
     out = tmp_path / "out"
     run(in_process(pipeline, prepared, out, **LORA, max_train_steps=6, offload_idle_expert=True))
