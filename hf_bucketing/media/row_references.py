@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import has_bucket
 from ..buckets.open_table import OpenTable
-from ..buckets.sizes import LatentSpec
+from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from .references import ReferenceRule
 
@@ -79,9 +80,11 @@ class RowReferences:
         stored = self.stored[np.repeat(self.offsets[chosen], counts) + inside]
         return replace(self, stored=stored, offsets=offsets)
 
-    def grids(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
-        """Return the token grid `(t, h, w)` of each reference, `(k, 3)`; arguments as in [`num_tokens`]."""
-        return _sides(self._numbers(samples, spec))
+    def sizes(self, samples: npt.ArrayLike) -> list[tuple[Size, ...]]:
+        """Return the sizes in which the references of each row are shown; `samples` as in [`num_tokens`]."""
+        shown = self.rule.sizes(self.stored, np.repeat(np.asarray(samples, np.int64), self.counts, axis=0)).tolist()
+        bounds = self.offsets.tolist()
+        return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(bounds)]
 
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return the tokens of the references of each row, `(n,)`.
@@ -99,6 +102,19 @@ class RowReferences:
         0 stands for none. Arguments as in [`num_tokens`].
         """
         return self._signatures(self._numbers(samples, spec))
+
+    def grid_keys(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[int]:
+        """Return for each row a whole number of any length that spells the grids of its references, 0 for none.
+
+        Unlike [`signatures`], it means the same for any rows; see [`tokens_of_key`]. Arguments as in [`num_tokens`].
+        """
+        numbers, keys = self._numbers(samples, spec).tolist(), []
+        for start, stop in pairwise(self.offsets.tolist()):
+            key = 0
+            for number in numbers[start:stop]:
+                key = key << 3 * _SIDE | number
+            keys.append(key)
+        return keys
 
     def parts(self, bucket_ids: npt.ArrayLike, *, table: BucketTable | OpenTable, spec: LatentSpec) -> BucketParts:
         """Divide buckets by the grids of references.
@@ -153,6 +169,22 @@ def _sides(numbers: IntArray) -> IntArray:
     """Return the grids `(k, 3)` that numbers stand for."""
     side = 2**_SIDE - 1
     return np.stack([numbers >> 2 * _SIDE, numbers >> _SIDE & side, numbers & side], 1)
+
+
+def tokens_of_key(key: int) -> int:
+    """Return the tokens of the references that a key of [`RowReferences.grid_keys`] spells.
+
+    Example:
+        >>> rows = RowReferences.of_lists([[1, 64, 64, 1, 32, 64]], rule=ReferenceRule(multiples=(16, 16)))
+        >>> spec = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
+        >>> [tokens_of_key(key) for key in rows.grid_keys([[1, 64, 64]], spec=spec)]
+        [24]
+    """
+    numbers = []
+    while key:
+        numbers.append(key & (1 << 3 * _SIDE) - 1)
+        key >>= 3 * _SIDE
+    return int(_sides(np.array(numbers, np.int64)).prod(1).sum())
 
 
 def sample_sizes(bucket_ids: npt.ArrayLike, table: BucketTable | OpenTable) -> IntArray:

@@ -22,7 +22,7 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
-from ..media.conditions import MASK
+from ..media.conditions import MASK, REFERENCE
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
@@ -103,14 +103,14 @@ class Samples:
         text ([`TextEmbeddings`]): One per sample.
         fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them; on the
             CPU, so that reading a rate waits for no device.
-        conditions (mapping of `str` to a sequence of `torch.Tensor`): What
-            [`encode_conditions`][Recipe.encode_conditions] made of each sample.
+        conditions (mapping of `str` to a sequence): What [`encode_media`][Recipe.encode_media] made of each sample
+            beside its latents: a tensor, or of its [`REFERENCES`] a tuple of them.
     """
 
     noised: Noised
     text: TextEmbeddings
     fps: torch.Tensor
-    conditions: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    conditions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,23 +125,31 @@ class ModelInputs:
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further arguments of the model's forward.
         weights (sequence of `(1, f, h, w)` or `(C, f, h, w)`, *optional*): Weights of the loss, such as 0 for a clean
             frame.
+        references (sequence of sequences of `(C_in, f, h, w)`, *optional*): References of each sample as the model
+            takes them, whose tokens follow the sample's own; None where the model takes none.
     """
 
     latents: Sequence[torch.Tensor]
     timesteps: torch.Tensor | Sequence[torch.Tensor]
     conditioning: Mapping[str, Any] = field(default_factory=dict)
     weights: Sequence[torch.Tensor] | None = None
+    references: Sequence[Sequence[torch.Tensor]] | None = None
 
 
-Shown: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
+Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
 
 `first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
-in [0, 1], where 1 is learned; `reference` is `(3, 1, h, w)` at its own size. A collator returns it as `shown`.
+in [0, 1], where 1 is learned; `reference` is a tuple of the sample's references, `(3, F, h, w)` each in [−1, 1], at
+sizes of their own. A collator returns it as `shown`.
 """
 
-Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ."""
+Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
+"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ; of
+references, a list with a tuple of tensors per sample."""
+
+REFERENCES = "references"
+"""Encoded condition of a sample's references as grids of tokens: a tuple of latents `(C, f, h, w)`."""
 
 
 def cleans_captions() -> bool:
@@ -196,11 +204,16 @@ class Recipe:
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
-    """Conditions of a data set that [`encode_conditions`] takes beside `mask`, see [`Shown`]."""
+    """Conditions of a data set that [`encode_conditions`] takes beside `mask` and references, see [`Shown`]."""
     required: ClassVar[tuple[str, ...]] = ()
     """Conditions among them without which the model cannot be trained."""
-    added_frames: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
+    max_references: ClassVar[int] = 0
+    """Most references of a sample, the data set's condition `reference`; `sys.maxsize` where any number will do."""
+    references_in_front: ClassVar[bool] = False
+    """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
+    their own, [`REFERENCES`]."""
+    text_sees_references: ClassVar[bool] = False
+    """Whether the text encoder is shown the references too: [`encode_text`] then takes those of each caption."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -505,16 +518,47 @@ class Recipe:
 
         Returns:
             Mapping of `str` to `torch.Tensor`: `latents`, `(B, C, f, h, w)`, what [`encode_conditions`] returns and,
-            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss.
+            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss; where they have
+            references as grids of tokens, also [`REFERENCES`], a list with a tuple of latents per sample.
         """
         latents = self.encode_latents(pixel_values)
-        encoded: dict[str, torch.Tensor | Sequence[torch.Tensor]] = {"latents": latents}
+        encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
         encoded |= self.encode_conditions(pixel_values, latents, shown)
+        if REFERENCE in shown and not self.references_in_front:
+            encoded[REFERENCES] = [self.encode_references(references) for references in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
             repeats = self.spec.num_repeats
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
         return encoded
+
+    def encode_references(self, references: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Encode the references of a sample, `(3, F, h, w)` each in [−1, 1], to latents `(C, f, h, w)`."""
+        return tuple(self.encode_latents(reference[None])[0] for reference in references)
+
+    def check_references(self, counts: npt.NDArray[np.int64], names: Sequence[Any]) -> None:
+        """Raise BucketingError if samples have more references than the model takes, or lack one that it needs.
+
+        Args:
+            counts (array of `int`, shape `(n,)`): References of each sample.
+            names (sequence): What messages call each sample, such as the number of its row.
+        """
+        faults = {f"more than the {self.max_references} that it takes": counts > self.max_references}
+        if REFERENCE in self.required:
+            faults["none, which it needs"] = counts == 0
+        for what, wrong in faults.items():
+            if wrong.any():
+                first = ", ".join(str(names[row]) for row in np.flatnonzero(wrong)[:3])
+                raise BucketingError(
+                    f"{np.count_nonzero(wrong)} of {len(counts)} samples have references that a {self.pipeline_class} "
+                    f"cannot be trained with: {what}, such as row {first}. Prepare the data set again without these "
+                    "rows, or correct their references."
+                )
+
+    @classmethod
+    def taken_conditions(cls) -> tuple[str, ...]:
+        """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
+        return (*cls.shown, *([REFERENCE] if cls.max_references else []))
 
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
@@ -523,7 +567,7 @@ class Recipe:
             names (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
                 weighs the loss.
         """
-        taken = (*self.shown, MASK)
+        taken = (*self.taken_conditions(), MASK)
         if unknown := sorted(set(names) - set(taken)):
             raise BucketingError(
                 f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "
@@ -584,7 +628,12 @@ class Recipe:
             pairs = zip(latents, added, strict=True)
             latents = [torch.cat([latent, channels.to(latent)]) for latent, channels in pairs]
         timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-        return ModelInputs(latents=latents, timesteps=timesteps, conditioning=self.conditioning(samples))
+        return ModelInputs(
+            latents=latents,
+            timesteps=timesteps,
+            conditioning=self.conditioning(samples),
+            references=samples.conditions.get(REFERENCES),
+        )
 
     def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
         """Return the channels `(C', f, h, w)` that the model takes behind those of each latent; by default none."""
@@ -631,6 +680,7 @@ class Recipe:
             )
         stack = Rows(
             latents=torch.stack(list(inputs.latents)),
+            references=[torch.stack(position) for position in zip(*inputs.references or (), strict=True)],
             timesteps=timesteps,
             text=text.values,
             patch=patch,

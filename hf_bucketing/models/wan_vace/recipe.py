@@ -32,8 +32,9 @@ class WanVACERecipe(WanRecipe):
 
     pipeline_class = "WanVACEPipeline"
     family = FAMILY
-    shown = ("control", "reference")
-    added_frames = MappingProxyType({"reference": 1})
+    shown = ("control",)
+    max_references = 1
+    references_in_front = True
     shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
 
     @property
