@@ -125,8 +125,8 @@ class ModelInputs:
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further arguments of the model's forward.
         weights (sequence of `(1, f, h, w)` or `(C, f, h, w)`, *optional*): Weights of the loss, such as 0 for a clean
             frame.
-        references (sequence of sequences of `(C_in, f, h, w)`, *optional*): References of each sample as the model
-            takes them, whose tokens follow the sample's own; None where the model takes none.
+        references (sequence of sequences of `(C_in, f, h, w)`, *optional*): Clean latents of each sample's references,
+            see `Packing.pack`.
     """
 
     latents: Sequence[torch.Tensor]
@@ -140,16 +140,18 @@ Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
 
 `first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
-in [0, 1], where 1 is learned; `reference` is a tuple of the sample's references, `(3, F, h, w)` each in [−1, 1], at
-sizes of their own. A collator returns it as `shown`.
+in [0, 1], where 1 is learned; `reference` is a tuple of any number of `(3, f, h, w)`, each at its own size. A collator
+returns it as `shown`.
 """
 
-Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
-"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ; of
-references, a list with a tuple of tensors per sample."""
-
 REFERENCES = "references"
-"""Encoded condition of a sample's references as grids of tokens: a tuple of latents `(C, f, h, w)`."""
+"""Encoded references among the conditions of a sample: a tuple of `(C, f, h, w)`."""
+
+Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
+"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ.
+
+Of [`REFERENCES`] there is a tuple of tensors per sample.
+"""
 
 
 def cleans_captions() -> bool:
@@ -208,12 +210,12 @@ class Recipe:
     required: ClassVar[tuple[str, ...]] = ()
     """Conditions among them without which the model cannot be trained."""
     max_references: ClassVar[int] = 0
-    """Most references of a sample, the data set's condition `reference`; `sys.maxsize` where any number will do."""
+    """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
     references_in_front: ClassVar[bool] = False
     """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
-    their own, [`REFERENCES`]."""
+    their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
-    """Whether the text encoder is shown the references too: [`encode_text`] then takes those of each caption."""
+    """Whether the text encoder is shown the references of a caption's sample too."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -518,23 +520,23 @@ class Recipe:
 
         Returns:
             Mapping of `str` to `torch.Tensor`: `latents`, `(B, C, f, h, w)`, what [`encode_conditions`] returns and,
-            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss; where they have
-            references as grids of tokens, also [`REFERENCES`], a list with a tuple of latents per sample.
+            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss. Where the model is
+            shown references, `references` has a tuple of latents `(C, f, h, w)` for each sample.
         """
         latents = self.encode_latents(pixel_values)
         encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
         encoded |= self.encode_conditions(pixel_values, latents, shown)
-        if REFERENCE in shown and not self.references_in_front:
-            encoded[REFERENCES] = [self.encode_references(references) for references in shown[REFERENCE]]
+        if self.max_references and not self.references_in_front and REFERENCE in shown:
+            encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
             repeats = self.spec.num_repeats
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
         return encoded
 
-    def encode_references(self, references: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Encode the references of a sample, `(3, F, h, w)` each in [−1, 1], to latents `(C, f, h, w)`."""
-        return tuple(self.encode_latents(reference[None])[0] for reference in references)
+    def encode_reference(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""
+        return self.encode_latents(pixels[None])[0]
 
     def check_references(self, counts: npt.NDArray[np.int64], names: Sequence[Any]) -> None:
         """Raise BucketingError if samples have more references than the model takes, or lack one that it needs.
@@ -632,8 +634,16 @@ class Recipe:
             latents=latents,
             timesteps=timesteps,
             conditioning=self.conditioning(samples),
-            references=samples.conditions.get(REFERENCES),
+            references=self.references(samples),
         )
+
+    def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
+        """Return the references of each sample, in the dtype of its latent; None where no data set has any."""
+        shown = samples.conditions.get(REFERENCES)
+        if shown is None:
+            return None
+        pairs = zip(shown, samples.noised.latents, strict=True)
+        return [[reference.to(latent) for reference in references] for references, latent in pairs]
 
     def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
         """Return the channels `(C', f, h, w)` that the model takes behind those of each latent; by default none."""
@@ -673,6 +683,12 @@ class Recipe:
             raise BucketingError(reason)
         text = samples.text.trimmed() if self.trims_text else samples.text
         patch, timesteps = self.family.patch(self.transformer.config), inputs.timesteps
+        references = inputs.references or [[]] * len(inputs.latents)
+        if len({tuple(reference.shape for reference in shown) for shown in references}) > 1:
+            raise BucketingError(
+                "The samples of a stack must have as many references, of the same sizes, as each other; train packs, "
+                "or let the plan group samples by their references."
+            )
         if not isinstance(timesteps, torch.Tensor):
             grid = token_grid(inputs.latents[0], patch, sample=0)
             timesteps = torch.stack(
@@ -680,11 +696,11 @@ class Recipe:
             )
         stack = Rows(
             latents=torch.stack(list(inputs.latents)),
-            references=[torch.stack(position) for position in zip(*inputs.references or (), strict=True)],
             timesteps=timesteps,
             text=text.values,
             patch=patch,
             text_mask=text.mask,
+            references=[torch.stack(stack) for stack in zip(*references, strict=True)],
             conditioning={
                 name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
                 for name, values in inputs.conditioning.items()
