@@ -318,7 +318,7 @@ class Family:
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": _arranged((rows.latents, *rows.references), rows.patch, self.latents_as),
+            "hidden_states": self.arranged((rows.latents, *rows.references), rows.patch),
             "timestep": rows.frame_timesteps if self.timesteps_per == "frame" else rows.timesteps,
             "encoder_hidden_states": rows.text,
             **rows.conditioning,
@@ -327,6 +327,15 @@ class Family:
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
         return {}
+
+    def arranged(self, grids: Sequence[torch.Tensor], patch: Grid) -> torch.Tensor:
+        """Return latents `(rows, channels, frames, height, width)` of the grids of samples as the model takes them."""
+        if self.latents_as == "tokens":
+            return grids_to_tokens(grids, patch).flatten(2)
+        (latents,) = grids
+        if self.latents_as == "frames_first":
+            return latents.transpose(1, 2)
+        return latents.squeeze(2) if self.latents_as == "images" else latents
 
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
@@ -398,16 +407,6 @@ class Family:
             references=tuple(latent[None] for latent in references),
         )
         return self.run(transformer, rows)[0]
-
-
-def _arranged(grids: Sequence[torch.Tensor], patch: Grid, latents_as: LatentsAs) -> torch.Tensor:
-    """Return the latents `(rows, channels, frames, height, width)` of the grids of samples as a model takes them."""
-    if latents_as == "tokens":
-        return grids_to_tokens(grids, patch).flatten(2)
-    (latents,) = grids
-    if latents_as == "frames_first":
-        return latents.transpose(1, 2)
-    return latents.squeeze(2) if latents_as == "images" else latents
 
 
 def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:
