@@ -251,7 +251,7 @@ class _Forwards:
         outputs = iter(self._packed(calls, packing))
         for request, rows in zip(requests, calls, strict=True):
             found = torch.stack([next(outputs) for _ in rows.latents])
-            output = family.arranged([found], rows.patch)
+            output = family.arranged([-found if family.negates else found], rows.patch)
             if request.number < _CHECKED:
                 _check_equal(output, self._alone(request))
             request.answer(output)
@@ -327,11 +327,11 @@ def _rows_of_call(packing: Packing, request: _Request) -> Rows:
     if family.latents_as == "tokens" and hidden.shape[1] != math.prod(request.grid):
         raise PackingError(f"the pipeline passes {hidden.shape[1]} tokens where its size has {request.grid}.")
     rows = Rows(
-        latents=family.restored(hidden, request.grid, family.patch(transformer.config)),
+        latents=family.laid_out(hidden, request.grid, family.patch(transformer.config)),
         timesteps=torch.zeros(count, dtype=torch.float64, device=hidden.device),
         text=text,
         patch=family.patch(transformer.config),
-        text_mask=torch.ones_like(text[..., 0]),
+        text_mask=torch.ones_like(text[..., 0], dtype=torch.long),
         conditioning=_conditioning_of_call(packing, arguments, grid=request.grid, count=count),
     )
     lowest, highest = (family.inputs(replace(rows, timesteps=rows.timesteps + level)) for level in (0, 1000))
@@ -353,7 +353,11 @@ def _conditioning_of_call(
     packing: Packing, arguments: Mapping[str, Any], *, grid: Grid, count: int
 ) -> dict[str, torch.Tensor]:
     """Return the conditioning of each of `count` rows from the arguments of a forward."""
-    conditioning = {}
+    conditioning: dict[str, torch.Tensor] = {}
+    nested: dict[str, Any] = {}
+    for value in arguments.values():
+        nested |= value if isinstance(value, Mapping) else {}
+    arguments = {**nested, **arguments}
     for name, drawn in packing.family.draw_conditioning(packing.transformer, [grid]).items():
         if arguments.get(name) is None:
             raise PackingError(f"the pipeline passes no {name}, which packs take of each sample.")

@@ -81,6 +81,7 @@ class Family:
         cast_inputs (`tuple` of `str`): Arguments of the forward that layers take in the model's own dtype. Positions
             and schedules read all others, which stay exact where FSDP or DeepSpeed cast inputs.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
+        negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
@@ -114,6 +115,7 @@ class Family:
     timesteps_per: ClassVar[TimestepsPer] = "row"
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
+    negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
     context_parallel: ClassVar[bool] = False
 
@@ -339,6 +341,11 @@ class Family:
 
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
+        latents = self.laid_out(output, grid, patch)
+        return -latents if self.negates else latents
+
+    def laid_out(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return what the model takes or returns as latents of a token grid: the inverse of [`arranged`]."""
         if self.latents_as == "tokens":
             return unpatchify(output.unflatten(2, (-1, *patch)), grid)
         if self.latents_as == "frames_first":
