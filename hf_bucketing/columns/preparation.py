@@ -13,7 +13,8 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
-from ..media.conditions import all_columns
+from ..media.conditions import REFERENCE, all_columns
+from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
@@ -88,6 +89,7 @@ def check_sources(
     names = name_sources([(config.dataset, config.name) for config in configs])
     several = len(configs) > 1
     _check_alike(configs)
+    references_of(configs, spec)
     checked: dict[str, CheckedSource] = {}
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
@@ -286,17 +288,32 @@ def prepare(
         root=rows.root,
         other_roots=rows.other_roots,
         conditions=rows.conditions,
-        references=configs[0].reference_rule(spec),
+        references=references_of(configs, spec),
     )
 
 
-def _check_alike(configs: Sequence[SourceConfig]) -> None:
-    """Raise BucketingError if sources differ in what all rows share: the rules of their packs and references."""
-    if len({config.reference_rule() for config in configs}) > 1:
+def references_of(configs: Sequence[SourceConfig], spec: LatentSpec) -> ReferenceRule:
+    """Return the rule of the references of all sources.
+
+    Raises:
+        BucketingError: If sources with references differ in it, or it is given and none has references.
+    """
+    given = ("reference_pixels", "reference_downscale_factor")
+    shown = [config for config in configs if REFERENCE in config.conditions]
+    unused = dict.fromkeys(name for config in configs for name in not_default(config, *given))
+    if unused and not shown:
         raise BucketingError(
-            "`reference_pixels` and `reference_downscale_factor` must be the same for all sources, whose references "
-            "share one rule."
+            f"Omit {quoted(list(unused))}: no effect without references; name their columns as `reference_column`, or "
+            "their folders as `reference_folder`."
         )
+    rules = {config.reference_rule(spec) for config in shown} or {ReferenceRule(multiples=spec.multiples)}
+    if len(rules) > 1:
+        raise BucketingError(f"{quoted(given)} must be the same for all sources whose samples have references.")
+    return rules.pop()
+
+
+def _check_alike(configs: Sequence[SourceConfig]) -> None:
+    """Raise BucketingError if sources differ in what all rows of a data set share: the rules of their packs."""
     if len({config.table.max_frames for config in configs}) > 1:
         raise BucketingError("`max_frames` must be the same for all sources, as packs of all of them share it.")
     kinds = {config.table.image_sizes for config in configs}

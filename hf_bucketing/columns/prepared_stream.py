@@ -36,7 +36,7 @@ from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .preparation import CheckedSource, check_sources
+from .preparation import CheckedSource, check_sources, references_of
 from .prepared import (
     MANIFEST,
     MANIFEST_VERSION,
@@ -357,7 +357,8 @@ def prepare_stream(
     check_same_conditions({name: source.config.conditions for name, source in checked.items()})
     table, ids = union_of_tables([source.table for source in checked.values()])
     found = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
-    columns = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    names = dict.fromkeys(name for part in found for name in part)
+    columns = {name: np.concatenate([part.get(name, _no_lists(part)) for part in found]) for name in names}
     first_rows = [source.loaded.first_rows for source in checked.values()]
     prepared = PreparedStream(
         parts=tuple(StreamPart(source.config, source.rows.root, source.table) for source in checked.values()),
@@ -365,7 +366,7 @@ def prepare_stream(
         open_table=configs[0].table.make_open(spec, table),
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
-        references=configs[0].reference_rule(spec),
+        references=references_of(configs, spec),
     )
     return prepared, columns
 
@@ -384,6 +385,13 @@ def _columns_of(source: CheckedSource, new_ids: IntArray) -> dict[str, npt.NDArr
     files = paths_of(dataset, range(len(dataset)), source.rows.column)
     columns["file"] = np.array([file or "a row without a path" for file in files], object)
     return columns
+
+
+def _no_lists(columns: Columns) -> npt.NDArray[Any]:
+    """Return an empty list for each row, as the sizes of references of a source without any."""
+    lists = np.empty(len(columns["bucket_id"]), object)
+    lists[:] = [[] for _ in lists]
+    return lists
 
 
 def _row_bytes(rows: Dataset) -> int:

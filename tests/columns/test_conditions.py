@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, Image
+from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 
-from hf_bucketing import ColumnError, LatentSpec, MediaError
+from hf_bucketing import BucketingError, ColumnError, LatentSpec, MediaError, PackCollator
 from hf_bucketing.buckets.assignment import CONDITION_SIZE, count_rejections
 from hf_bucketing.columns import PreparedDataset, map_columns
 from hf_bucketing.columns.conditions import ConditionColumns, describe_references
 from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.media import MediaColumns, write_video
 from hf_bucketing.media.references import ReferenceRule
@@ -274,3 +276,102 @@ def test_the_flags_of_the_script(listed: Path, pipeline_dir: Path, tmp_path: Pat
     assert "row 1 (clip.mp4): The mask" in failed.stderr
     done = run_script_here("prepare_dataset.py", *common, "--on_error", "reject")
     assert "rejected: condition (what they would be shown is missing or does not fit)" in done.stdout
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps({"caption": "c", **row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def sources(media: Path, tmp_path: Path) -> list[SourceConfig]:
+    """A table with lists, one with two columns, one with bytes in a folder of its own, and one without references."""
+    pictures = [Pictures.open(media / name) for name in ("square.png", "image.png")]
+    bytes_of = [[{"bytes": (media / "square.png").read_bytes(), "path": None}], []]
+    rows = {"image": [str(media / "image.png")] * 2, "caption": ["c"] * 2, "reference": bytes_of}
+    features = Features({"image": Value("string"), "caption": Value("string"), "reference": List(Image())})
+    (tmp_path / "own").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "own" / "rows.parquet")
+    pictures[0].save(tmp_path / "own" / "local.png")
+    lists = [{"file_name": "clip.mp4", "shown": ["square.png", "wide.mp4"]}, {"file_name": "image.png", "shown": []}]
+    columns = [{"file_name": "image.png", "a": None, "b": "large.png"}, {"file_name": "clip.mp4", "a": "square.png"}]
+    return [
+        SourceConfig(
+            dataset=str(write_rows(media / "lists.jsonl", lists)),
+            table=TABLE,
+            reference_column=["shown"],
+            name="lists",
+        ),
+        SourceConfig(
+            dataset=str(write_rows(media / "columns.jsonl", columns)),
+            table=TABLE,
+            reference_column=["a", "b"],
+            name="two",
+        ),
+        SourceConfig(
+            dataset=str(tmp_path / "own" / "rows.parquet"), table=TABLE, reference_column=["reference"], name="bytes"
+        ),
+        SourceConfig(
+            dataset=str(write_rows(media / "none.jsonl", [{"file_name": "image.png"}])), table=TABLE, name="without"
+        ),
+    ]
+
+
+SIZES_OF_SOURCES = [
+    [1, 50, 50, 17, 40, 80],
+    [],
+    [1, 80, 121],
+    [1, 50, 50],
+    [1, 50, 50],
+    [],
+    [],
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1,), (2,), (1, 3)])
+def test_rows_and_streams_of_several_sources_have_the_same_references(order, sources, tmp_path: Path) -> None:
+    chosen = [sources[number] for number in order]
+    numbers = [2 * number + row for number in order for row in range(1 if number == 3 else 2)]
+    expected = [SIZES_OF_SOURCES[number] for number in numbers]
+    said: list[str] = []
+    prepare(chosen, spec=SPEC, say=said.append).save(tmp_path / "rows")
+    loaded = PreparedDataset.load(tmp_path / "rows")
+    assert loaded.dataset["reference_sizes"][:] == expected
+    prepare_stream(chosen, spec=SPEC, say=said.append)[0].save(tmp_path / "stream")
+    stream = PreparedStream.load(tmp_path / "stream")
+    streamed = list(stream.open())
+    assert sorted(row["reference_sizes"] for row in streamed) == sorted(expected)
+    for prepared, rows in ((loaded, loaded.dataset.with_format(None)), (stream, streamed)):
+        own = {"root": prepared.root, "other_roots": prepared.other_roots, "conditions": prepared.conditions}
+        collate = PackCollator(prepared.open_table, column=prepared.column, references=prepared.references, **own)
+        for row in rows:
+            (shown,) = collate([row])["shown"]["reference"]
+            assert [pixels.shape[1] == 1 for pixels in shown] == [
+                frames == 1 for frames in row["reference_sizes"][::3]
+            ]
+            assert all(side % 16 == 0 for pixels in shown for side in pixels.shape[2:])
+
+
+def test_settings_of_references_without_references_or_of_two_kinds_are_refused(sources) -> None:
+    lists, columns, _, without = sources
+    with pytest.raises(BucketingError, match="Omit `reference_pixels`: no effect without references"):
+        prepare(replace(without, reference_pixels=100), spec=SPEC, say=lambda text: None)
+    pair = [replace(lists, reference_pixels=100), replace(columns, reference_pixels=200)]
+    with pytest.raises(BucketingError, match="must be the same for all sources whose samples have references"):
+        prepare(pair, spec=SPEC, say=lambda text: None)
+    with pytest.raises(BucketingError, match="`reference_pixels`, or `reference_downscale_factor`"):
+        replace(lists, reference_pixels=100, reference_downscale_factor=2)
+    shown = prepare([replace(lists, reference_pixels=100), without], spec=SPEC, say=lambda text: None)
+    assert shown.references == ReferenceRule(max_pixels=100, multiples=(16, 16))
+
+
+def test_faults_of_references_in_streams_reject_their_rows(media: Path) -> None:
+    rows = [{"file_name": "clip.mp4", "shown": ["square.png", "none.png"]}, {"file_name": "clip.mp4", "shown": None}]
+    path = write_rows(media / "faults.jsonl", rows)
+    source = SourceConfig(dataset=str(path), table=TABLE, reference_column=["shown"], on_error="reject")
+    stream, columns = prepare_stream(source, spec=SPEC, say=lambda text: None)
+    assert columns["rejection"].tolist() == ["condition", "none"]
+    assert [(row["rejection"], row["reference_sizes"], row["reference"]) for row in stream.open()] == [
+        ("condition", [], ["square.png", "none.png"]),
+        ("none", [], []),
+    ]
