@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError
 from ..files import complete_folder
+from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
 from .arrays import column_array
@@ -44,7 +45,7 @@ from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 _BATCH_ROWS = 8
 """Rows whose columns are computed at once, few because their files may be in memory."""
 
-_REPORTED = ("num_frames", "height", "width", "bucket_id", "rejection")
+_REPORTED = ("num_frames", "height", "width", "bucket_id", "rejection", REFERENCE_SIZES)
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -58,23 +59,30 @@ class StreamSample:
         row_bytes (`int`): Bytes of an average row in memory, that of its files included.
         buckets (mapping of `int` to `int`): Rows of each bucket.
         sizes (list of lists of `int`): Frames, height and width of the usable rows, each once.
+        references (list of lists of `int`): Sizes of the references of the usable rows, as they are stored, each once.
     """
 
     rows: int
     row_bytes: int
     buckets: Mapping[int, int]
     sizes: Sequence[Sequence[int]]
+    references: Sequence[Sequence[int]] = ()
 
     @classmethod
     def of(cls, columns: Columns, *, row_bytes: int) -> StreamSample:
-        """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`."""
+        """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`.
+
+        Where they have references, also by the array of lists `reference_sizes`.
+        """
         usable = columns["bucket_id"] >= 0
         sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
+        references = columns.get(REFERENCE_SIZES, np.empty((len(usable), 0)))
         return cls(
             rows=len(usable),
             row_bytes=row_bytes,
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
+            references=sorted({tuple(map(int, cell)) for cell in references[usable]}),
         )
 
 
@@ -119,6 +127,8 @@ class PreparedStream:
         open_table ([`OpenTable`]): Sizes of the rows in packs.
         num_shards (`int`): Files, or parts of files, that processes and workers share out.
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
+            shown.
     """
 
     parts: tuple[StreamPart, ...]
@@ -126,6 +136,7 @@ class PreparedStream:
     open_table: OpenTable
     num_shards: int
     sample: StreamSample
+    references: ReferenceRule = field(default_factory=ReferenceRule)
 
     column = MEDIA
     caption_column = CAPTION
@@ -205,6 +216,7 @@ class PreparedStream:
             "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
+            "references": asdict(self.references),
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
@@ -230,6 +242,7 @@ class PreparedStream:
             sample=StreamSample(
                 **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
             ),
+            references=ReferenceRule(**manifest["references"]),
         )
 
 
@@ -345,7 +358,7 @@ def prepare_stream(
 def _columns_of(source: CheckedSource, new_ids: IntArray) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of the first rows of a source, with the buckets of the table of all sources."""
     dataset = source.rows.dataset
-    columns = {name: column_array(dataset, name) for name in _REPORTED}
+    columns = {name: column_array(dataset, name) for name in _REPORTED if name in dataset.column_names}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(

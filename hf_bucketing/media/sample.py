@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class LoadedSample(NamedTuple):
 
     pixels: torch.Tensor
     crop: CropBox
-    shown: dict[str, torch.Tensor]
+    shown: dict[str, Any]
 
 
 def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]:
@@ -73,7 +73,9 @@ def load(sample: FileSample) -> LoadedSample:
         stored = frame.shape[:2]
         frames.append(_placed(_channels_first(frame), *view.crop(*stored)))
     assert stored is not None, "iter_frames yields as many frames as times, or raises"
-    shown = {name: _load_condition(name, sample, stored=stored) for name in sample.conditions}
+    shown: dict[str, Any] = {name: _load_condition(name, sample, stored=stored) for name in sample.conditions}
+    if REFERENCE in shown:
+        shown[REFERENCE] = (shown[REFERENCE],)
     return LoadedSample(_in_range(_joined(frames, view)), view.crop(*stored)[1], shown)
 
 

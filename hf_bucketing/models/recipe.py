@@ -103,14 +103,14 @@ class Samples:
         text ([`TextEmbeddings`]): One per sample.
         fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them; on the
             CPU, so that reading a rate waits for no device.
-        conditions (mapping of `str` to a sequence of `torch.Tensor`): What
-            [`encode_conditions`][Recipe.encode_conditions] made of each sample.
+        conditions (mapping of `str` to a sequence): What [`encode_media`][Recipe.encode_media] made of each sample
+            beside its latents: a tensor, or of its [`REFERENCES`] a tuple of them.
     """
 
     noised: Noised
     text: TextEmbeddings
     fps: torch.Tensor
-    conditions: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    conditions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,17 +206,18 @@ class Recipe:
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
-    """Conditions of a data set that [`encode_conditions`] takes beside `mask`, see [`Shown`]."""
+    """Conditions of a data set that [`encode_conditions`] takes beside `mask` and references, see [`Shown`]."""
     required: ClassVar[tuple[str, ...]] = ()
     """Conditions among them without which the model cannot be trained."""
     max_references: ClassVar[int] = 0
-    """Most references of a sample that the model is shown as further tokens, see [`REFERENCES`]."""
+    """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
+    references_in_front: ClassVar[bool] = False
+    """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
+    their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
     reference_text_tokens: ClassVar[int] = 0
     """Most text tokens that such a reference adds to its caption's, if it is at most five times as long as wide."""
-    added_frames: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -527,7 +528,7 @@ class Recipe:
         latents = self.encode_latents(pixel_values)
         encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
         encoded |= self.encode_conditions(pixel_values, latents, shown)
-        if self.max_references and REFERENCE in shown:
+        if self.max_references and not self.references_in_front and REFERENCE in shown:
             encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
@@ -539,6 +540,30 @@ class Recipe:
         """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""
         return self.encode_latents(pixels[None])[0]
 
+    def check_references(self, counts: npt.NDArray[np.int64], names: Sequence[Any]) -> None:
+        """Raise BucketingError if samples have more references than the model takes, or lack one that it needs.
+
+        Args:
+            counts (array of `int`, shape `(n,)`): References of each sample.
+            names (sequence): What messages call each sample, such as the number of its row.
+        """
+        faults = {f"more than the {self.max_references} that it takes": counts > self.max_references}
+        if REFERENCE in self.required:
+            faults["none, which it needs"] = counts == 0
+        for what, wrong in faults.items():
+            if wrong.any():
+                first = ", ".join(str(names[row]) for row in np.flatnonzero(wrong)[:3])
+                raise BucketingError(
+                    f"{np.count_nonzero(wrong)} of {len(counts)} samples have references that a {self.pipeline_class} "
+                    f"cannot be trained with: {what}, such as row {first}. Prepare the data set again without these "
+                    "rows, or correct their references."
+                )
+
+    @classmethod
+    def taken_conditions(cls) -> tuple[str, ...]:
+        """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
+        return (*cls.shown, *([REFERENCE] if cls.max_references else []))
+
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
 
@@ -546,7 +571,7 @@ class Recipe:
             names (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
                 weighs the loss.
         """
-        taken = (*self.shown, MASK)
+        taken = (*self.taken_conditions(), MASK)
         if unknown := sorted(set(names) - set(taken)):
             raise BucketingError(
                 f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "

@@ -247,7 +247,7 @@ def test_marked_pixels_stay_together(load: Callable[..., dict[str, Any]], name: 
         for still in ("first_frame", "last_frame"):
             assert shown[still][row].shape == (3, 1, *red.shape[1:])
             assert lies_over((shown[still][row][1, 0] + 1) / 2, green[0])
-        reference = shown["reference"][row]
+        (reference,) = shown["reference"][row]
         height, width = reference.shape[2:]
         assert reference.shape[:2] == (3, 1)
         assert height % 16 == width % 16 == 0
@@ -356,7 +356,7 @@ def test_references_of_several_sizes_are_cached_in_one_stack(media: Path, tmp_pa
     rows = rows_of(case)
     rows[1]["ref"] = "image.png"
     references = from_cache(encoded(media, case, tmp_path, rows)[0], tmp_path)["shown"]["reference"]
-    assert [tuple(picture.shape) for picture in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
+    assert [tuple(picture.shape) for (picture,) in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
 
 
 def test_an_unreadable_condition_is_an_unreadable_sample_of_a_cache(media: Path, tmp_path: Path) -> None:

@@ -107,15 +107,19 @@ IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 """Sizes of samples for pipelines that make images."""
 
 
-def draw_shown(names: Sequence[str], size: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def draw_shown(names: Sequence[str], size: Sequence[int], generator: torch.Generator) -> dict[str, Any]:
     """Draw conditions for a sample of a size, of pixels that 8 bits hold, as decoded media have them."""
     frames, height, width = size
-    sizes = {"control": (3, frames, height, width), "mask": (1, frames, height, width), "reference": (3, 1, 20, 50)}
+    sizes = {"control": (3, frames, height, width), "mask": (1, frames, height, width)}
 
-    def draw(name: str) -> torch.Tensor:
-        shape = sizes.get(name, (3, 1, height, width))
-        levels = torch.randint(0, 256, shape, generator=generator) / 255
+    def draw(name: str) -> Any:
+        if name == "reference":
+            return tuple(draw_levels((3, 1, *sides)) * 2 - 1 for sides in ((20, 50), (48, 16)))
+        levels = draw_levels(sizes.get(name, (3, 1, height, width)))
         return levels if name == "mask" else levels * 2 - 1
+
+    def draw_levels(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(0, 256, shape, generator=generator) / 255
 
     return {name: draw(name) for name in names}
 
