@@ -54,7 +54,6 @@ class QwenImageEditPlusRecipe(QwenImageRecipe):
     """
 
     pipeline_class = "QwenImageEditPlusPipeline"
-    shown = ("reference",)
     max_references = UNLIMITED
     text_sees_references = True
     reference_text_tokens = 217
