@@ -76,7 +76,7 @@ class TextEmbeddings(NamedTuple):
         return TextEmbeddings(F.pad(self.values, (0, 0, 0, missing)), F.pad(mask, (0, missing)), self.others)
 
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
-        """Return these embeddings with those of the null text, `(1, …)`, in some rows.
+        """Return these embeddings with those of the null text, `(1, …)` or one per row, in some rows.
 
         Without a mask of its own, the null text takes the one of each row.
         """

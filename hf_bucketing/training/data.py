@@ -23,6 +23,7 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
+from ..caching.columns import NULL_TEXT_KEY
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
@@ -342,6 +343,14 @@ def _data_of(
     texts = {}
     if isinstance(collator, CachedCollator) and not evaluation:
         captions = {*config.preservation.captions, *([""] if config.objective.caption_dropout else [])}
+        if NULL_TEXT_KEY in dataset.column_names:
+            captions -= {""}  # batches hold one of each row
+        if NULL_TEXT_KEY in dataset.column_names and captions:
+            raise BucketingError(
+                f"No cache holds the captions {quoted(sorted(captions))} of `preservation_caption` or `slider`: this "
+                "model's text encoder sees the references of a sample. Train from the folder that "
+                "scripts/prepare_dataset.py wrote."
+            )
         texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
     workers = config.loader.dataloader_num_workers
     repeats = weighted or (batches.remainder == "repeat" and not evaluation)
@@ -460,6 +469,11 @@ def check_reference_dropout(
         return
     if REFERENCE not in prepared.conditions:
         raise BucketingError(f"Omit `reference_dropout`: the samples of {config.dataset_dir} have no references.")
+    if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
+        raise BucketingError(
+            "Omit `reference_dropout`: this model's cached texts are those of an encoder that saw the references. "
+            "Train from the folder that scripts/prepare_dataset.py wrote."
+        )
     if in_front:
         raise BucketingError(
             "Omit `reference_dropout`: references of this model are frames of a sample's latents, which it is always "
@@ -502,7 +516,12 @@ def _make_collator(
     resize: RandomResize | None,
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
-        return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
+        return CachedCollator(
+            prepared.cache,
+            caption_column=prepared.caption_column,
+            seed=config.seed,
+            null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
+        )
     replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))
     return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
 

@@ -382,8 +382,11 @@ def text_of(
     text = TextEmbeddings.of_batch(batch)
     for chosen in dict.fromkeys(captions):
         if chosen is not None:
-            assert texts is not None, "make_data reads them from the cache"
-            text = text.replaced([other == chosen for other in captions], texts[chosen])
+            other_text = None if chosen or "null_text" not in batch else TextEmbeddings.of_batch(batch["null_text"])
+            if other_text is None:
+                assert texts is not None, "make_data reads them from the cache"
+                other_text = texts[chosen]
+            text = text.replaced([other == chosen for other in captions], other_text)
     return text
 
 
