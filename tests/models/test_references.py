@@ -14,9 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from diffusers import LTXConditionPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 from peft import LoraConfig
 
 from hf_bucketing import PackingError, Size
@@ -30,7 +28,7 @@ from hf_bucketing.packing import Packing, TokenDrop
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify
 from tests.models.cases import FamilyCase, Samples, assert_same_gradients, each_case, gradients, largest_difference
-from tests.models.families import CASES as FAMILIES
+from tests.models.families import CASES as FAMILIES, ltx, qwen_image
 from tests.models.pipeline_calls import (
     RecordedSample,
     Results,
@@ -75,27 +73,13 @@ def call_of_pipeline(recipe: Recipe, references: Sequence[torch.Tensor], size: S
     return record_call(recipe.pipeline, **recipe.size_arguments(size), **shown, **options)
 
 
-@contextmanager
-def of_small_pictures() -> Iterator[None]:
-    """Let Qwen-Image's pipelines make references 64×64 pixels in area inside a `with` block, not 1024×1024."""
-    with ExitStack() as stack:
-        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
-            stock = module.calculate_dimensions
-
-            def small(area: int, ratio: float, stock: Callable[..., Any] = stock) -> Any:
-                return stock(64**2 if area == 1024**2 else area, ratio)
-
-            stack.enter_context(mock.patch.object(module, "calculate_dimensions", small))
-        yield
-
-
 @torch.no_grad()
 def call_of_qwen(
     recipe: Recipe, references: Sequence[torch.Tensor], size: Size, *, prompt: str, **options: Any
 ) -> dict[str, Any]:
     """Record the call of a Qwen-Image-Edit pipeline, or, as these need a picture, that of Qwen-Image without any."""
     if references:
-        with of_small_pictures():
+        with qwen_image.of_small_pictures():
             return call_of_pipeline(recipe, references, size, prompt=prompt, **options)
     components = dict(recipe.pipeline.components)
     text, _ = QwenImageEditPlusPipeline(**components).encode_prompt(prompt)
@@ -105,41 +89,11 @@ def call_of_qwen(
     return record_call(pipeline, **recipe.size_arguments(size), prompt_embeds=text, **options)
 
 
-@torch.no_grad()
 def call_of_trainer(recipe: Recipe, references: Sequence[torch.Tensor], size: Size, **options: Any) -> dict[str, Any]:
-    """Append references as LTX-Video's own trainer does, since no pipeline of diffusers takes them.
-
-    They are clean, have timestep 0, and lie over the sample: coordinates are multiplied where they are smaller.
-    """
-    pipeline: Any = recipe.pipeline
-    recorded = record_call(pipeline, **recipe.size_arguments(size), **options)
-    tokens, coordinates = [recorded["hidden_states"]], []
-
-    def coordinates_of(frames: int, rows: int, columns: int) -> torch.Tensor:
-        if isinstance(pipeline, LTXConditionPipeline):
-            grid = pipeline._prepare_video_ids(1, frames, rows, columns)
-            pixels = pipeline._scale_video_ids(grid, scale_factor=8, scale_factor_t=4, frame_index=0).float()
-            return torch.cat([pixels[:, :1] / options["frame_rate"], pixels[:, 1:]], 1)
-        axes = [torch.arange(count, dtype=torch.float32) for count in (frames, rows, columns)]
-        grid = torch.cartesian_prod(*axes) * torch.tensor(recorded["rope_interpolation_scale"])
-        return grid.T[None]
-
-    coordinates.append(coordinates_of((size.frames - 1) // 4 + 1, size.height // 8, size.width // 8))
-    for pixels in references:
-        latent = pipeline.vae.encode(pixels[None]).latent_dist.mode()
-        latent = pipeline._normalize_latents(latent, pipeline.vae.latents_mean, pipeline.vae.latents_std)
-        tokens.append(pipeline._pack_latents(latent))
-        own = coordinates_of(*latent.shape[2:])
-        coordinates.append(torch.cat([own[:, :1], own[:, 1:] * (size.height // pixels.shape[2])], 1))
-    lengths = [part.shape[1] for part in tokens]
-    timestep = F.pad(recorded["timestep"].flatten()[:1].expand(lengths[0]), (0, sum(lengths[1:])))
-    return {
-        **recorded,
-        "hidden_states": torch.cat(tokens, 1),
-        "timestep": timestep[None],
-        "rope_interpolation_scale": None,
-        "video_coords": torch.cat(coordinates, 2),
-    }
+    """Add references to what the pipeline passes to its transformer, as LTX-Video's own trainer does."""
+    recorded = record_call(recipe.pipeline, **recipe.size_arguments(size), **options)
+    grid, fps = recipe.spec.grid(size), options["frame_rate"]
+    return ltx.with_references(recipe.pipeline, recorded, references, grid=grid, fps=fps)
 
 
 def images(*sizes: tuple[int, int]) -> tuple[Size, ...]:
