@@ -231,6 +231,32 @@ def test_what_is_rendered_while_training_is_what_the_stock_pipeline_renders_with
     assert clip.is_file()
 
 
+def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepared_dir, tmp_path: Path) -> None:
+    settings = {**LORA, "ema_decay": 0.2, "weighting_scheme": "uniform", "shift": 5.0, "max_train_steps": 7}
+    trainer = Trainer(in_process(expert_dir, prepared_dir, tmp_path, **settings))
+    trained = trainer.trained
+    steps, averages = Counter[str](), {name: [value.clone() for value in trained.weights[name]] for name in EXPERTS}
+    update = trained.update
+
+    def updated(name: str) -> None:
+        update(name)
+        decay = min(0.2, (1 + steps[name]) / (10 + steps[name])) if steps[name] else 0.0
+        averages[name] = [
+            decay * average + (1 - decay) * weight.detach()
+            for average, weight in zip(averages[name], trained.weights[name], strict=True)
+        ]
+        steps[name] += 1
+
+    trained.update = updated
+    trainer.run()
+    assert steps == Counter(experts_in(tmp_path))
+    assert min(steps.values()) > 2
+    for name in EXPERTS:
+        assert trained.ema[name].optimization_step == steps[name]
+        for value, by_hand in zip(trained.ema[name].shadow_params, averages[name], strict=True):
+            torch.testing.assert_close(value, by_hand, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, pytest.param(PACK, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict, expert_dir, prepared_dir, tmp_path: Path) -> None:
     settings = {**LORA, **settings, "gradient_accumulation_steps": 2, "max_train_steps": 5, "checkpointing_steps": 2}
