@@ -13,12 +13,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from peft import PeftModel
 from safetensors.torch import load_file
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.experts import loading_options
-from hf_bucketing.adapters.lora import LORA_WEIGHTS, check_component, start_adapters
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, PEFT_FILES
+from hf_bucketing.adapters.lora import check_component, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
@@ -30,7 +32,9 @@ from hf_bucketing.training.review import losses_of, review_experts, review_run
 from hf_bucketing.training.run_log import read_log
 from hf_bucketing.training.run_page import run_page
 from hf_bucketing.training.steps import Step
+from hf_bucketing.training.trained import TrainedModel
 from tests.conftest import run_script_here
+from tests.training.test_kinds_and_optimizers import check_resume
 from tests.training.training_cases import BATCHING, STABLE, count_samples, in_process, run, train, train_until
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
@@ -131,9 +135,9 @@ def adapters_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {name: load_file(folder / name / LORA_WEIGHTS) for name in EXPERTS}
 
 
-def load_both(pipeline: Any, folder: Path) -> None:
+def load_both(pipeline: Any, folder: Path, *, file: str | None = None) -> None:
     """Load the adapters of both experts as the card of a run says."""
-    for options in loading_options("both"):
+    for options in loading_options("both", file=file):
         pipeline.load_lora_weights(str(folder), **options)
 
 
@@ -290,6 +294,50 @@ def test_a_killed_run_of_two_processes_resumes_exactly(expert_dir, prepared_dir,
     for name, saved in adapters_of(whole).items():
         for key, value in saved.items():
             torch.testing.assert_close(adapters_of(parts)[name][key], value, rtol=1e-4, atol=1e-6)
+
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "preservation": {"preservation": "prior", "preservation_share": 0.5, "slider": ["red|blue"]},
+    "dora": {"adapter": "dora", "ema_decay": 0.5},
+    "loha": {"adapter": "loha"},
+    "lokr": {"adapter": "lokr", "offload_idle_expert": True},
+    "comfyui": {"lora_format": "comfyui"},
+    "schedule-free": {"optimizer": "schedulefree:AdamWScheduleFree", "optimizer_args": ["warmup_steps=2"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combined", COMBINED)
+def test_what_both_experts_combine_with_resumes_exactly_and_is_what_a_stock_pipeline_renders(
+    combined: str, expert_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if combined == "schedule-free":
+        pytest.importorskip("schedulefree")
+    rendered, save = [], TrainedModel.save
+
+    def rendering(self: TrainedModel, *args: Any, **options: Any) -> None:
+        with self.averages():
+            rendered.append(render(self.recipe.pipeline))
+        save(self, *args, **options)
+
+    monkeypatch.setattr(TrainedModel, "save", rendering)
+    folder = check_resume(expert_dir, prepared_dir, tmp_path, **LORA, **COMBINED[combined])
+    assert torch.equal(*rendered)
+    assert set(experts_in(folder)) == set(EXPERTS)
+    assert [(epoch.seen, epoch.repeated) for epoch in count_samples(folder)] == [(20, 0)] * 2
+    kinds = {"dora": [LORA_WEIGHTS], "loha": PEFT_FILES, "lokr": PEFT_FILES, "comfyui": [COMFYUI_WEIGHTS]}
+    stock = WanPipeline.from_pretrained(expert_dir)
+    plain = render(stock)
+    for name in EXPERTS:
+        files = {file.name for file in (folder / name).iterdir()}
+        assert files == set(kinds.get(combined, [LORA_WEIGHTS, COMFYUI_WEIGHTS]))
+        if files == set(PEFT_FILES):
+            PeftModel.from_pretrained(getattr(stock, name), folder / name)
+    if combined not in ("loha", "lokr"):
+        load_both(stock, folder, file=COMFYUI_WEIGHTS if combined == "comfyui" else None)
+    found = render(stock)
+    assert float((found - plain).abs().max()) > 1e-3
+    torch.testing.assert_close(found, rendered[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True, "offload_blocks": 2}])
