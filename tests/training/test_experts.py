@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -11,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
-from peft import PeftModel
 from safetensors.torch import load_file
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.experts import loading_options
+from hf_bucketing.adapters.experts import loading_options, own_folder
 from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, PEFT_FILES
-from hf_bucketing.adapters.lora import check_component, start_adapters
+from hf_bucketing.adapters.kinds import adapters_of as adapters_in
+from hf_bucketing.adapters.lora import add_lora, check_component, save_lora, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.models.experts import TrainedComponent, transformers_of
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
 from hf_bucketing.report import render_page
@@ -35,7 +37,16 @@ from hf_bucketing.training.steps import Step
 from hf_bucketing.training.trained import TrainedModel
 from tests.conftest import run_script_here
 from tests.training.test_kinds_and_optimizers import check_resume
-from tests.training.training_cases import BATCHING, STABLE, count_samples, in_process, run, train, train_until
+from tests.training.training_cases import (
+    BATCHING,
+    STABLE,
+    count_samples,
+    in_process,
+    run,
+    run_card,
+    train,
+    train_until,
+)
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 EXPERTS = ("transformer", "transformer_2")
@@ -135,9 +146,9 @@ def adapters_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {name: load_file(folder / name / LORA_WEIGHTS) for name in EXPERTS}
 
 
-def load_both(pipeline: Any, folder: Path, *, file: str | None = None) -> None:
+def load_both(pipeline: Any, folder: Path) -> None:
     """Load the adapters of both experts as the card of a run says."""
-    for options in loading_options("both", file=file):
+    for options in loading_options("both"):
         pipeline.load_lora_weights(str(folder), **options)
 
 
@@ -207,6 +218,7 @@ def test_a_run_trains_both_experts_and_every_sample_once_per_epoch(
     assert saved["transformer"].keys() == saved["transformer_2"].keys()
     assert not any(torch.equal(value, saved["transformer_2"][name]) for name, value in saved["transformer"].items())
     card = (tmp_path / "README.md").read_text()
+    assert f"`transformer/{COMFYUI_WEIGHTS}` and `transformer_2/{COMFYUI_WEIGHTS}`, each under a name" in card
     for name, second in zip(EXPERTS, ("", ", load_into_transformer_2=True"), strict=True):
         assert f'"{tmp_path.name}", subfolder="{name}", weight_name="{LORA_WEIGHTS}"{second})' in card
     assert len(list((tmp_path / "validation" / "step-3").glob("*.mp4"))) == 1
@@ -259,6 +271,40 @@ def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepar
         assert trained.ema[name].optimization_step == steps[name]
         for value, by_hand in zip(trained.ema[name].shadow_params, averages[name], strict=True):
             torch.testing.assert_close(value, by_hand, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("component", ["transformer", "transformer_2", "both"])
+def test_the_script_renders_the_same_from_a_folder_that_has_only_files_for_comfyui(
+    component: TrainedComponent, expert_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PartialState()  # the main process writes
+    pipeline = WanPipeline.from_pretrained(expert_dir)
+    torch.manual_seed(0)
+    for name in transformers_of(component):
+        add_lora(pipeline, AdapterConfig(lora_rank=2, lora_alpha=6), component=name)
+        for value in adapters_in(getattr(pipeline, name)).values():
+            torch.nn.init.normal_(value, std=0.2)
+        for lora_format in ("diffusers", "comfyui"):
+            folder = tmp_path / lora_format / own_folder(name, trained=component)
+            save_lora(pipeline, folder, component=name, lora_format=lora_format)
+    frames, call = [], WanPipeline.__call__
+
+    @functools.wraps(call)
+    def noted(self: WanPipeline, *args: Any, **options: Any) -> Any:
+        result = call(self, *args, **options)
+        frames.append(torch.from_numpy(result.frames))
+        return result
+
+    monkeypatch.setattr(WanPipeline, "__call__", noted)
+    common = (expert_dir, "--prompt", "red", "--height", 32, "--width", 48, "--num_frames", 5)
+    common += ("--num_inference_steps", 10, "--output", tmp_path / "clip.mp4")
+    run_script_here("sample_video.py", *common)
+    for lora_format in ("diffusers", "comfyui"):
+        folder = tmp_path / lora_format
+        run_script_here("sample_video.py", *common, "--lora_weights", folder, "--trained_component", component)
+    plain, expected, found = frames
+    assert float((expected - plain).abs().max()) > 1e-3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, pytest.param(PACK, marks=pytest.mark.slow)])
@@ -326,17 +372,13 @@ def test_what_both_experts_combine_with_resumes_exactly_and_is_what_a_stock_pipe
     assert set(experts_in(folder)) == set(EXPERTS)
     assert [(epoch.seen, epoch.repeated) for epoch in count_samples(folder)] == [(20, 0)] * 2
     kinds = {"dora": [LORA_WEIGHTS], "loha": PEFT_FILES, "lokr": PEFT_FILES, "comfyui": [COMFYUI_WEIGHTS]}
-    stock = WanPipeline.from_pretrained(expert_dir)
-    plain = render(stock)
     for name in EXPERTS:
         files = {file.name for file in (folder / name).iterdir()}
         assert files == set(kinds.get(combined, [LORA_WEIGHTS, COMFYUI_WEIGHTS]))
-        if files == set(PEFT_FILES):
-            PeftModel.from_pretrained(getattr(stock, name), folder / name)
-    if combined not in ("loha", "lokr"):
-        load_both(stock, folder, file=COMFYUI_WEIGHTS if combined == "comfyui" else None)
-    found = render(stock)
-    assert float((found - plain).abs().max()) > 1e-3
+    (tmp_path / expert_dir.name).symlink_to(expert_dir)
+    monkeypatch.chdir(tmp_path)
+    found = render(run_card(folder, dtype="float32")["pipeline"])
+    assert float((found - render(WanPipeline.from_pretrained(expert_dir))).abs().max()) > 1e-3
     torch.testing.assert_close(found, rendered[0], rtol=0, atol=1e-5)
 
 
