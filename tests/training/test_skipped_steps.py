@@ -33,12 +33,13 @@ def spoiled(pipeline: Path, prepared: Path, output: Path, *, steps: set[int], wh
 
     class Spoiled(type(step)):  # type: ignore[misc]
         def __call__(self, *args: Any, **options: Any) -> StepLosses:
-            values, noise_levels = super().__call__(*args, **options)
+            losses = super().__call__(*args, **options)
+            values = losses.values
             if trainer.global_step + 1 in steps and what == "gradient":
                 values.register_hook(lambda gradient: gradient * math.nan)
             elif trainer.global_step + 1 in steps:
                 values = values * torch.tensor([1.0, math.nan])[: len(values)]
-            return StepLosses(values, noise_levels)
+            return losses._replace(values=values)
 
     step.__class__ = Spoiled
     return trainer
