@@ -56,7 +56,8 @@ class ReferenceRule:
         Example:
             >>> ReferenceRule(multiples=(16, 16)).sizes([[1, 1080, 1920]], [[1, 512, 512]]).tolist()
             [[1, 384, 672]]
-            >>> ReferenceRule(downscale_factor=2, multiples=(32, 32)).sizes([[90, 720, 1280]], [[49, 512, 704]]).tolist()
+            >>> half = ReferenceRule(downscale_factor=2, multiples=(32, 32))
+            >>> half.sizes([[90, 720, 1280]], [[49, 512, 704]]).tolist()
             [[49, 256, 352]]
         """
         own, targets = (np.asarray(sizes, np.int64).reshape(-1, 3) for sizes in (stored, samples))

@@ -61,10 +61,11 @@ class JointFamily(Family):
             )
         return layout, None
 
-    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+    def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
         """Return the rotary tables of a sample's text, `(length, channels)` each, for models that rotate text.
 
-        The module is that of [`positions`][hf_bucketing.packing.family.Family.positions], the grid the sample's.
+        The module is that of [`positions`][hf_bucketing.packing.family.Family.positions]; the grids are the sample's
+        own and those of its references.
         """
         raise NotImplementedError
 
@@ -77,16 +78,16 @@ class JointFamily(Family):
         return partial(_joint_tables, by_strip, Tables(partial(_of_text, self))) if self.rotates_text else by_strip
 
 
-def _of_text(family: JointFamily, module: Any, key: tuple[Grid, int], *, device: torch.device) -> Rotary:
-    grid, length = key
-    return family.text_positions(module, grid, length, device=device)
+def _of_text(family: JointFamily, module: Any, key: tuple[tuple[Grid, ...], int], *, device: torch.device) -> Rotary:
+    grids, length = key
+    return family.text_positions(module, grids, length, device=device)
 
 
 @torch.compiler.disable  # loops over the samples of the pack, as position_strips does
 def _joint_tables(by_strip: PackTables, texts: Tables, module: Any) -> Rotary:
     """Return the tables of the active pack's tokens by strip, then those of its texts by text slot."""
     layout = active_layout()
-    samples = zip(layout.grids, layout.text_lengths, strict=True)
+    samples = zip(layout.sample_grids, layout.text_lengths, strict=True)
     parts = zip(*(texts(module, sample, torch.device(layout.device)) for sample in samples), strict=True)
     return *by_strip(module), *(layout.joint.fill_slots(torch.cat(part)) for part in parts)
 

@@ -22,7 +22,7 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
-from ..media.conditions import MASK
+from ..media.conditions import MASK, REFERENCE
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
@@ -125,23 +125,33 @@ class ModelInputs:
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further arguments of the model's forward.
         weights (sequence of `(1, f, h, w)` or `(C, f, h, w)`, *optional*): Weights of the loss, such as 0 for a clean
             frame.
+        references (sequence of sequences of `(C_in, f, h, w)`, *optional*): Clean latents of each sample's references,
+            see `Packing.pack`.
     """
 
     latents: Sequence[torch.Tensor]
     timesteps: torch.Tensor | Sequence[torch.Tensor]
     conditioning: Mapping[str, Any] = field(default_factory=dict)
     weights: Sequence[torch.Tensor] | None = None
+    references: Sequence[Sequence[torch.Tensor]] | None = None
 
 
-Shown: TypeAlias = Mapping[str, Sequence[torch.Tensor]]
+Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
 
 `first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
-in [0, 1], where 1 is learned; `reference` is `(3, 1, h, w)` at its own size. A collator returns it as `shown`.
+in [0, 1], where 1 is learned; `reference` is a tuple of any number of `(3, f, h, w)`, each at its own size. A collator
+returns it as `shown`.
 """
 
-Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ."""
+REFERENCES = "references"
+"""Encoded references among the conditions of a sample: a tuple of `(C, f, h, w)`."""
+
+Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
+"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ.
+
+Of [`REFERENCES`] there is a tuple of tensors per sample.
+"""
 
 
 def cleans_captions() -> bool:
@@ -199,6 +209,10 @@ class Recipe:
     """Conditions of a data set that [`encode_conditions`] takes beside `mask`, see [`Shown`]."""
     required: ClassVar[tuple[str, ...]] = ()
     """Conditions among them without which the model cannot be trained."""
+    max_references: ClassVar[int] = 0
+    """Most references of a sample that the model is shown as further tokens, see [`REFERENCES`]."""
+    text_sees_references: ClassVar[bool] = False
+    """Whether the text encoder is shown the references of a caption's sample too."""
     added_frames: ClassVar[Mapping[str, int]] = MappingProxyType({})
     """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -505,16 +519,23 @@ class Recipe:
 
         Returns:
             Mapping of `str` to `torch.Tensor`: `latents`, `(B, C, f, h, w)`, what [`encode_conditions`] returns and,
-            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss.
+            where samples have a mask, `loss_mask`, `(B, 1, f, h, w)`: the weights of the loss. Where the model is
+            shown references, `references` has a tuple of latents `(C, f, h, w)` for each sample.
         """
         latents = self.encode_latents(pixel_values)
-        encoded: dict[str, torch.Tensor | Sequence[torch.Tensor]] = {"latents": latents}
+        encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
         encoded |= self.encode_conditions(pixel_values, latents, shown)
+        if self.max_references and REFERENCE in shown:
+            encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
             repeats = self.spec.num_repeats
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
         return encoded
+
+    def encode_reference(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""
+        return self.encode_latents(pixels[None])[0]
 
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
@@ -584,7 +605,20 @@ class Recipe:
             pairs = zip(latents, added, strict=True)
             latents = [torch.cat([latent, channels.to(latent)]) for latent, channels in pairs]
         timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-        return ModelInputs(latents=latents, timesteps=timesteps, conditioning=self.conditioning(samples))
+        return ModelInputs(
+            latents=latents,
+            timesteps=timesteps,
+            conditioning=self.conditioning(samples),
+            references=self.references(samples),
+        )
+
+    def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
+        """Return the references of each sample, in the dtype of its latent; None where no data set has any."""
+        shown = samples.conditions.get(REFERENCES)
+        if shown is None:
+            return None
+        pairs = zip(shown, samples.noised.latents, strict=True)
+        return [[reference.to(latent) for reference in references] for references, latent in pairs]
 
     def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
         """Return the channels `(C', f, h, w)` that the model takes behind those of each latent; by default none."""
@@ -624,6 +658,12 @@ class Recipe:
             raise BucketingError(reason)
         text = samples.text.trimmed() if self.trims_text else samples.text
         patch, timesteps = self.family.patch(self.transformer.config), inputs.timesteps
+        references = inputs.references or [[]] * len(inputs.latents)
+        if len({tuple(reference.shape for reference in shown) for shown in references}) > 1:
+            raise BucketingError(
+                "The samples of a stack must have as many references, of the same sizes, as each other; train packs, "
+                "or let the plan group samples by their references."
+            )
         if not isinstance(timesteps, torch.Tensor):
             grid = token_grid(inputs.latents[0], patch, sample=0)
             timesteps = torch.stack(
@@ -635,6 +675,7 @@ class Recipe:
             text=text.values,
             patch=patch,
             text_mask=text.mask,
+            references=[torch.stack(stack) for stack in zip(*references, strict=True)],
             conditioning={
                 name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
                 for name, values in inputs.conditioning.items()

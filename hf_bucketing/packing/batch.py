@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class Rows:
         text_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): Zero for padding; None where there is none.
         conditioning (mapping of `str` to any): Further inputs of the model, `torch.Tensor` of shape `(rows, …)` except
             for what a family adds to a pack; like the mask, of unpacked samples they may lie on the CPU.
+        references (sequence of `torch.Tensor` of shape `(rows, channels, f, h, w)`): References of unpacked samples,
+            one tensor for the first reference of each row, and so on.
     """
 
     latents: torch.Tensor
@@ -36,11 +39,17 @@ class Rows:
     patch: Grid
     text_mask: torch.Tensor | None = None
     conditioning: Mapping[str, Any] = field(default_factory=dict)
+    references: Sequence[torch.Tensor] = ()
 
     @property
     def grid(self) -> Grid:
         """The token grid `(t, h, w)` of a row."""
-        return token_grid(self.latents[0], self.patch, sample=0)
+        return self.grids[0]
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The token grid of a row, and those of its references."""
+        return tuple(token_grid(stack[0], self.patch, sample=0) for stack in (self.latents, *self.references))
 
     @property
     def frame_timesteps(self) -> torch.Tensor:
@@ -116,6 +125,8 @@ class PackedBatch:
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
         """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.
 
+        What was predicted of references is left away.
+
         Raises:
             PackingError: If the prediction does not have this pack's shape.
         """
@@ -124,7 +135,7 @@ class PackedBatch:
     def pack_like(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack targets, noise or masks like the latents: `(num_strips, channels, p_t, p_h, strip_length·p_w)`.
 
-        The same tokens are dropped.
+        The same tokens are dropped, and zeros take the places of references.
 
         Args:
             tensors (sequence of `(channels, frames, height, width)`): One per sample, of its latent's size; any number
@@ -144,13 +155,26 @@ def has_latent_size(values: Any) -> bool:
     return not isinstance(values, torch.Tensor) or values.ndim == 5
 
 
-def token_timesteps(timesteps: torch.Tensor, grid: Grid, *, sample: int) -> torch.Tensor:
-    """Return a sample's timestep of each token, `(t·h·w,)`, given one per token or one per frame of its token grid.
+def token_timesteps(timesteps: torch.Tensor, *grids: Grid, sample: int) -> torch.Tensor:
+    """Return the timestep of each token of a sample's grids, `(tokens,)`: those of its references are 0.
+
+    Args:
+        timesteps (`torch.Tensor`): Timestep of the sample, or one per token or one per frame of its own grid.
+        grids (`(t, h, w)`): Its own token grid, then those of its references.
+        sample (`int`): Number of the sample, for messages.
 
     Raises:
         PackingError: If there are as many as neither; names the sample.
     """
+    own, *others = grids
+    levels = _own_timesteps(timesteps, own, sample=sample)
+    return F.pad(levels, (0, sum(map(math.prod, others))))
+
+
+def _own_timesteps(timesteps: torch.Tensor, grid: Grid, *, sample: int) -> torch.Tensor:
     frames, rows, columns = grid
+    if timesteps.ndim == 0:
+        return timesteps.expand(frames * rows * columns)
     if tuple(timesteps.shape) == (frames * rows * columns,):
         return timesteps
     if tuple(timesteps.shape) == (frames,):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -19,7 +20,7 @@ from .layout import PackedLayout
 from .names import Backend, Grid
 from .positions import PackTables, Tables, hook_tables, strip_tables
 from .processors import PackedAttnProcessor, PackedJointAttnProcessor, Rotary
-from .strips import patchify, token_grid, unpatchify
+from .strips import grids_to_tokens, patchify, token_grid, unpatchify
 from .texts import TextTokens
 
 Transformer: TypeAlias = Any
@@ -80,6 +81,9 @@ class Family:
         cast_inputs (`tuple` of `str`): Arguments of the forward that layers take in the model's own dtype. Positions
             and schedules read all others, which stay exact where FSDP or DeepSpeed cast inputs.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
+        negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
+        max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
+            override [`reference_positions`], or place references where they place a sample's own tokens.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
@@ -111,6 +115,8 @@ class Family:
     timesteps_per: ClassVar[TimestepsPer] = "row"
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
+    negates: ClassVar[bool] = False
+    max_references: ClassVar[int] = 0
     context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -126,15 +132,12 @@ class Family:
         """
         name, fixed = type(transformer).__name__, self.text_length(transformer.config)
         limits = (UNLIMITED,) * 3 if stretched else self.limits(transformer)
-        for sample, (grid, words) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
-            if self.images_only and grid[0] > 1:
-                raise PackingError(f"Sample {sample} has {grid[0]} latent frames, but {name} takes images.")
-            for axis, count, limit in zip(("frames", "rows", "columns"), grid, limits, strict=True):
-                if count > limit:
-                    raise PackingError(
-                        f"Sample {sample} has a token grid of {grid}, but this model has {limit} positions for "
-                        f"{axis}; use a smaller size."
-                    )
+        for sample, (grids, words) in enumerate(zip(layout.sample_grids, layout.text_lengths, strict=True)):
+            self._check_references(transformer, len(grids) - 1, sample=sample, stretched=stretched)
+            for number, grid in enumerate(grids):
+                self._check_size(
+                    transformer, grid, limits, name=f"{'Reference of sample' if number else 'Sample'} {sample}"
+                )
             if words < self.text.shortest:
                 raise PackingError(
                     f"{name} attends among or takes the mean of a text's tokens; text {sample} has none."
@@ -144,13 +147,42 @@ class Family:
                     f"This {name} takes texts of {fixed} tokens, padding included; text {sample} has {words}."
                 )
 
-    def check_grid(self, transformer: Transformer, grid: Grid, *, kept: torch.Tensor | None = None) -> None:
+    def _check_references(self, transformer: Transformer, count: int, *, sample: int, stretched: bool) -> None:
+        name = type(transformer).__name__
+        if count > self.max_references:
+            most = f"at most {self.max_references}" if self.max_references else "none"
+            raise PackingError(f"Sample {sample} has {count} references, but {name} takes {most}.")
+        if count and stretched:
+            raise PackingError(
+                f"Sample {sample} has references, whose positions are those of {name}'s pipeline; they cannot be "
+                "stretched over a base size. Use positions='native'."
+            )
+
+    def _check_size(self, transformer: Transformer, grid: Grid, limits: Grid, *, name: str) -> None:
+        if self.images_only and grid[0] > 1:
+            raise PackingError(f"{name} has {grid[0]} latent frames, but {type(transformer).__name__} takes images.")
+        for axis, count, limit in zip(("frames", "rows", "columns"), grid, limits, strict=True):
+            if count > limit:
+                raise PackingError(
+                    f"{name} has a token grid of {grid}, but this model has {limit} positions for {axis}; use a "
+                    "smaller size."
+                )
+
+    def check_grid(
+        self,
+        transformer: Transformer,
+        grid: Grid,
+        *,
+        shown: tuple[Grid, ...] = (),
+        kept: torch.Tensor | None = None,
+    ) -> None:
         """Raise PackingError if the model cannot run a sample of this token grid, whatever its text.
 
-        `kept` are the indices of the tokens that are not dropped, if some are.
+        `shown` are the token grids of its references; `kept` are the indices of its own tokens that are not dropped,
+        if some are.
         """
         words, tokens = self.text_length(transformer.config) or self.text.shortest, None if kept is None else (kept,)
-        layout = PackedLayout(grids=(grid,), text_lengths=(words,), strip_length=1, kept=tokens)
+        layout = PackedLayout(grids=(grid,), shown=(shown,), text_lengths=(words,), strip_length=1, kept=tokens)
         self.check_layout(transformer, layout)
 
     def limits(self, transformer: Transformer) -> Grid:
@@ -233,6 +265,13 @@ class Family:
         """
         raise NotImplementedError
 
+    def reference_positions(self, module: Any, grids: tuple[Grid, ...], *, device: torch.device) -> Rotary:
+        """Return the rotary tables of a sample's references, one after another, `(tokens, channels)` each.
+
+        The module is that of [`positions`]; `grids` are the sample's own token grid and those of its references.
+        """
+        raise NotImplementedError
+
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Register hooks that give each token its position in its own sample, and return their handles.
 
@@ -244,7 +283,8 @@ class Family:
 
     def pack_tables(self, base_size: Grid | None) -> PackTables:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
-        return partial(strip_tables, Tables(partial(self.positions, base_size=base_size)))
+        own, references = partial(self.positions, base_size=base_size), self.reference_positions
+        return partial(strip_tables, Tables(own), Tables(references))
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -280,7 +320,7 @@ class Family:
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": _arranged(rows.latents, rows.patch, self.latents_as),
+            "hidden_states": self.arranged((rows.latents, *rows.references), rows.patch),
             "timestep": rows.frame_timesteps if self.timesteps_per == "frame" else rows.timesteps,
             "encoder_hidden_states": rows.text,
             **rows.conditioning,
@@ -290,8 +330,22 @@ class Family:
         """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
         return {}
 
+    def arranged(self, grids: Sequence[torch.Tensor], patch: Grid) -> torch.Tensor:
+        """Return latents `(rows, channels, frames, height, width)` of the grids of samples as the model takes them."""
+        if self.latents_as == "tokens":
+            return grids_to_tokens(grids, patch).flatten(2)
+        (latents,) = grids
+        if self.latents_as == "frames_first":
+            return latents.transpose(1, 2)
+        return latents.squeeze(2) if self.latents_as == "images" else latents
+
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
+        latents = self.laid_out(output, grid, patch)
+        return -latents if self.negates else latents
+
+    def laid_out(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return what the model takes or returns as latents of a token grid: the inverse of [`arranged`]."""
         if self.latents_as == "tokens":
             return unpatchify(output.unflatten(2, (-1, *patch)), grid)
         if self.latents_as == "frames_first":
@@ -310,6 +364,8 @@ class Family:
         and schedules read stays exact, as in a pack. The output has shape `(rows, out_channels, frames, height,
         width)`.
         """
+        if rows.references:
+            rows = self._with_references(transformer, rows)
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
         device = rows.latents.device
         kwargs = tree_map_only(torch.Tensor, lambda value: to_device(value, device), kwargs)
@@ -317,7 +373,19 @@ class Family:
             keep_inputs_exact(transformer)
         with exact_inputs(kwargs, cast=self.cast_inputs):
             result = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)
-        return self.restored(output_of(result), rows.grid, rows.patch)
+        output = output_of(result)
+        if rows.references:
+            output = output[:, : math.prod(rows.grid)]
+        return self.restored(output, rows.grid, rows.patch)
+
+    def _with_references(self, transformer: Transformer, rows: Rows) -> Rows:
+        """Check the references of unpacked samples, and give them timesteps where each token has one."""
+        grids = rows.grids
+        self.check_grid(transformer, grids[0], shown=grids[1:])
+        if self.timesteps_per == "row":
+            return rows
+        by_row = [token_timesteps(levels, *grids, sample=row) for row, levels in enumerate(rows.timesteps)]
+        return replace(rows, timesteps=torch.stack(by_row))
 
     def run_alone(
         self,
@@ -327,6 +395,7 @@ class Family:
         timestep: torch.Tensor,
         text: torch.Tensor,
         conditioning: Mapping[str, torch.Tensor],
+        references: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Run the unpacked transformer on one sample `(channels, frames, height, width)`; see [`run`].
 
@@ -342,17 +411,9 @@ class Family:
             text=text[None],
             patch=self.patch(transformer.config),
             conditioning={name: values[None] for name, values in conditioning.items()},
+            references=tuple(latent[None] for latent in references),
         )
         return self.run(transformer, rows)[0]
-
-
-def _arranged(latents: torch.Tensor, patch: Grid, latents_as: LatentsAs) -> torch.Tensor:
-    """Return latents `(rows, channels, frames, height, width)` as a model takes them."""
-    if latents_as == "tokens":
-        return patchify(latents, patch).flatten(2)
-    if latents_as == "frames_first":
-        return latents.transpose(1, 2)
-    return latents.squeeze(2) if latents_as == "images" else latents
 
 
 def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:

@@ -30,6 +30,8 @@ class PackedLayout:
 
     Args:
         grids (tuple of `(t, h, w)`): Token grid of each sample; at least one.
+        shown (tuple of tuples of `(t, h, w)`, *optional*): Token grids of the references of each sample, whose tokens
+            follow its own. By default none.
         text_lengths (tuple of `int`): Text tokens of each sample. The texts follow one another without padding.
         strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
@@ -39,8 +41,8 @@ class PackedLayout:
             text, such as those of an image or of a second text encoder. By default none.
         caption_ids (tuple of `int`, *optional*): The stored text that each sample reads, numbered by first use. By
             default, each sample has a text of its own.
-        kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample that are in the pack, as ascending
-            indices into its grid. By default, all tokens.
+        kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample's own grid that are in the pack, as
+            ascending indices. By default, all tokens; those of references always are.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
         multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens,
@@ -63,6 +65,7 @@ class PackedLayout:
     grids: tuple[Grid, ...]
     text_lengths: tuple[int, ...]
     strip_length: int
+    shown: tuple[tuple[Grid, ...], ...] | None = None
     text_slots: int = 0
     device: torch.device | str = "cpu"
     added_lengths: tuple[int, ...] | None = None
@@ -80,12 +83,13 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
-        for name in ("caption_ids", "added_lengths"):
+        for name in ("shown", "caption_ids", "added_lengths"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.grids):
                 raise PackingError(f"A pack of {len(self.grids)} samples needs as many {name}: {values}.")
-        if min(map(min, self.grids)) < 1 or min(self.text_lengths) < 0:
-            raise PackingError(f"Grids must be at least 1 and text lengths 0: {self.grids}, {self.text_lengths}.")
+        grids = list(itertools.chain.from_iterable(self.sample_grids))
+        if min(map(min, grids)) < 1 or min(self.text_lengths) < 0:
+            raise PackingError(f"Grids must be at least 1 and text lengths 0: {grids}, {self.text_lengths}.")
         if self.text_index is not None and self.text_padding:
             raise PackingError("Texts that samples share (caption_ids) are not padded: use text_padding without them.")
         if min(self.padding_strips, self.text_padding) < 0:
@@ -98,9 +102,25 @@ class PackedLayout:
         return len(self.grids)
 
     @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample, without padding."""
+    def sample_grids(self) -> tuple[tuple[Grid, ...], ...]:
+        """Token grids of each sample: its own, then those of its references."""
+        shown = self.shown or ((),) * len(self)
+        return tuple((grid, *others) for grid, others in zip(self.grids, shown, strict=True))
+
+    @cached_property
+    def own_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample's own grid, without padding: those that are generated and learned."""
         return tuple(map(math.prod, self.grids)) if self.kept is None else tuple(map(len, self.kept))
+
+    @cached_property
+    def shown_lengths(self) -> tuple[int, ...]:
+        """Tokens of the references of each sample."""
+        return tuple(sum(map(math.prod, others)) for _, *others in self.sample_grids)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample with those of its references, without padding."""
+        return tuple(map(sum, zip(self.own_lengths, self.shown_lengths, strict=True)))
 
     @cached_property
     def attended_lengths(self) -> tuple[int, ...]:
@@ -150,6 +170,11 @@ class PackedLayout:
     def spans(self) -> tuple[Span, ...]:
         """Start and stop of the real tokens of each sample in the pack."""
         return self._spans_of(self.lengths)
+
+    @cached_property
+    def own_spans(self) -> tuple[Span, ...]:
+        """Start and stop of the tokens of each sample's own grid in the pack."""
+        return self._spans_of(self.own_lengths)
 
     @cached_property
     def attended_spans(self) -> tuple[Span, ...]:
@@ -227,8 +252,26 @@ class PackedLayout:
     @cached_property
     def segment_ids(self) -> torch.Tensor:
         """The sample that each token belongs to, −1 for padding; `int64`, shape `(num_tokens,)`."""
+        return self._ids_of(self.spans)
+
+    @cached_property
+    def own_ids(self) -> torch.Tensor:
+        """The sample whose own grid each token belongs to, −1 for references and padding; shape `(num_tokens,)`."""
+        return self._ids_of(self.own_spans)
+
+    @cached_property
+    def own_tokens_by_strip(self) -> tuple[int, ...]:
+        """Tokens of each strip that belong to its sample's own grid; none in strips of padding."""
+        starts = [
+            range(0, strips * self.strip_length, self.strip_length)
+            for strips in (*self.strips_per_sample, self.padding_strips)
+        ]
+        pairs = zip(starts, (*self.own_lengths, 0), strict=True)
+        return tuple(min(max(own - start, 0), self.strip_length) for strips, own in pairs for start in strips)
+
+    def _ids_of(self, spans: Sequence[Span]) -> torch.Tensor:
         ids = torch.full((self.num_tokens,), -1)
-        for sample, span in enumerate(self.spans):
+        for sample, span in enumerate(spans):
             ids[slice(*span)] = sample
         return to_device(ids, self.device)
 

@@ -78,7 +78,7 @@ def packed_vlb(
 
 
 def _real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
-    """Return strips of one shape in at least float32, zero where a strip holds padding."""
+    """Return strips of one shape in at least float32, zero where a strip holds padding or a reference."""
     count, length = layout.num_strips, layout.strip_length
     first = strips[0]
     if any(values.shape != first.shape for values in strips) or first.shape[0] != count or first.shape[-1] % length:
@@ -87,7 +87,7 @@ def _real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Ten
             f"{[tuple(values.shape) for values in strips]}."
         )
     dtype = torch.promote_types(first.dtype, torch.float32)
-    real = (layout.segment_ids >= 0).view(count, 1, 1, 1, length).repeat_interleave(first.shape[-1] // length, -1)
+    real = (layout.own_ids >= 0).view(count, 1, 1, 1, length).repeat_interleave(first.shape[-1] // length, -1)
     return tuple(torch.where(real, values.to(dtype), 0) for values in strips)
 
 
@@ -113,4 +113,4 @@ def _mean_per_sample(values: torch.Tensor, layout: PackedLayout, weights: torch.
 
 def _by_sample(values: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     tokens = values.unflatten(4, (layout.strip_length, -1)).mean((1, 2, 3, 5)).flatten()
-    return torch.stack([tokens[start:stop].mean() for start, stop in layout.spans])
+    return torch.stack([tokens[start:stop].mean() for start, stop in layout.own_spans])

@@ -43,6 +43,7 @@ class Packing:
         *,
         timesteps: torch.Tensor | Sequence[torch.Tensor],
         text: Sequence[torch.Tensor] | torch.Tensor,
+        references: Sequence[Sequence[torch.Tensor]] | None = None,
         text_mask: torch.Tensor | None = None,
         conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
         token_drop: TokenDrop | None = None,
@@ -61,6 +62,9 @@ class Packing:
             text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The samples'
                 texts. The model attends to every token, padding included: leave out what it must not see. One tensor
                 given for several samples is stored once.
+            references (sequence of sequences of `(channels, f, h, w)`, *optional*): The references of each sample, any
+                number of any sizes: clean latents whose tokens follow the sample's own, for edit and in-context
+                models. Models with a timestep per token get 0 for them; others decide themselves.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
                 then treated as the family's pipeline treats it (`padding` of [`TextTokens`]): omitted (`"masked"`),
                 attended to as zeros (`"keep_padding"`, such as Wan), or unchanged (`"encoded_padding"`, such as SD3).
@@ -82,7 +86,8 @@ class Packing:
 
         Raises:
             PackingError: If counts, channels, dtypes or devices differ, a latent does not divide into patches, a
-                sample exceeds the model's positions, tokens cannot be dropped, or the pack exceeds its fixed shape.
+                sample exceeds the model's positions, the model takes no references or fewer, tokens cannot be
+                dropped, or the pack exceeds its fixed shape.
         """
         conditions = self._check_conditioning({} if conditioning is None else conditioning, count=len(latents))
         patch = self.family.patch(self.transformer.config)
@@ -95,15 +100,17 @@ class Packing:
             )
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
+        shown = self._shown_grids(latents, references)
         stored, caption_ids = deduplicate(texts)
         layout = PackedLayout(
             grids=grids,
+            shown=shown,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,
             added_lengths=self.family.added_lengths(conditions),
             caption_ids=caption_ids if pad_text_to is None else None,
-            kept=self._kept(grids, token_drop, seeds, device=latents[0].device),
+            kept=self._kept(grids, shown, token_drop, seeds, device=latents[0].device),
         )
         self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
@@ -112,12 +119,14 @@ class Packing:
             padding_strips=_padding("strips", layout.num_strips, pad_to),
             text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
         )
-        if not isinstance(timesteps, torch.Tensor):
-            pairs = enumerate(zip(timesteps, grids, strict=True))
-            by_token = [token_timesteps(levels, grid, sample=sample) for sample, (levels, grid) in pairs]
+        if not isinstance(timesteps, torch.Tensor) or (shown is not None and self.family.timesteps_per != "row"):
+            pairs = enumerate(zip(timesteps, layout.sample_grids, strict=True))
+            by_token = [
+                token_timesteps(levels, *sample_grids, sample=sample) for sample, (levels, sample_grids) in pairs
+            ]
             timesteps = by_strip(by_token, layout)
         batch = PackedBatch(
-            strips=to_strips(latents, patch, layout=layout),
+            strips=to_strips(latents, patch, layout=layout, references=references),
             timesteps=exact_timesteps(timesteps),
             text=F.pad(torch.cat(texts if layout.caption_ids is None else stored), (0, 0, 0, layout.text_padding)),
             layout=layout,
@@ -162,8 +171,38 @@ class Packing:
                         f"on {first.device}; a pack has one dtype on one device."
                     )
 
+    def _shown_grids(
+        self, latents: Sequence[torch.Tensor], references: Sequence[Sequence[torch.Tensor]] | None
+    ) -> tuple[tuple[Grid, ...], ...] | None:
+        """Return the token grids of the references of each sample; None if there are none."""
+        if references is None or not any(map(len, references)):
+            return None
+        if len(references) != len(latents):
+            raise PackingError(
+                f"`references` needs a sequence for each of the {len(latents)} samples, empty where one has none; got "
+                f"{len(references)}."
+            )
+        patch, first = self.family.patch(self.transformer.config), latents[0]
+        for sample, shown in enumerate(references):
+            for latent in shown:
+                if (latent.shape[0], latent.dtype, latent.device) != (first.shape[0], first.dtype, first.device):
+                    raise PackingError(
+                        f"A reference of sample {sample} has {latent.shape[0]} channels and is {latent.dtype} on "
+                        f"{latent.device}; the latents have {first.shape[0]} and are {first.dtype} on {first.device}."
+                    )
+        return tuple(
+            tuple(token_grid(latent, patch, sample=sample, name="Reference of sample") for latent in shown)
+            for sample, shown in enumerate(references)
+        )
+
     def _kept(
-        self, grids: Sequence[Grid], drop: TokenDrop | None, seeds: Sequence[Seed] | None, *, device: torch.device
+        self,
+        grids: Sequence[Grid],
+        shown: Sequence[Sequence[Grid]] | None,
+        drop: TokenDrop | None,
+        seeds: Sequence[Seed] | None,
+        *,
+        device: torch.device,
     ) -> tuple[torch.Tensor, ...] | None:
         if drop is None:
             return None
@@ -171,7 +210,8 @@ class Packing:
             raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
         if seeds is None:
             raise PackingError("Token drop draws from the samples' own seeds; pass seeds=, one per sample.")
-        kept = drop.kept(grids, seeds=seeds)
+        shown_tokens = None if shown is None else [sum(map(math.prod, others)) for others in shown]
+        kept = drop.kept(grids, seeds=seeds, shown_tokens=shown_tokens)
         if [len(tokens) for tokens in kept] == [math.prod(grid) for grid in grids]:
             return None
         return tuple(to_device(torch.from_numpy(tokens), device) for tokens in kept)

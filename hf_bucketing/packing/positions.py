@@ -93,14 +93,25 @@ def over_grid(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 @torch.compiler.disable  # its loops follow the composition of the pack: a graph of them would serve no other pack
 def position_strips(
-    layout: PackedLayout, table: Callable[[Grid], tuple[torch.Tensor, ...]]
+    layout: PackedLayout,
+    table: Callable[[Grid], tuple[torch.Tensor, ...]],
+    references: Callable[[tuple[Grid, ...]], tuple[torch.Tensor, ...]] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Lay out the position tables of each token grid, `(t·h·w, …)`, as the tokens of a pack lie; zeros for padding.
+    """Lay out the position tables of each sample, `(tokens, …)`, as the tokens of a pack lie; zeros for padding.
 
-    The results have shape `(num_strips, strip_length, …)`; `table` is called once per distinct grid.
+    The results have shape `(num_strips, strip_length, …)`. Tables are made once per distinct sample: `table` makes
+    those of its own grid, and `references` those of its references, given all its grids.
     """
-    tables = {grid: table(grid) for grid in dict.fromkeys(layout.grids)}
-    by_table = zip(*(tables[grid] for grid in layout.grids), strict=True)
+
+    def tables_of(grids: tuple[Grid, ...]) -> tuple[torch.Tensor, ...]:
+        own, *others = grids
+        if not others:
+            return table(own)
+        assert references is not None, "checked when the pack was made"
+        return tuple(map(torch.cat, zip(table(own), references(grids), strict=True)))
+
+    tables = {grids: tables_of(grids) for grids in dict.fromkeys(layout.sample_grids)}
+    by_table = zip(*(tables[grids] for grids in layout.sample_grids), strict=True)
     return tuple(by_strip(samples, layout) for samples in by_table)
 
 
@@ -108,10 +119,13 @@ PackTables: TypeAlias = Callable[[Any], tuple[torch.Tensor, ...]]
 """Function of a hooked module: its position tables for the active pack, `(num_strips, …)` each."""
 
 
-def strip_tables(tables: Tables, module: Any) -> tuple[torch.Tensor, ...]:
+def strip_tables(tables: Tables, references: Tables, module: Any) -> tuple[torch.Tensor, ...]:
     """Return the position tables of the active pack's tokens by strip."""
     layout = active_layout()
-    return position_strips(layout, lambda grid: tables(module, grid, torch.device(layout.device)))
+    device = torch.device(layout.device)
+    return position_strips(
+        layout, lambda grid: tables(module, grid, device), lambda grids: references(module, grids, device)
+    )
 
 
 def hook_tables(transformer: Any, module: str | None, tables: PackTables) -> RemovableHandle:

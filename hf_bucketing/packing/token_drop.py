@@ -90,22 +90,29 @@ class TokenDrop:
             if limit is not None and limit < 1:
                 raise PackingError(f"{name} must be at least 1, got {limit}.")
 
-    def num_kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[int]:
-        """Return how many tokens of each sample a pack would hold, for planning.
+    def num_kept(
+        self, grids: Sequence[Grid], *, seeds: Sequence[Seed], shown_tokens: Sequence[int] | None = None
+    ) -> list[int]:
+        """Return how many tokens of each sample's own grid a pack would hold, for planning.
 
         Args:
             grids (sequence of `(t, h, w)`): Token grids of the samples of one pack.
             seeds (sequence of `int`, or of tuples of them): Seed of each sample, such as `(seed, epoch, index)`.
+            shown_tokens (sequence of `int`, *optional*): Tokens of each sample's references. They are never dropped,
+                and count towards the limits. By default none.
 
         Raises:
             PackingError: If a limit cannot be met, or a rate is impossible.
         """
-        return [part.tokens * part.kept for part in self._plan(grids, _generators(grids, seeds))]
+        plan = self._plan(grids, _generators(grids, seeds), shown_tokens or [0] * len(grids))
+        return [part.tokens * part.kept for part in plan]
 
-    def kept(self, grids: Sequence[Grid], *, seeds: Sequence[Seed]) -> list[np.ndarray]:
+    def kept(
+        self, grids: Sequence[Grid], *, seeds: Sequence[Seed], shown_tokens: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
         """Return the tokens that each sample of a pack keeps, as ascending indices into its grid; see [`num_kept`]."""
         generators = _generators(grids, seeds)
-        plan = self._plan(grids, generators)
+        plan = self._plan(grids, generators, shown_tokens or [0] * len(grids))
         return [
             self._positions(grid, np.sort(generator.permutation(part.number)[: part.kept]))
             for grid, generator, part in zip(grids, generators, plan, strict=True)
@@ -119,12 +126,14 @@ class TokenDrop:
             return (chosen[:, None] * (h * w) + np.arange(h * w)).ravel()
         return chosen
 
-    def _plan(self, grids: Sequence[Grid], generators: Sequence[np.random.Generator]) -> list[_Parts]:
+    def _plan(
+        self, grids: Sequence[Grid], generators: Sequence[np.random.Generator], shown_tokens: Sequence[int]
+    ) -> list[_Parts]:
         plan = [
-            self._fit_sample(self._parts(grid, generator), sample=sample)
-            for sample, (grid, generator) in enumerate(zip(grids, generators, strict=True))
+            self._fit_sample(self._parts(grid, generator), shown, sample=sample)
+            for sample, (grid, generator, shown) in enumerate(zip(grids, generators, shown_tokens, strict=True))
         ]
-        return plan if self.max_pack_tokens is None else _fit_pack(plan, self.max_pack_tokens)
+        return plan if self.max_pack_tokens is None else _fit_pack(plan, self.max_pack_tokens - sum(shown_tokens))
 
     def _parts(self, grid: Grid, generator: np.random.Generator) -> _Parts:
         t, h, w = grid
@@ -136,15 +145,16 @@ class TokenDrop:
             _check_rate(rate)
         return _Parts(number, t * h * w // number, max(1, math.floor(number * (1 - rate) + 0.5)))
 
-    def _fit_sample(self, part: _Parts, *, sample: int) -> _Parts:
+    def _fit_sample(self, part: _Parts, shown_tokens: int, *, sample: int) -> _Parts:
         if self.max_sample_tokens is None:
             return part
-        if part.tokens > self.max_sample_tokens:
+        if part.tokens > self.max_sample_tokens - shown_tokens:
+            beside = f" beside the {shown_tokens} of its references" if shown_tokens else ""
             raise PackingError(
-                f"Mode {self.mode!r} keeps at least {part.tokens} tokens of sample {sample}, more than the "
+                f"Mode {self.mode!r} keeps at least {part.tokens} tokens of sample {sample}{beside}, more than the "
                 f"max_sample_tokens of {self.max_sample_tokens}; use mode='random'."
             )
-        return part._replace(kept=min(part.kept, self.max_sample_tokens // part.tokens))
+        return part._replace(kept=min(part.kept, (self.max_sample_tokens - shown_tokens) // part.tokens))
 
 
 def _fit_pack(plan: list[_Parts], limit: int) -> list[_Parts]:

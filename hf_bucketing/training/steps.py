@@ -212,6 +212,7 @@ class PackStep(Step):
         pack = self.packing.pack(
             inputs.latents,
             timesteps=inputs.timesteps,
+            references=inputs.references,
             conditioning=inputs.conditioning,
             token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,

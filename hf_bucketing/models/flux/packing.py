@@ -6,6 +6,7 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -43,6 +44,9 @@ class FluxFamily(JointFamily):
     )
     original_prefix: ClassVar[str] = "transformer."
     rotates_text = True
+    max_references: ClassVar[int] = 1
+    reference_step: ClassVar[int] = 1
+    """By how much the first coordinate of each reference exceeds that of the grid before it."""
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channel counts that are not a block of four latent pixels."""
@@ -63,7 +67,11 @@ class FluxFamily(JointFamily):
         # module.forward instead of module(…), which would call the hook again
         return tuple(module.forward(token_ids(grid, base_size, device=device)))
 
-    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+    def reference_positions(self, module: Any, grids: tuple[Grid, ...], *, device: torch.device) -> Rotary:
+        """Number the tokens of a reference likewise, with 1 as their first coordinate (FLUX.1 Kontext)."""
+        return tuple(module.forward(self.ids(grids, device=device)[math.prod(grids[0]) :]))
+
+    def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
         """Place text at zero, which turns nothing but rounds to float32, as in the stock model."""
         return tuple(module.forward(torch.zeros(length, len(module.axes_dim), device=device)))
 
@@ -71,19 +79,27 @@ class FluxFamily(JointFamily):
         """Hook also the norms, to modulate text by its own sample's timestep."""
         return [*super().hook_positions(transformer, base_size), *hook_text_modulation(transformer, single="first")]
 
+    def ids(self, grids: tuple[Grid, ...], *, device: torch.device) -> torch.Tensor:
+        """Return the positions of all tokens of a sample, those of its references behind its own, `(tokens, 3)`."""
+        steps = [self.reference_step * number for number in range(len(grids))]
+        return torch.cat([token_ids(grid, first=step, device=device) for grid, step in zip(grids, steps, strict=True)])
+
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Number the tokens as the pipelines do; the hook replaces these positions in a pack."""
         return {
             **super().inputs(rows),
             "timestep": rows.timesteps / 1000,
-            "img_ids": token_ids(rows.grid, None, device=rows.latents.device),
+            "img_ids": self.ids(rows.grids, device=rows.latents.device),
             "txt_ids": rows.text.new_zeros(rows.text.shape[1], 3),
         }
 
 
-def token_ids(grid: Grid, base_size: Grid | None, *, device: torch.device | str) -> torch.Tensor:
-    """Return the position of each token as the pipelines number it: `(h·w, 3)` of zero, row and column."""
-    return torch.stack(over_grid(axis_coordinates(grid, base_size, device=device)), 1)
+def token_ids(
+    grid: Grid, base_size: Grid | None = None, *, first: float = 0, device: torch.device | str
+) -> torch.Tensor:
+    """Return the position of each token as the pipelines number it: `(h·w, 3)` of `first`, row and column."""
+    frames, *sides = axis_coordinates(grid, base_size, device=device)
+    return torch.stack(over_grid([frames + first, *sides]), 1)
 
 
 FAMILY = FluxFamily()

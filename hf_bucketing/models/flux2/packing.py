@@ -7,6 +7,7 @@ normalised as its blocks are (see the recipe), not yet cut into blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 from ...packing.batch import Rows
 from ...packing.context import active_layout
-from ...packing.family import Transformer
+from ...packing.family import UNLIMITED, Transformer
 from ...packing.names import Backend, Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ..flux.packing import FluxFamily, token_ids
@@ -77,6 +78,8 @@ class Flux2Family(FluxFamily):
     tested_forwards = ("f8c4f809f3a8",)
     stock_processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     guidance = 4.0
+    max_references = UNLIMITED
+    reference_step = 10
     original_names = (
         ("transformer_blocks.*.attn.to_q", "double_blocks.*.img_attn.qkv"),
         ("transformer_blocks.*.attn.to_k", "double_blocks.*.img_attn.qkv"),
@@ -104,7 +107,11 @@ class Flux2Family(FluxFamily):
         """Return the positions of a sample's tokens themselves, `(h·w, 4)`: zero, row, column and zero."""
         return (F.pad(token_ids(grid, base_size, device=device), (0, 1)),)
 
-    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
+    def reference_positions(self, module: Any, grids: tuple[Grid, ...], *, device: torch.device) -> Rotary:
+        """Return the positions of references, whose first coordinates are 10, 20 and so on."""
+        return (F.pad(self.ids(grids, device=device)[math.prod(grids[0]) :], (0, 1)),)
+
+    def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
         """Return the positions of text, `(length, 4)`: its tokens are numbered on the last axis."""
         return (F.pad(torch.arange(length, device=device, dtype=torch.float32)[:, None], (3, 0)),)
 
@@ -124,8 +131,8 @@ class Flux2Family(FluxFamily):
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Number tokens and text as the pipelines do."""
         device, length = rows.latents.device, rows.text.shape[1]
-        (tokens,) = self.positions(None, rows.grid, None, device=device)
-        (words,) = self.text_positions(None, rows.grid, length, device=device)
+        tokens = F.pad(self.ids(rows.grids, device=device), (0, 1))
+        (words,) = self.text_positions(None, rows.grids, length, device=device)
         return {"img_ids": tokens, "txt_ids": words}
 
 

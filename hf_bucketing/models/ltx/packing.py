@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from ...devices import to_device
 from ...packing.batch import Rows
 from ...packing.context import active_layout
-from ...packing.family import Draw, Family, Transformer
+from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
 from ...packing.processors import PackedAttnProcessor, rotate_channels
@@ -49,6 +50,7 @@ class LTXFamily(Family):
     context_parallel = True
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     text = TextTokens(rows="per_strip")
+    max_references = UNLIMITED
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return seconds per latent frame and pixels per latent row and column, drawn for 24 frames a second."""
@@ -56,7 +58,9 @@ class LTXFamily(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass `rope` each token's own coordinates."""
-        locate = partial(_locate, Tables(partial(_locations, self.patch(transformer.config), base_size)))
+        patch = self.patch(transformer.config)
+        tables = Tables(partial(_locations, patch, base_size)), Tables(partial(_reference_locations, patch))
+        locate = partial(_locate, *tables)
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -66,7 +70,10 @@ class LTXFamily(Family):
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the coordinates of the tokens, so that each row may have its own frame rate."""
-        (tokens,) = _locations(self.patch(transformer.config), None, transformer.rope, rows.grid, rows.latents.device)
+        patch, rope, device = self.patch(transformer.config), transformer.rope, rows.latents.device
+        (tokens,) = _locations(patch, None, rope, rows.grid, device)
+        if rows.references:
+            tokens = torch.cat([tokens, *_reference_locations(patch, rope, rows.grids, device)])
         scaled = _scaled(tokens.expand(len(rows.latents), -1, -1), rows.conditioning[SCALES])
         return {SCALES: None, "video_coords": scaled}
 
@@ -78,9 +85,32 @@ def _locations(
     return (torch.stack(over_grid([axis * side for axis, side in zip(axes, patch, strict=True)]), 1),)
 
 
-def _locate(tables: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _reference_locations(
+    patch: Grid, rope: torch.nn.Module, grids: tuple[Grid, ...], device: torch.device
+) -> tuple[torch.Tensor]:
+    """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
+    steps = torch.tensor([[1.0, factor, factor] for factor in reference_factors(grids)], device=device)
+    located = [_locations(patch, None, rope, grid, device)[0] for grid in grids[1:]]
+    return (torch.cat([tokens * step for tokens, step in zip(located, steps, strict=True)]),)
+
+
+def reference_factors(grids: tuple[Grid, ...]) -> list[int]:
+    """Return how many times a sample is as high and wide as each of its references, `reference_downscale_factor`.
+
+    Example:
+        >>> reference_factors(((7, 16, 22), (7, 8, 11), (1, 16, 16)))
+        [2, 1]
+    """
+    own, *shown = (math.prod(grid[1:]) for grid in grids)
+    return [max(1, round(math.sqrt(own / area))) for area in shown]
+
+
+def _locate(tables: Tables, references: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden_states, _, _, _, scales, _ = args
-    (tokens,) = position_strips(active_layout(), lambda grid: tables(rope, grid, hidden_states.device))
+    device = hidden_states.device
+    (tokens,) = position_strips(
+        active_layout(), lambda grid: tables(rope, grid, device), lambda grids: references(rope, grids, device)
+    )
     return hidden_states, *[None] * 4, _scaled(tokens, scales)
 
 

@@ -14,12 +14,13 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from ...devices import to_device
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
-from ...packing.family import Draw, Family, Transformer
+from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
 from ...packing.processors import PackedAttnProcessor, Rotary
 from ...packing.texts import TextTokens
+from ..ltx.packing import reference_factors
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
@@ -72,6 +73,7 @@ class LTX2Family(Family):
     attention_kwargs = "attention_kwargs"
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     timesteps_per = "token"
+    max_references = UNLIMITED
     text = TextTokens(rows="per_strip")
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states", "audio_encoder_hidden_states")
 
@@ -97,7 +99,7 @@ class LTX2Family(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass the transformer each token's own coordinates, and the audio."""
-        complete = partial(_complete, Tables(_coordinates))
+        complete = partial(_complete, Tables(_coordinates), Tables(_reference_coordinates))
         return [transformer.register_forward_pre_hook(complete, with_kwargs=True)]
 
     def fit_text(
@@ -134,7 +136,10 @@ class LTX2Family(Family):
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the coordinates of the tokens, which each row has by its own frame rate, and the audio."""
-        (pixels,) = _coordinates(transformer, rows.grid, device=rows.latents.device)
+        device = rows.latents.device
+        (pixels,) = _coordinates(transformer, rows.grid, device=device)
+        if rows.references:
+            pixels = torch.cat([pixels, *_reference_coordinates(transformer, rows.grids, device=device)])
         coordinates = _in_seconds(pixels.expand(len(rows.latents), -1, -1, -1), rows.conditioning["fps"])
         return {"video_coords": coordinates, **_audio(transformer, rows.latents)}
 
@@ -149,6 +154,13 @@ def _coordinates(transformer: Any, grid: Grid, *, device: torch.device) -> tuple
     rope = transformer.rope
     frames, height, width = grid[0] * rope.patch_size_t, grid[1] * rope.patch_size, grid[2] * rope.patch_size
     return (rope.prepare_video_coords(1, frames, height, width, device, fps=1.0)[0].transpose(0, 1),)
+
+
+def _reference_coordinates(transformer: Any, grids: tuple[Grid, ...], *, device: torch.device) -> tuple[torch.Tensor]:
+    """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
+    steps = torch.tensor([[[1.0], [factor], [factor]] for factor in reference_factors(grids)], device=device)
+    located = [_coordinates(transformer, grid, device=device)[0] for grid in grids[1:]]
+    return (torch.cat([pixels * step for pixels, step in zip(located, steps, strict=True)]),)
 
 
 def _in_seconds(pixels: torch.Tensor, fps: torch.Tensor) -> torch.Tensor:
@@ -167,9 +179,15 @@ def _audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _complete(tables: Tables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _complete(
+    tables: Tables, references: Tables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     rows = kwargs["hidden_states"]
-    (pixels,) = position_strips(active_layout(), lambda grid: tables(transformer, grid, rows.device))
+    (pixels,) = position_strips(
+        active_layout(),
+        lambda grid: tables(transformer, grid, rows.device),
+        lambda grids: references(transformer, grids, rows.device),
+    )
     return args, {**kwargs, "video_coords": _in_seconds(pixels, kwargs["fps"]), **_audio(transformer, rows)}
 
 

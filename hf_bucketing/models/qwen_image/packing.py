@@ -6,15 +6,17 @@ the other families; the model gets a thousandth of them, as from its pipeline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...devices import to_device
 from ...errors import PackingError
-from ...packing.batch import Rows
-from ...packing.family import Transformer
+from ...packing.batch import PackedBatch, Rows
+from ...packing.family import UNLIMITED, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
@@ -49,6 +51,7 @@ class QwenImageFamily(JointFamily):
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     position_module = "pos_embed"
     rotates_text = True
+    max_references = UNLIMITED
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return what the last block does with the text after attention."""
@@ -84,10 +87,10 @@ class QwenImageFamily(JointFamily):
         """Refuse also texts that reach beyond the positions: they begin where the image of their sample ends."""
         super().check_layout(transformer, layout, stretched=stretched)
         positions = len(transformer.pos_embed.pos_freqs)
-        for sample, (grid, length) in enumerate(zip(layout.grids, layout.text_lengths, strict=True)):
-            if _first_position(grid) + length > positions:
+        for sample, (grids, length) in enumerate(zip(layout.sample_grids, layout.text_lengths, strict=True)):
+            if _first_position(grids) + length > positions:
                 raise PackingError(
-                    f"The text of sample {sample} has {length} tokens from position {_first_position(grid)} on, and "
+                    f"The text of sample {sample} has {length} tokens from position {_first_position(grids)} on, and "
                     f"this model has {positions} positions."
                 )
 
@@ -96,9 +99,15 @@ class QwenImageFamily(JointFamily):
         image, _ = module.forward([grid], device=device, max_txt_seq_len=0)
         return image.real, image.imag
 
-    def text_positions(self, module: Any, grid: Grid, length: int, *, device: torch.device) -> Rotary:
-        """Return the real and imaginary parts of a text's positions, which follow those of its image."""
-        text = to_device(module.pos_freqs[_first_position(grid) :][:length], device)
+    def reference_positions(self, module: Any, grids: tuple[Grid, ...], *, device: torch.device) -> Rotary:
+        """Return the positions of references, which are further frames."""
+        images, _ = module.forward([list(grids)], device=device, max_txt_seq_len=0)
+        shown = images[math.prod(grids[0]) :]
+        return shown.real, shown.imag
+
+    def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
+        """Return the real and imaginary parts of a text's positions, which follow those of its images."""
+        text = to_device(module.pos_freqs[_first_position(grids) :][:length], device)
         return text.real, text.imag
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
@@ -109,18 +118,27 @@ class QwenImageFamily(JointFamily):
         return [*super().hook_positions(transformer, base_size), *hooks]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the grid of each row, and the mask of the text; in a pack, hook and layout take their place."""
+        """Add the grids of each row, and the mask of the text; in a pack, hook and layout take their place."""
         return {
+            "img_shapes": [list(rows.grids)] * len(rows.latents),
             **super().inputs(rows),
             "timestep": rows.timesteps / 1000,
             "encoder_hidden_states_mask": rows.text_mask,
-            "img_shapes": [[rows.grid]] * len(rows.latents),
         }
 
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Say how many tokens of each strip are shown: models with `zero_cond_t` modulate them as clean ones."""
+        rows, length = super().rows(batch), batch.layout.strip_length
+        if batch.layout.shown is None:
+            return rows
+        own_tokens = batch.layout.own_tokens_by_strip
+        shapes = [[(1, 1, own), (1, 1, length - own)] for own in own_tokens]
+        return replace(rows, conditioning={**rows.conditioning, "img_shapes": shapes})
 
-def _first_position(grid: Grid) -> int:
+
+def _first_position(grids: Sequence[Grid]) -> int:
     """Return the position of a text's first token."""
-    return max(grid[1] // 2, grid[2] // 2)
+    return max(max(rows // 2, columns // 2) for _, rows, columns in grids)
 
 
 FAMILY = QwenImageFamily()
