@@ -51,7 +51,7 @@ def write_media(folder: Path, *files: str) -> None:
     for file in files:
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        width, height, frames = SIZES[path.name]
+        width, height, frames = SIZES.get(path.name, CLIP)
         pixels = [np.full((height, width, 3), 40 * frame, np.uint8) for frame in range(frames)]
         if frames == 1:
             write_image(path, pixels[0])
