@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,18 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 from peft import LoraConfig
+from PIL import Image
 
-from hf_bucketing import PackingError, Size
+from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.flux2.recipe import Flux2Recipe
 from hf_bucketing.models.ltx.packing import SCALES
 from hf_bucketing.models.recipe import REFERENCES, Recipe
-from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import Packing, TokenDrop
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify
@@ -380,6 +383,48 @@ def call_with(model: Any, call: Mapping[str, Any], tokens: torch.Tensor, *, own:
             stack.enter_context(mock.patch.object(model.pos_embed, "forward", return_value=tables))
             chosen["img_shapes"] = [[(1, 1, own), (1, 1, len(tokens) - own)]]
         return model(**{**call, **chosen, "return_dict": False})[0][0, :own]
+
+
+RENDERED = [case for case in CASES.values() if case.call is call_of_pipeline]
+
+
+@pytest.mark.parametrize("case", RENDERED, ids=[case.tiny for case in RENDERED])
+def test_renderings_see_their_references(case: Case, tiny_folder: Callable[[str], Path]) -> None:
+    recipe = load(tiny_folder(case.tiny))
+    size, *_ = case.samples[0]
+    options = {**case.options, "num_inference_steps": 1}
+    rendered = [
+        recipe.render("red", size, references=shown, generator=torch.Generator().manual_seed(0), **options)
+        for shown in ([[Image.new("RGB", (64, 64), color)]] if color else [] for color in ("white", "black", None))
+    ]
+    assert all(frames.shape[-3:] == (size.height, size.width, 3) for frames in rendered)
+    assert all(np.abs(frames - rendered[0]).max() > 1e-4 for frames in rendered[1:])
+
+
+def test_calls_refuse_references_that_the_pipeline_does_not_take() -> None:
+    picture, size = [Image.new("RGB", (64, 32))], Size(1, 64, 128)
+    kontext, ltx_video, in_context = (
+        object.__new__(recipes()[f"{name}Pipeline"]) for name in ("FluxKontext", "LTX", "LTX2InContext")
+    )
+    with pytest.raises(BucketingError, match="FluxKontextPipeline takes at most 1 references, got 2"):
+        kontext.reference_arguments([picture] * 2, size)
+    with pytest.raises(BucketingError, match="LTXPipeline takes no references, got 1"):
+        ltx_video.reference_arguments([picture], size)
+    arguments = in_context.reference_arguments([picture] * 2, size)
+    assert arguments["reference_downscale_factor"] == 2
+    assert [condition.frames for condition in arguments["reference_conditions"]] == [picture] * 2
+    with pytest.raises(BucketingError, match="takes references of one size"):
+        in_context.reference_arguments([picture, [Image.new("RGB", (128, 64))]], size)
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("Flux2KleinKVPipeline", "its references attend to themselves alone"),
+    ("ZImageOmniPipeline", "what SigLIP sees"),
+])  # fmt: skip
+def test_pipelines_with_other_references_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(BucketingError, match=f"{name}, which cannot be trained: .*{reason}"):
+        recipe_of(str(tmp_path))
 
 
 @each_case(FAMILIES)

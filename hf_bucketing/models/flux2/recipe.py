@@ -49,3 +49,10 @@ class Flux2KleinRecipe(Flux2Recipe):
 
 
 RECIPES = (Flux2Recipe, Flux2KleinRecipe)
+
+REFUSED = {
+    "Flux2KleinKVPipeline": (
+        "its references attend to themselves alone, at a timestep of their own, while all tokens of a sample attend "
+        "to each other in packs and in stacks"
+    )
+}
