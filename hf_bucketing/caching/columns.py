@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -153,7 +153,9 @@ class LatentColumns(_CachedColumns):
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
         if conditions:
-            geometry |= {"conditions": conditions, "reference_multiples": sample.reference_multiples}
+            geometry |= {"conditions": conditions, "reference_multiples": sample.references.multiples}
+        if REFERENCE in conditions:
+            geometry["references"] = asdict(sample.references)
         key = entry_key(
             kind="latents",
             file=file,

@@ -264,8 +264,9 @@ def read_rule(manifest: Mapping[str, Any]) -> ReferenceRule:
 def read_open_table(values: Mapping[str, Any]) -> OpenTable:
     """Make an open table of its fields as JSON values."""
     images = values["image_sizes"]
+    spec = {name: value for name, value in values["spec"].items() if name != "added_frames"}  # of version 7, always 0
     return OpenTable(
-        spec=LatentSpec(**values["spec"]),
+        spec=LatentSpec(**spec),
         image_sizes=None
         if images is None
         else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,9 @@ from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
 from .state import epoch_number
+
+BUCKET_PART = "bucket_part"
+"""Column of the part of its bucket that a row belongs to, where the sizes of references divide buckets."""
 
 PLANNED = "planned_index"
 """List of a batch whose unreadable samples are replaced: the `index` of each row that the sampler drew."""
@@ -63,7 +66,6 @@ class MediaCollator:
             with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
             shown.
-        reference_multiples (`tuple[int, int]`, *optional*): Multiples of `references`, in place of its own.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -79,7 +81,6 @@ class MediaCollator:
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
-    reference_multiples: tuple[int, int] | None = None
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
@@ -90,9 +91,7 @@ class MediaCollator:
             root=self.root,
             other_roots=self.other_roots,
             conditions=self.conditions,
-            references=self.references
-            if self.reference_multiples is None
-            else replace(self.references, multiples=self.reference_multiples),
+            references=self.references,
         )
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -234,8 +233,9 @@ class BucketCollator(MediaCollator):
         return self.table.base
 
     def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
-        """Return the rows of the same bucket."""
-        return np.flatnonzero(replacements.column("bucket_id") == int(row["bucket_id"]))
+        """Return the rows of the same bucket, or of the same part of it."""
+        name = BUCKET_PART if BUCKET_PART in row else "bucket_id"
+        return np.flatnonzero(replacements.column(name) == int(row[name]))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""

@@ -46,11 +46,6 @@ class FileSample:
     row: MediaInfo | None = None
     reference_sizes: list[int] | None = None
 
-    @property
-    def reference_multiples(self) -> tuple[int, int]:
-        """Numbers of which height and width of a reference become multiples."""
-        return self.references.multiples
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaColumns:

@@ -216,6 +216,8 @@ class Recipe:
     their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
+    reference_text_tokens: ClassVar[int] = 0
+    """Most text tokens that such a reference adds to its caption's, if it is at most five times as long as wide."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -708,8 +710,33 @@ class Recipe:
         )
         return self.family.run(self.transformer, stack, wrapped=transformer)
 
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+        """Return references as arguments of the pipeline's call: by default a list of images.
+
+        Args:
+            references (sequence of sequences of `PIL.Image.Image`): The frames of each reference, at the size in which
+                it is shown; at least one reference.
+            size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels of what is rendered.
+
+        Raises:
+            BucketingError: If the pipeline's call takes no references, or fewer.
+        """
+        name, most = cls.shown_as.get(REFERENCE), cls.max_references
+        if name is None or len(references) > most:
+            takes = "no references" if name is None else f"at most {most} references"
+            raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
+        return {name: [frames[0] for frames in references]}
+
     def render(
-        self, prompt: str, size: Size, *, image: Any = None, last_image: Any = None, **options: Any
+        self,
+        prompt: str,
+        size: Size,
+        *,
+        image: Any = None,
+        last_image: Any = None,
+        references: Any = (),
+        **options: Any,
     ) -> np.ndarray:
         """Call the pipeline.
 
@@ -718,6 +745,8 @@ class Recipe:
             size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels.
             image (`PIL.Image.Image`, *optional*): First frame, for pipelines that take one ([`num_images`]).
             last_image (`PIL.Image.Image`, *optional*): Last frame, for pipelines that take two images.
+            references (sequence of sequences of `PIL.Image.Image`): The frames of each reference, for pipelines that
+                take some ([`reference_arguments`]).
             options: Further arguments of the pipeline's call.
 
         Returns:
@@ -725,7 +754,8 @@ class Recipe:
         """
         pairs = zip(IMAGES, (image, last_image), strict=True)
         images = {name: frame for name, frame in pairs if frame is not None}
-        call = {**images, **self.size_arguments(size), **options}
+        shown = self.reference_arguments(references, size) if references else {}
+        call = {**images, **shown, **self.size_arguments(size), **options}
         result = self.pipeline(prompt=prompt, output_type="np", **call)
         return np.asarray(result.images if "images" in result else result.frames[0])
 

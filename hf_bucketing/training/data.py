@@ -24,7 +24,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..caching.columns import NULL_TEXT_KEY
-from ..columns.apply import map_columns
+from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
@@ -32,7 +32,7 @@ from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
-from ..loaders.collators import BucketCollator, PackCollator
+from ..loaders.collators import BUCKET_PART, BucketCollator, PackCollator
 from ..loaders.faults import Replacements
 from ..loaders.occurrences import NumberedRows
 from ..loaders.pack_sampler import PackBatchSampler
@@ -339,6 +339,12 @@ def _data_of(
                 prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
             )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
+    if references is not None and config.faults.on_error == "replace":
+        counted = {"num_tokens": num_tokens}  # by which replacements are chosen
+        if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
+            counted[BUCKET_PART] = sampler.parts.ids
+        dataset = with_columns(dataset, counted)
+        prepared = dataclasses.replace(prepared, dataset=dataset)
     collator = _make_collator(config, prepared, table=table, resize=resize)
     texts = {}
     if isinstance(collator, CachedCollator) and not evaluation:
@@ -547,7 +553,7 @@ def media_collator(
         "root": prepared.root,
         "other_roots": prepared.other_roots,
         "conditions": prepared.conditions,
-        "reference_multiples": prepared.spec.multiples,
+        "references": prepared.references,
         "views": config.views,
         "seed": config.seed,
         "replacements": replacements,

@@ -188,8 +188,7 @@ class StreamedData(RunData):
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            seen = self.sample.references if self.references is not None else ()
-            shown = int(self._reference_tokens(seen, [size] * len(seen)).max(initial=0))
+            shown = self._most_shown(size)
             each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
                 span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
@@ -265,6 +264,13 @@ class StreamedData(RunData):
         if self.token_drop is not None:
             return np.array(self.token_drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)
         return np.array(grids, np.int64).prod(axis=1)
+
+    def _most_shown(self, size: Size) -> int:
+        """Return the most tokens that the references of one of the first rows take beside a sample of a size."""
+        if self.references is None:
+            return 0
+        seen = self.sample.references
+        return int(self._reference_tokens(seen, [size] * len(seen)).max(initial=0))
 
     def _reference_tokens(
         self, stored: Sequence[Sequence[int]], sizes: Sequence[Size]

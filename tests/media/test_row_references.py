@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketTable, LatentSpec, open_table
 from hf_bucketing.media.references import ReferenceRule
-from hf_bucketing.media.row_references import RowReferences, sample_sizes
+from hf_bucketing.media.row_references import RowReferences, sample_sizes, tokens_of_key
 
 IMAGES = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 VIDEOS = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -18,8 +18,8 @@ sides = st.tuples(st.sampled_from([1, 9]), st.integers(16, 90), st.integers(16, 
 rows = st.lists(st.tuples(sides, st.lists(sides, max_size=4)), max_size=12)
 
 
-def references_of(lists: list[list[tuple[int, int, int]]], rule: ReferenceRule = RULE) -> RowReferences:
-    return RowReferences.of_lists([[side for size in sizes for side in size] for sizes in lists], rule=rule)
+def references_of(lists: list[list[tuple[int, int, int]]]) -> RowReferences:
+    return RowReferences.of_lists([[side for size in sizes for side in size] for sizes in lists], rule=RULE)
 
 
 @given(rows)
@@ -32,7 +32,9 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
         grids.append(tuple(tuple(int(side) for side in VIDEOS.grid_of(*size)) for size in shown))
     tokens = references.num_tokens(samples, spec=VIDEOS)
     assert tokens.tolist() == [sum(int(np.prod(grid)) for grid in lists) for lists in grids]
-    assert [tuple(grid) for grid in references.grids(samples, spec=VIDEOS).tolist()] == list(sum(grids, ()))
+    sizes = references.sizes(samples)
+    assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
+    assert [tokens_of_key(key) for key in references.grid_keys(samples, spec=VIDEOS)] == tokens.tolist()
     signatures = references.signatures(samples, spec=VIDEOS).tolist()
     for lists, signature in zip(grids, signatures, strict=True):
         assert (signature == 0) == (not lists)
@@ -43,7 +45,7 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
 def test_a_picture_has_one_latent_frame_and_a_video_those_of_its_sample() -> None:
     references = references_of([[(1, 64, 64), (90, 64, 64)], [(90, 64, 64)], []])
     samples = [(9, 64, 64), (17, 64, 64), (9, 64, 64)]
-    assert references.grids(samples, spec=VIDEOS).tolist() == [[1, 4, 4], [3, 4, 4], [5, 4, 4]]
+    assert references.sizes(samples) == [((1, 64, 64), (9, 64, 64)), ((17, 64, 64),), ()]
     assert references.num_tokens(samples, spec=VIDEOS).tolist() == [64, 80, 0]
 
 

@@ -259,3 +259,18 @@ def test_cached_latents_of_a_step_that_is_tried_out_have_the_frame_of_a_referenc
     data = make_data(in_process(pipeline, referenced, tmp_path, **MODES["pack"]), recipe.spec, COUNTING)
     batch = _random_batch([Size(9, 32, 48)], [(Size(1, 32, 48),)], recipe, torch.device("cpu"), data=data)
     assert batch["latents"][0].shape[1:] == (4, 4, 6)
+
+
+@modes
+def test_a_replacement_can_be_stacked_with_the_others_of_its_batch(settings, several: Path, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(several)
+    config = in_process(tmp_path, several, tmp_path, on_error="replace", **settings)
+    data = make_data(config, prepared.spec, GRIDS)
+    collator, sizes = data.loader.collate_fn, data.reference_sizes(np.arange(20))
+    for number in range(20):
+        others = collator.candidates(data.dataset[number], collator.replacements)
+        assert number in others
+        if "batching" in settings:
+            assert (data.num_tokens[others] <= data.num_tokens[number]).all()
+        else:
+            assert {sizes[row] for row in others} == {sizes[number]}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,15 +93,22 @@ def _reference_locations(
     return (torch.cat([tokens * step for tokens, step in zip(located, steps, strict=True)]),)
 
 
-def reference_factors(grids: tuple[Grid, ...]) -> list[int]:
+def reference_factors(grids: Sequence[Grid]) -> list[int]:
     """Return how many times a sample is as high and wide as each of its references, `reference_downscale_factor`.
 
+    It is the smallest factor that gives the reference's height and width, rounded down. A reference that is no
+    smaller copy of its sample has 1.
+
     Example:
-        >>> reference_factors(((7, 16, 22), (7, 8, 11), (1, 16, 16)))
-        [2, 1]
+        >>> reference_factors([(7, 23, 31), (7, 5, 7), (1, 23, 31), (1, 16, 16)])
+        [4, 1, 1]
     """
-    own, *shown = (math.prod(grid[1:]) for grid in grids)
-    return [max(1, round(math.sqrt(own / area))) for area in shown]
+    (_, height, width), *shown = grids
+    factors = [1 + max(height // (rows + 1), width // (columns + 1)) for _, rows, columns in shown]
+    return [
+        factor if (height // factor, width // factor) == grid[1:] else 1
+        for factor, grid in zip(factors, shown, strict=True)
+    ]
 
 
 def _locate(tables: Tables, references: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
