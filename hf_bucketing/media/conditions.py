@@ -91,7 +91,7 @@ def check_length(
         first (`float`): Second of the file at which the sample begins.
         seconds (`float`): Seconds from the sample's first frame to its last.
         step (`float`): Seconds per frame of the sample.
-        longer (`bool`): Whether it may go on, as where the sample is a clip of a longer video that it shows whole.
+        longer (`bool`): Whether it may be longer, as where the sample is a clip of a video that it shows whole.
     """
     length = f"The {name} {path} has {num_frames} frames at {fps:g} fps"
     if (num_frames - _LATEST) / fps <= first + seconds:
