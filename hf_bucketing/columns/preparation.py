@@ -13,6 +13,7 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
+from ..media.conditions import all_columns
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
@@ -155,7 +156,7 @@ def _check_rows(
     texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
-    rows = with_nested(rows, [*texts, *named.values(), *source.conditions.values()])
+    rows = with_nested(rows, [*texts, *named.values(), *all_columns(source.conditions)])
     check_condition_columns(rows, source.conditions)
     treatment = source.treatment
     captions = check_captions(
@@ -191,7 +192,9 @@ def _check_rows(
         say(summary)
     elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
         say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
-    files = MediaColumns(column=loaded.column, root=loaded.root, conditions=source.conditions)
+    files = MediaColumns(
+        column=loaded.column, root=loaded.root, conditions=source.conditions, references=source.reference_rule()
+    )
     dataset, sentences = check_conditions(
         dataset,
         ConditionColumns(files, on_error=treatment.files),
@@ -283,11 +286,17 @@ def prepare(
         root=rows.root,
         other_roots=rows.other_roots,
         conditions=rows.conditions,
+        references=configs[0].reference_rule(spec),
     )
 
 
 def _check_alike(configs: Sequence[SourceConfig]) -> None:
-    """Raise BucketingError if sources differ in what all rows of a data set share: the rules of their packs."""
+    """Raise BucketingError if sources differ in what all rows share: the rules of their packs and references."""
+    if len({config.reference_rule() for config in configs}) > 1:
+        raise BucketingError(
+            "`reference_pixels` and `reference_downscale_factor` must be the same for all sources, whose references "
+            "share one rule."
+        )
     if len({config.table.max_frames for config in configs}) > 1:
         raise BucketingError("`max_frames` must be the same for all sources, as packs of all of them share it.")
     kinds = {config.table.image_sizes for config in configs}

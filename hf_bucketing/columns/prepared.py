@@ -43,6 +43,9 @@ SOURCE = "source"
 MANIFEST_VERSION = 8
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
 
+_BEFORE_REFERENCES = 7
+"""Version that says nothing of the sizes of references; it is read too, unless samples have some."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
@@ -110,7 +113,7 @@ class PreparedDataset:
             root=self.root,
             other_roots=self.other_roots,
             conditions=self.conditions,
-            reference_multiples=self.spec.multiples,
+            references=self.references,
         )
 
     @property
@@ -211,7 +214,7 @@ class PreparedDataset:
             root=manifest["root"] and read_root(manifest["root"], path),
             other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
-            references=ReferenceRule(**manifest["references"]),
+            references=read_rule(manifest),
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
@@ -238,12 +241,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         raise BucketingError(f"{folder} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    if manifest["version"] != MANIFEST_VERSION:
+    version, shown = manifest["version"], manifest.get("conditions", ())
+    if version == _BEFORE_REFERENCES and REFERENCE in shown:
         raise BucketingError(
-            f"{folder} has version {manifest['version']}, but this release reads version {MANIFEST_VERSION}; prepare "
-            "it again with scripts/prepare_dataset.py."
+            f"{folder} was prepared before the sizes of references became a column; prepare it again with "
+            "scripts/prepare_dataset.py."
+        )
+    if version not in (MANIFEST_VERSION, _BEFORE_REFERENCES):
+        raise BucketingError(
+            f"{folder} has version {version}, but this release reads version {MANIFEST_VERSION}; prepare it again "
+            "with scripts/prepare_dataset.py."
         )
     return manifest
+
+
+def read_rule(manifest: Mapping[str, Any]) -> ReferenceRule:
+    """Return the rule of references of a manifest, or that of folders that were written before there were any."""
+    before = {"multiples": read_open_table(manifest["open_table"]).spec.multiples}
+    return ReferenceRule(**manifest.get("references", before))
 
 
 def read_open_table(values: Mapping[str, Any]) -> OpenTable:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,16 @@ from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
 from .preparation import CheckedSource, check_sources
-from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table, read_root, root_from
+from .prepared import (
+    MANIFEST,
+    MANIFEST_VERSION,
+    STREAM,
+    read_manifest,
+    read_open_table,
+    read_root,
+    read_rule,
+    root_from,
+)
 from .settings import RowsConfig, SourceConfig
 from .shares import given_shares
 from .sources import bytes_in, find_rows
@@ -82,7 +92,7 @@ class StreamSample:
             row_bytes=row_bytes,
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
-            references=sorted({tuple(map(int, cell)) for cell in references[usable]}),
+            references=[[*cell] for cell in sorted({tuple(map(int, cell)) for cell in references[usable]})],
         )
 
 
@@ -242,7 +252,7 @@ class PreparedStream:
             sample=StreamSample(
                 **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
             ),
-            references=ReferenceRule(**manifest["references"]),
+            references=read_rule(manifest),
         )
 
 
@@ -267,8 +277,8 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     )
 
 
-_FOLDERS = ("control_folder", "mask_folder")
-"""Settings that name folders beside the data set."""
+_FOLDERS = ("control_folder", "mask_folder", "reference_folder")
+"""Settings that name folders beside the data set, one or several."""
 
 
 def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]
     values = flatten(part.source)
     local = is_local(part.source.dataset)
     for name in ("dataset", *_FOLDERS) if local else _FOLDERS:
-        values[name] = values[name] and os.path.relpath(values[name], folder)
+        values[name] = _with_paths(values[name], partial(os.path.relpath, start=folder))
     return {
         "local": local,
         "source": values,
@@ -298,16 +308,20 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
             "size_columns": ",".join(f"{name}={column}" for name, column in values.pop("sizes").items()) or None,
         }
     for name in ("dataset", *_FOLDERS) if part["local"] else _FOLDERS:
-        if values.get(name) is not None:
-            values[name] = os.path.abspath(os.path.join(folder, values[name]))
+        values[name] = _with_paths(values.get(name), lambda path: os.path.abspath(os.path.join(folder, path)))
     root = default_root(values["dataset"])
     if "root" in part:
         root = part["root"] and read_root(part["root"], Path(folder))
     return StreamPart(
-        source=build(RowsConfig, values | {name: Path(values[name]) for name in _FOLDERS if values.get(name)}),
+        source=build(RowsConfig, values | {name: _with_paths(values[name], Path) for name in _FOLDERS}),
         root=root,
         table=BucketTable.from_json(json.dumps(part["table"])),
     )
+
+
+def _with_paths(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a path, or each of a list of paths, changed; None for none."""
+    return list(map(change, value)) if isinstance(value, list) else value and change(value)
 
 
 def holds_stream(folder: str | os.PathLike[str]) -> bool:
@@ -351,6 +365,7 @@ def prepare_stream(
         open_table=configs[0].table.make_open(spec, table),
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
+        references=configs[0].reference_rule(spec),
     )
     return prepared, columns
 

@@ -42,6 +42,7 @@ PATHS = frozenset(
         "table",
         "control_folder",
         "mask_folder",
+        "reference_folder",
         "runs",
     }
 )

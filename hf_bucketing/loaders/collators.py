@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
+from ..media.conditions import all_columns
+from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
@@ -57,10 +59,11 @@ class MediaCollator:
         root (`str`, *optional*): Folder or URL that relative paths start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources of a data set that has several.
         conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
-            `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, see
-            [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
-        reference_multiples (`tuple[int, int]`): Pixels per token along height and width, `spec.multiples`:
-            references are resized to whole tokens.
+            `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, or
+            with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
+            shown.
+        reference_multiples (`tuple[int, int]`, *optional*): Multiples of `references`, in place of its own.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -75,7 +78,8 @@ class MediaCollator:
     root: str | None = None
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
-    reference_multiples: tuple[int, int] = (1, 1)
+    references: ReferenceRule = field(default_factory=ReferenceRule)
+    reference_multiples: tuple[int, int] | None = None
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
@@ -86,7 +90,9 @@ class MediaCollator:
             root=self.root,
             other_roots=self.other_roots,
             conditions=self.conditions,
-            reference_multiples=self.reference_multiples,
+            references=self.references
+            if self.reference_multiples is None
+            else replace(self.references, multiples=self.reference_multiples),
         )
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -108,7 +114,7 @@ class MediaCollator:
             ColumnError: If a needed column is missing.
             MediaError: If a file cannot be decoded; the message names the row.
         """
-        require(rows[0], [self.column, "num_frames", "fps", *self.conditions.values()])
+        require(rows[0], [self.column, "num_frames", "fps", *all_columns(self.conditions)])
         if self.caption_column is not None:
             require(rows[0], [self.caption_column])
         found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]

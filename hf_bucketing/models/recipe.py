@@ -216,6 +216,8 @@ class Recipe:
     their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
+    reference_text_tokens: ClassVar[int] = 0
+    """Most text tokens that such a reference adds to its caption's, if it is at most five times as long as wide."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False

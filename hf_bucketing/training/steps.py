@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..adapters.base import base_model
+from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -31,7 +32,7 @@ from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
-from .base_targets import BaseTarget, base_targets
+from .base_targets import TARGETS, BaseTarget, base_targets
 from .config import TrainingConfig
 from .run_data import RunData
 from .settings.preservation import PreservationConfig
@@ -43,10 +44,13 @@ class StepLosses(NamedTuple):
     Attributes:
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
+        targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
+            [`TARGETS`][hf_bucketing.training.base_targets.TARGETS].
     """
 
     values: torch.Tensor
     noise_levels: torch.Tensor
+    targets: IntArray
 
 
 class Prediction(NamedTuple):
@@ -112,7 +116,9 @@ class Step(ABC):
             values = prediction.losses(noised)
             if predicted is not None:
                 values = _replaced(values, prediction.losses(noised._replace(targets=predicted)), of_base)
-        return StepLosses(values, self.objective.noise_levels(noised.timesteps))
+        names = ["data" if target is None else target.name for target in of_base]
+        targets = np.array([TARGETS.index(name) for name in names], np.int64)
+        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets)
 
     def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
         """Return which samples are shown no references, by the keys of their draws."""
@@ -168,7 +174,9 @@ class Step(ABC):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
             values = self._predict(transformer, samples, None).losses(noised)
-            found.append(StepLosses(values, self.objective.noise_levels(noised.timesteps)))
+            found.append(
+                StepLosses(values, self.objective.noise_levels(noised.timesteps), np.zeros(len(values), np.int64))
+            )
         return found
 
     @abstractmethod

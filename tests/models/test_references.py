@@ -6,15 +6,17 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 from peft import LoraConfig
 from PIL import Image
 
@@ -29,7 +31,7 @@ from hf_bucketing.packing import Packing, TokenDrop
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify
 from tests.models.cases import FamilyCase, Samples, assert_same_gradients, each_case, gradients, largest_difference
-from tests.models.families import CASES as FAMILIES, ltx
+from tests.models.families import CASES as FAMILIES, ltx, qwen_image
 from tests.models.pipeline_calls import (
     RecordedSample,
     Results,
@@ -55,6 +57,7 @@ class Case:
         timestep_factor: By what the model's timesteps are multiplied to be those of the scheduler.
         call: Returns the arguments of the transformer's call, given the recipe, the references' pixels and arguments
             of the pipeline's call.
+        without_gradient: Parts of the names of parameters, beside those that the family names, whose gradient is zero.
     """
 
     tiny: str
@@ -63,6 +66,7 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)
     timestep_factor: float = 1000.0
     call: Callable[..., dict[str, Any]]
+    without_gradient: tuple[str, ...] = ()
 
 
 def call_of_pipeline(recipe: Recipe, references: Sequence[torch.Tensor], size: Size, **options: Any) -> dict[str, Any]:
@@ -70,6 +74,22 @@ def call_of_pipeline(recipe: Recipe, references: Sequence[torch.Tensor], size: S
     frames = [pictures(pixels.transpose(0, 1)) for pixels in references]
     shown = recipe.reference_arguments(frames, size) if references else {}
     return record_call(recipe.pipeline, **recipe.size_arguments(size), **shown, **options)
+
+
+@torch.no_grad()
+def call_of_qwen(
+    recipe: Recipe, references: Sequence[torch.Tensor], size: Size, *, prompt: str, **options: Any
+) -> dict[str, Any]:
+    """Record the call of a Qwen-Image-Edit pipeline, or, as these need a picture, that of Qwen-Image without any."""
+    if references:
+        with qwen_image.of_small_pictures():
+            return call_of_pipeline(recipe, references, size, prompt=prompt, **options)
+    components = dict(recipe.pipeline.components)
+    text, _ = QwenImageEditPlusPipeline(**components).encode_prompt(prompt)
+    del components["processor"]
+    pipeline = QwenImagePipeline(**components)
+    pipeline.set_progress_bar_config(disable=True)
+    return record_call(pipeline, **recipe.size_arguments(size), prompt_embeds=text, **options)
 
 
 def call_of_trainer(recipe: Recipe, references: Sequence[torch.Tensor], size: Size, **options: Any) -> dict[str, Any]:
@@ -127,6 +147,29 @@ LTX2 = replace(
     changes={"isolate_modalities": True},  # as in the pipeline's further call for guidance by the other modality
     call=call_of_pipeline,
 )
+QWEN = Case(
+    tiny="qwen-image-edit",
+    samples=(
+        images((48, 32)),
+        images((32, 64), (64, 64)),
+        images((64, 48), (96, 32)),
+        images((32, 80), (32, 128)),
+    ),
+    options={"true_cfg_scale": 1.0},
+    call=call_of_qwen,
+    without_gradient=FAMILIES["qwen-image"].without_gradient,
+)
+QWEN_PLUS = replace(
+    QWEN,
+    tiny="qwen-image-edit-2509",
+    samples=(
+        images((48, 32)),
+        images((32, 64), (64, 64)),
+        images((64, 48), (96, 32), (64, 64)),
+        images((32, 32), (32, 128), (128, 32), (64, 64)),
+        images((32, 80), (64, 64), (32, 96), (96, 32), (128, 32)),
+    ),
+)
 CASES = {
     case.tiny: case
     for case in (
@@ -136,6 +179,9 @@ CASES = {
         LTX,
         replace(LTX, tiny="ltx-condition"),
         LTX2,
+        QWEN,
+        QWEN_PLUS,
+        replace(QWEN_PLUS, tiny="qwen-image-edit-2511"),
     )
 }
 each_pipeline = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -147,14 +193,11 @@ class Recorded(NamedTuple):
     recipe: Recipe
     samples: list[RecordedSample]
     expected: Results
+    without_gradient: tuple[str, ...]
 
     @property
     def model(self) -> Any:
         return self.recipe.transformer
-
-    @property
-    def without_gradient(self) -> tuple[str, ...]:
-        return tuple(self.recipe.family.unused(self.model))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +210,8 @@ def record(case: Case, folder: Path) -> Recorded:
     recipe = load(folder)
     patch = recipe.family.patch(recipe.transformer.config)
     samples = [record_sample(case, recipe, number) for number in range(len(case.samples))]
-    return Recorded(recipe, samples, results_of_calls(recipe.transformer, samples, patch))
+    without_gradient = (*recipe.family.unused(recipe.transformer), *case.without_gradient)
+    return Recorded(recipe, samples, results_of_calls(recipe.transformer, samples, patch), without_gradient)
 
 
 def load(folder: Path) -> Recipe:
@@ -189,7 +233,7 @@ def pixels_of(case: Case, number: int) -> list[torch.Tensor]:
 
 def record_sample(case: Case, recipe: Recipe, number: int) -> RecordedSample:
     size, references = case.samples[number][0], pixels_of(case, number)
-    fps = {"frame_rate": 8.0 + number} if recipe.spec.temporal_stride > 1 else {}
+    fps = {} if recipe.family.images_only else {"frame_rate": 8.0 + number}
     options = {**case.options, **fps, "num_inference_steps": 1, "generator": torch.Generator().manual_seed(number)}
     call = {**case.call(recipe, references, size, prompt="red"[number:], **options), **case.changes}
     for name in {"timestep", "sigma"} & call.keys():  # each sample has another
@@ -227,7 +271,7 @@ def packed(model: Any, *, strip_length: int = 4) -> Iterator[Packing]:
 
 @each_pipeline
 def test_references_are_encoded_as_the_pipeline_encodes_them(case: Case, recorded_of) -> None:
-    recipe, samples, _ = recorded_of(case)
+    recipe, samples, _, _ = recorded_of(case)
     limit = 1e-6 if case is LTX2 else 1e-11  # LTX-2's pipeline rounds latents to float32
     for number, sample in enumerate(samples):
         references = pixels_of(case, number)
@@ -248,7 +292,7 @@ def test_a_pack_equals_the_calls_of_the_pipeline(case: Case, strip_length: int, 
 
 @each_pipeline
 def test_stacks_equal_the_calls_of_the_pipeline(case: Case, recorded_of) -> None:
-    recipe, samples, (outputs, _) = recorded_of(case)
+    recipe, samples, (outputs, _), _ = recorded_of(case)
     with torch.no_grad():
         alone = [
             recipe.family.run_alone(
@@ -279,7 +323,7 @@ def test_gradient_checkpointing_keeps_references_where_they_are(case: Case, reco
 
 @each_pipeline
 def test_a_copied_model_with_adapters_packs_references(case: Case, recorded_of) -> None:
-    recipe, samples, _ = recorded_of(case)
+    recipe, samples, _, without_gradient = recorded_of(case)
     model = copy.deepcopy(recipe.transformer)
     targets = ["to_q", "to_v", "to_qkv_mlp_proj"] if isinstance(recipe, Flux2Recipe) else ["to_q", "to_v"]
     model.add_adapter(LoraConfig(target_modules=targets, init_lora_weights=False))
@@ -291,7 +335,7 @@ def test_a_copied_model_with_adapters_packs_references(case: Case, recorded_of) 
         for parameter in model.parameters():
             parameter.data.zero_()
         results = results_of_pack(copied, packing, samples)
-    assert_equal(expected, results, without_gradient=(*frozen, *recipe.family.unused(model)))
+    assert_equal(expected, results, without_gradient=(*frozen, *without_gradient))
 
 
 @each_pipeline
@@ -320,18 +364,25 @@ def test_token_drop_keeps_all_tokens_of_references(case: Case, mode: str, record
         assert len(tokens) < own
         shown = torch.arange(own, sample.call["hidden_states"].shape[1])
         with torch.no_grad():
-            expected = recorded.model(**without_others(sample.call, torch.cat([tokens, shown])))[0][0, : len(tokens)]
+            expected = call_with(recorded.model, sample.call, torch.cat([tokens, shown]), own=len(tokens))
         assert largest_difference([output[tokens]], [expected]) <= 1e-11
         assert not output[[token for token in range(own) if token not in tokens]].any()
 
 
-def without_others(call: Mapping[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of a transformer's call with these tokens alone."""
+def call_with(model: Any, call: Mapping[str, Any], tokens: torch.Tensor, *, own: int) -> torch.Tensor:
+    """Call the stock model with these tokens alone, and return the output of the sample's own, which are the first."""
     axes = {"hidden_states": 1, "img_ids": -2, "video_coords": 2}
     if call["timestep"].ndim == 2:
         axes["timestep"] = 1
     chosen = {name: call[name].index_select(axis, tokens) for name, axis in axes.items() if name in call}
-    return {**call, **chosen, "return_dict": False}
+    with ExitStack() as stack:
+        if shapes := call.get("img_shapes"):
+            length = call["encoder_hidden_states"].shape[1]
+            positions, of_text = model.pos_embed(shapes, max_txt_seq_len=length, device=tokens.device)
+            tables = (positions[tokens], of_text)
+            stack.enter_context(mock.patch.object(model.pos_embed, "forward", return_value=tables))
+            chosen["img_shapes"] = [[(1, 1, own), (1, 1, len(tokens) - own)]]
+        return model(**{**call, **chosen, "return_dict": False})[0][0, :own]
 
 
 RENDERED = [case for case in CASES.values() if case.call is call_of_pipeline]
