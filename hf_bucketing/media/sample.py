@@ -17,6 +17,7 @@ from ..errors import BucketingError, MediaError
 from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
 from .images import is_image
+from .references import ReferenceRule
 from .rows import FileSample
 from .source import MediaSource
 from .views import View
@@ -187,6 +188,32 @@ def load_first_frame(source: MediaSource, size: Size) -> Image.Image:
     """
     pixels, _ = load_sample(source, View(size=size._replace(frames=1), fps=0.0))
     return Image.fromarray(((pixels[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
+
+
+def load_references(
+    sources: Sequence[MediaSource], size: Size, rule: ReferenceRule, *, fps: float
+) -> tuple[torch.Tensor, ...]:
+    """Load the references of a sample that is rendered, as [`load`] does those of a sample with a file.
+
+    Args:
+        sources (sequence of [`MediaSource`]): Their files.
+        size ([`Size`][hf_bucketing.Size]): Frames, height and width of the sample.
+        rule ([`ReferenceRule`]): The sizes in which they are shown.
+        fps (`float`): Frames per second of the sample; 0 for an image.
+
+    Returns:
+        `tuple` of `torch.Tensor`: `(3, frames, h, w)` each, in [−1, 1].
+
+    Raises:
+        MediaError: As [`load`].
+    """
+    view = View(size=size, fps=fps)
+    return tuple(
+        _load_reference(
+            source, FileSample(source=source, view=view, references=rule), stored=(size.height, size.width)
+        )
+        for source in sources
+    )
 
 
 def frame_rates(fps: Sequence[float] | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:

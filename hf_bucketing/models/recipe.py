@@ -710,7 +710,8 @@ class Recipe:
         )
         return self.family.run(self.transformer, stack, wrapped=transformer)
 
-    def reference_arguments(self, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
         """Return references as arguments of the pipeline's call: by default a list of images.
 
         Args:
@@ -721,10 +722,10 @@ class Recipe:
         Raises:
             BucketingError: If the pipeline's call takes no references, or fewer.
         """
-        name, most = self.shown_as.get(REFERENCE), self.max_references
+        name, most = cls.shown_as.get(REFERENCE), cls.max_references
         if name is None or len(references) > most:
             takes = "no references" if name is None else f"at most {most} references"
-            raise BucketingError(f"The call of a {self.pipeline_class} takes {takes}, got {len(references)}.")
+            raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
         return {name: [frames[0] for frames in references]}
 
     def render(

@@ -106,11 +106,13 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
-        validation = plan_validation(opened)
+        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
+        prepared = opened.prepared if stream is None else stream.prepared
+        assert prepared is not None, "a run has rows or a stream"
+        validation = plan_validation(opened, prepared)
         self.repository = None
         if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
             self.repository = open_repository(config.hub, folder=self.folder)
-        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
         self._load(opened)
         opened = replace(opened, config=add_trained_parts(self.recipe, opened.config, self.accelerator))
         self.recipe.to(self.accelerator.device, *opened.called)

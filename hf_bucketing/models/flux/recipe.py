@@ -63,7 +63,8 @@ class FluxKontextRecipe(FluxRecipe):
         """Return the size as arguments of the pipeline's call, with the area that it would change it to."""
         return {**super().size_arguments(size), "max_area": size.height * size.width}
 
-    def reference_arguments(self, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
         """Return the reference, which keeps its own size."""
         return {**super().reference_arguments(references, size), "_auto_resize": False}
 

@@ -76,7 +76,8 @@ class LTX2InContextRecipe(LTX2Recipe):
     max_references = UNLIMITED
     shown_as = MappingProxyType({"reference": "reference_conditions"})
 
-    def reference_arguments(self, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
         """Return references with their `reference_downscale_factor`, which must be the same for all of them.
 
         Raises:
@@ -88,10 +89,10 @@ class LTX2InContextRecipe(LTX2Recipe):
         factor, *others = set(reference_factors([(1, size.height, size.width), *sizes]))
         if others:
             raise BucketingError(
-                f"The call of a {self.pipeline_class} takes references of one size, got {sorted(set(sizes))}."
+                f"The call of a {cls.pipeline_class} takes references of one size, got {sorted(set(sizes))}."
             )
         conditions = [LTX2ReferenceCondition(frames=list(frames)) for frames in references]
-        return {self.shown_as["reference"]: conditions, "reference_downscale_factor": factor}
+        return {cls.shown_as["reference"]: conditions, "reference_downscale_factor": factor}
 
 
 RECIPES = (LTX2Recipe, LTX2ImageToVideoRecipe, LTX2InContextRecipe)

@@ -132,7 +132,8 @@ class QwenImageEditRecipe(QwenImageEditPlusRecipe):
 
         return QwenImageEditPlusPipeline(**self.pipeline.components).encode_prompt([caption], device=device)
 
-    def reference_arguments(self, references: Sequence[Sequence[Image.Image]], size: Size) -> dict[str, Any]:
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Image.Image]], size: Size) -> dict[str, Any]:
         """Return the reference as the argument of the pipeline's call."""
         ((picture,),) = super().reference_arguments(references, size).values()
         return {"image": picture}
