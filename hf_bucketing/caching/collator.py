@@ -157,9 +157,10 @@ class CachedCollator:
 
 
 def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> dict[str, Any]:
-    """Return embeddings and masks with the padding that the cache cut off, and what else the model takes of texts."""
+    """Return embeddings and masks, padded to the longest as it was encoded, and what else the model takes of texts."""
+    length = max(about["length"] for _, about in texts)
     stacks: dict[str, Any] = {
-        name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]
+        name: torch.stack([_padded(name, entry[name], length) for entry, _ in texts]) for name in texts[0][0]
     }
     stacks |= {name: _as_array(mask) for name, mask in stacks.items() if "mask" in name}
     others = {name.removeprefix(OTHER): values for name, values in stacks.items() if name.startswith(OTHER)}
@@ -171,9 +172,9 @@ def _as_array(mask: torch.Tensor) -> npt.NDArray[Any]:
     return (mask.float() if mask.is_floating_point() else mask).numpy()  # NumPy has no bfloat16
 
 
-def _padded(name: str, tensor: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+def _padded(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
     if name.startswith(OTHER):
         return tensor
-    whole = tensor.new_zeros(about["length"], *tensor.shape[1:])
+    whole = tensor.new_zeros(length, *tensor.shape[1:])
     whole[: len(tensor)] = tensor
     return whole

@@ -259,18 +259,18 @@ def check_conditions(
         words += f"; {missing} {'row has' if missing == 1 else 'rows have'} no mask: all of the sample is learned"
     said = [f"Conditions: {words}."]
     if REFERENCE in given:
-        said.append(describe_references(list(column_batches(marked, REFERENCE_SIZES))))
+        said.append(describe_stored_references(list(column_batches(marked, REFERENCE_SIZES))))
     return marked.select_columns(list(dict.fromkeys(order))), [*said, *sentences]
 
 
-def describe_references(cells: Sequence[pa.Array]) -> str:
+def describe_stored_references(cells: Sequence[pa.Array]) -> str:
     """Return a sentence on how many rows have how many references, and of which sizes.
 
     Args:
         cells (sequence of Arrow arrays): Parts of the column [`REFERENCE_SIZES`].
 
     Example:
-        >>> describe_references([pa.array([[1, 64, 96], [], [1, 32, 32, 9, 64, 64]])])
+        >>> describe_stored_references([pa.array([[1, 64, 96], [], [1, 32, 32, 9, 64, 64]])])
         'References: 1 row has none, 1 has 1, 1 has 2; 2 pictures and 1 video of 32×32 to 96×64 pixels.'
     """
     counts = np.concatenate([pc.list_value_length(part).fill_null(0).to_numpy(False) // 3 for part in cells])

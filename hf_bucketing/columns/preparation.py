@@ -89,7 +89,7 @@ def check_sources(
     names = name_sources([(config.dataset, config.name) for config in configs])
     several = len(configs) > 1
     _check_alike(configs)
-    references_of(configs, spec)
+    shared_rule(configs, spec)
     checked: dict[str, CheckedSource] = {}
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
@@ -288,11 +288,11 @@ def prepare(
         root=rows.root,
         other_roots=rows.other_roots,
         conditions=rows.conditions,
-        references=references_of(configs, spec),
+        references=shared_rule(configs, spec),
     )
 
 
-def references_of(configs: Sequence[SourceConfig], spec: LatentSpec) -> ReferenceRule:
+def shared_rule(configs: Sequence[SourceConfig], spec: LatentSpec) -> ReferenceRule:
     """Return the rule of the references of all sources.
 
     Raises:

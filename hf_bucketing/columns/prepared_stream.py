@@ -36,7 +36,7 @@ from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .preparation import CheckedSource, check_sources, references_of
+from .preparation import CheckedSource, check_sources, shared_rule
 from .prepared import (
     MANIFEST,
     MANIFEST_VERSION,
@@ -366,7 +366,7 @@ def prepare_stream(
         open_table=configs[0].table.make_open(spec, table),
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
-        references=references_of(configs, spec),
+        references=shared_rule(configs, spec),
     )
     return prepared, columns
 

@@ -81,7 +81,7 @@ def check_shape(name: str, path: str, *, size: tuple[int, int], sample: tuple[in
 def check_length(
     name: str, path: str, *, num_frames: int, fps: float, first: float, seconds: float, step: float, longer: bool
 ) -> None:
-    """Raise MediaError if a video of a condition ends before its sample, or goes on after it.
+    """Raise MediaError if a video of a condition ends before its sample, or continues after it.
 
     Args:
         name (`str`): Name of the condition.
@@ -91,7 +91,7 @@ def check_length(
         first (`float`): Second of the file at which the sample begins.
         seconds (`float`): Seconds from the sample's first frame to its last.
         step (`float`): Seconds per frame of the sample.
-        longer (`bool`): Whether it may go on, as where the sample is a clip of a longer video that it shows whole.
+        longer (`bool`): Whether it may be longer, as where the sample is a clip of a video that it shows whole.
     """
     length = f"The {name} {path} has {num_frames} frames at {fps:g} fps"
     if (num_frames - _LATEST) / fps <= first + seconds:

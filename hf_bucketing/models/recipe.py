@@ -78,8 +78,11 @@ class TextEmbeddings(NamedTuple):
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
         """Return these embeddings with those of the null text, `(1, …)` or one per row, in some rows.
 
-        Without a mask of its own, the null text takes the one of each row.
+        Without a mask of its own, the null text takes the one of each row. Texts of other lengths are padded.
         """
+        lengths = {self.values.shape[1], empty.values.shape[1]}
+        if len(lengths) > 1:
+            return self.padded(max(lengths)).replaced(rows, empty.padded(max(lengths)))
 
         def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
             chosen = to_device(torch.tensor(rows), values.device).view(-1, *[1] * (values.ndim - 1))
@@ -200,7 +203,8 @@ class Recipe:
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     added_text_tokens: ClassVar[int] = 0
-    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder, or of a
+    reference that the text encoder sees."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
@@ -216,8 +220,6 @@ class Recipe:
     their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
-    reference_text_tokens: ClassVar[int] = 0
-    """Most text tokens that such a reference adds to its caption's, if it is at most five times as long as wide."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False

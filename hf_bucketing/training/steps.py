@@ -380,7 +380,7 @@ def text_of(
     own = batch["caption"]
     captions = [None] * len(own) if captions is None else captions
     if "text_values" not in batch:
-        pictures = {"references": batch["shown"][REFERENCE]} if recipe.text_sees_references else {}
+        pictures = {"references": batch.get("shown", {}).get(REFERENCE)} if recipe.text_sees_references else {}
         if not recipe.null_as_long:
             pairs = zip(own, captions, strict=True)
             return recipe.encode_text([caption if other is None else other for caption, other in pairs], **pictures)

@@ -17,7 +17,7 @@ from PIL import Image as Pictures
 from hf_bucketing import BucketingError, ColumnError, LatentSpec, MediaError, PackCollator
 from hf_bucketing.buckets.assignment import CONDITION_SIZE, count_rejections
 from hf_bucketing.columns import PreparedDataset, map_columns
-from hf_bucketing.columns.conditions import ConditionColumns, describe_references
+from hf_bucketing.columns.conditions import ConditionColumns, describe_stored_references
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
@@ -159,10 +159,10 @@ def test_references_that_lie_over_their_sample_have_its_shape_and_length(file: s
 
 def test_a_sentence_says_how_many_references_there_are() -> None:
     cells = [pa.array([[], [1, 64, 96], None]), pa.array([[1, 32, 32, 9, 64, 64]])]
-    assert describe_references(cells) == (
+    assert describe_stored_references(cells) == (
         "References: 2 rows have none, 1 has 1, 1 has 2; 2 pictures and 1 video of 32×32 to 96×64 pixels."
     )
-    assert describe_references([pa.array([[]], pa.list_(pa.int32()))]) == "References: 1 row has none."
+    assert describe_stored_references([pa.array([[]], pa.list_(pa.int32()))]) == "References: 1 row has none."
 
 
 def test_conditions_of_an_image_are_images(media: Path) -> None:

@@ -88,9 +88,14 @@ def _reference_locations(
     patch: Grid, rope: torch.nn.Module, grids: tuple[Grid, ...], device: torch.device
 ) -> tuple[torch.Tensor]:
     """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
-    steps = torch.tensor([[1.0, factor, factor] for factor in reference_factors(grids)], device=device)
     located = [_locations(patch, None, rope, grid, device)[0] for grid in grids[1:]]
-    return (torch.cat([tokens * step for tokens, step in zip(located, steps, strict=True)]),)
+    return (over_sample(located, grids),)
+
+
+def over_sample(references: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+    """Return coordinates of the tokens of references, `(tokens, 3, …)` each, in those of their sample, one by one."""
+    pairs = zip(references, reference_factors(grids), strict=True)
+    return torch.cat([torch.cat([tokens[:, :1], tokens[:, 1:] * factor], 1) for tokens, factor in pairs])
 
 
 def reference_factors(grids: Sequence[Grid]) -> list[int]:

@@ -138,7 +138,7 @@ class QwenImageFamily(JointFamily):
 
 
 def _one_shape(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give the position module, whose output is replaced, the shape of the first strip alone: it warns of others."""
+    """Give the position module the shape of one part: its output is replaced, and it takes no strips of several."""
     (first, *_), *others = args
     return [first[:1]], *others
 

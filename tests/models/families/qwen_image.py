@@ -135,6 +135,7 @@ RECIPES["qwen-image-edit"] = replace(
     render={**RECIPES["qwen-image"].render, "image": PICTURES[0]},
     shown=REFERENCE,
     references=(((1, 48, 48),), (), ((1, 32, 64),)),
+    max_tokens=4096,
 )
 RECIPES["qwen-image-edit-2509"] = replace(
     RECIPES["qwen-image-edit"],
