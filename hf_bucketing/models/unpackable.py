@@ -51,3 +51,15 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
 
 Its pipeline trains in buckets if a recipe claims it.
 """
+
+OTHER_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "AceStepTransformer1DModel": "makes music",
+        "DiTTransformer2DModel": "makes images of a class, and takes no text",
+        "DreamLiteTransformer2DModel": "is a block of a U-Net, which normalizes over the pixels of a batch row",
+        "MiniMaxMusic3Transformer1DModel": "makes music",
+        "Transformer2DModel": "is a block of a U-Net, which normalizes over the pixels of a batch row",
+        "TransformerTemporalModel": "is a block of a U-Net, which normalizes over the frames of a batch row",
+    }
+)
+"""What the transformers of diffusers 0.42.1 do that are no models of images or videos by text."""

@@ -21,7 +21,7 @@ from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES, VARIANTS
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
-from tests.packing.test_packing_devices import STOCK_WAITS
+from tests.packing.test_packing_devices import FIRST_WAITS, STOCK_WAITS
 from tests.pretended_device import (
     DEVICE,
     assert_same_gradients,
@@ -37,8 +37,9 @@ FAST = ("wan", "lumina2")
 """Recipes that are tried in every run of the tests; the others in the slow ones."""
 AT_THE_END = {"copy to the CPU in training/run_log.py:finish"}
 """The sums of an optimizer step's losses are read once, after all of it."""
+PACKED_WAITS = {**STOCK_WAITS, **FIRST_WAITS}
 STACKED_WAITS = {
-    **STOCK_WAITS,
+    **PACKED_WAITS,
     "aten.index.Tensor in transformers/transformer_hunyuanimage.py:forward": "sorts texts by their masks",
     "aten.index.Tensor in transformers/transformer_hunyuan_video15.py:forward": "sorts texts by masks",
     "aten._local_scalar_dense.default in transformers/transformer_hunyuan_video15.py:forward": "looks for images",
@@ -74,7 +75,7 @@ def test_a_training_step_waits_for_its_device_at_the_end_alone(name: str, batchi
         encoded = encode(step_there.recipe, batch)
         waits.clear()  # pipelines wait where they tokenize and encode; a step that reads a cache does neither
         metrics_there = train(step_there, encoded, device=DEVICE)
-    named = STACKED_WAITS if stacked else STOCK_WAITS
+    named = STACKED_WAITS if stacked else PACKED_WAITS
     assert set(waits) - named.keys() == AT_THE_END
     assert waits.keys() >= AT_THE_END
     assert metrics_there == pytest.approx(metrics, rel=1e-4)
