@@ -72,7 +72,7 @@ def family_of(transformer: torch.nn.Module) -> Family:
                 )
             if base.__name__ in OTHER_KINDS and _is_stock(base):
                 raise PackingError(
-                    f"{name} is no model of images or videos by text, for which packing is: it "
+                    f"{name} does not make images or videos from text, for which packing is: it "
                     f"{OTHER_KINDS[base.__name__]}."
                 )
         known = ", ".join(sorted(families()))

@@ -62,4 +62,4 @@ OTHER_KINDS: Mapping[str, str] = MappingProxyType(
         "TransformerTemporalModel": "is a block of a U-Net, which normalizes over the frames of a batch row",
     }
 )
-"""What the transformers of diffusers 0.42.1 do that are no models of images or videos by text."""
+"""What the transformers of diffusers 0.42.1 do that do not make images or videos from text."""

@@ -150,7 +150,7 @@ def test_packing_is_enabled_once_on_known_models_and_needed_for_packs() -> None:
 
 def test_models_that_strips_cannot_carry_are_refused_with_the_reason() -> None:
     cannot = dict.fromkeys(UNPACKABLE, "cannot be packed: .*Train this model with bucketed batches")
-    others = dict.fromkeys(OTHER_KINDS, "is no model of images or videos by text, .*: it (makes|is a block)")
+    others = dict.fromkeys(OTHER_KINDS, "does not make images or videos from text, .*: it (makes|is a block)")
     for name, message in {**cannot, **others}.items():
         if hasattr(diffusers, name):  # older versions lack some
             model = torch.nn.Module()
