@@ -32,7 +32,7 @@ FIRST_WAITS = {
     f"{COPIED}transformer_z_image.py:<listcomp>": "moves its tables of positions",
 }
 """What waits once beside that: in the first pack, or in the first with samples of a size."""
-ON_CPU = {"encoder_attention_mask_2", "fps"}
+ON_CPU = {"encoder_attention_mask_2", "fps", "prior_token_drop"}
 """Conditioning that recipes give on the CPU: masks, and frame rates that the model takes as numbers."""
 
 

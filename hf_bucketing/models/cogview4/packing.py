@@ -43,7 +43,7 @@ class CogView4Family(JointFamily):
     transformer_class = "CogView4Transformer2DModel"
     tested_forwards = ("8fde5b83ce78",)
     processor_class: ClassVar[type[PackedJointAttnProcessor]] = PackedCogView4AttnProcessor
-    stock_processors = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
+    stock_processors: ClassVar[tuple[str, ...]] = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
     text = TextTokens(rows="slots", channels="text_embed_dim")
     images_only = True
     latents_as = "images"
