@@ -46,8 +46,8 @@ class GlmImageFamily(CogView4Family):
     """Packing of `GlmImageTransformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
     `prior_token_id` are whole numbers of the latents' sizes, `(1, 1, height, width)` each, the same in all of a patch;
-    `prior_token_drop`, `(n,)`, says which samples are drawn without them; give it on the CPU. `target_size` and `crop_coords`, `(n, 2)`,
-    are pixels: height and width, or top and left.
+    `prior_token_drop`, `(n,)`, says which samples are drawn without them; give it on the CPU. `target_size` and
+    `crop_coords`, `(n, 2)`, are pixels: height and width, or top and left.
     """
 
     transformer_class = "GlmImageTransformer2DModel"

@@ -152,7 +152,7 @@ class MotifVideoFamily(JointFamily):
     attention_kwargs = "attention_kwargs"
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return what embeds an image, which packs do not have beside the text, and the text after the last use."""
+        """Return what embeds an image, which packs do not have beside the text."""
         return ("image_embedder.",)
 
     def processor(self, name: str, backend: Backend) -> Any:
