@@ -176,7 +176,15 @@ def main(args: argparse.Namespace) -> None:
     if table is prepared.table and has_buckets and not not_default(config, "max_aspect_error", "max_upscale"):
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
     max_frames = prepared.open_table.max_frames
-    report = make_report(sizes, table, spec=prepared.spec, config=config, assigned=assigned, max_frames=max_frames)
+    report = make_report(
+        sizes,
+        table,
+        spec=prepared.spec,
+        config=config,
+        assigned=assigned,
+        max_frames=max_frames,
+        references=prepared.row_references(),
+    )
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
     print(f"Rows {origin}.")
     print(format_report(report))

@@ -15,7 +15,8 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
 from ..errors import BucketingError, ColumnError, FlagError
-from ..media.conditions import CONDITIONS
+from ..media.conditions import CONDITIONS, REFERENCE
+from ..media.references import ReferenceRule
 from ..settings import check_literals, marked, setting
 
 OnFileError = Literal["raise", "reject"]
@@ -152,18 +153,24 @@ class BesideConfig:
             become the column control (default: none).
         mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
             (default: none).
+        reference_folder (`list` of `Path`, *optional*): Folders of references with the names of the media, or with
+            these names and a number, as clip_0.png and clip_1.png; their files become the lists of the column
+            reference, in the order of the folders, then of the numbers (default: none).
     """
 
     caption_extension: str | None = None
     missing_caption: str | None = None
     control_folder: Path | None = None
     mask_folder: Path | None = None
+    reference_folder: list[Path] | None = None
 
     @property
-    def companions(self) -> dict[str, str]:
-        """Folder of each column that is added."""
-        folders = {"control": self.control_folder, "mask": self.mask_folder}
-        return {column: str(folder) for column, folder in folders.items() if folder is not None}
+    def companions(self) -> dict[str, list[str]]:
+        """Folders of each column that is added; that of references may have several, all others have one."""
+        single = {"control": self.control_folder, "mask": self.mask_folder}
+        folders = {column: [str(folder)] for column, folder in single.items() if folder is not None}
+        shown = [str(folder) for folder in self.reference_folder or []]
+        return {**folders, REFERENCE: shown} if shown else folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +267,14 @@ class RowsConfig:
             frame.
         mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
             without a mask is learned as a whole.
-        reference_column (`str`, *optional*): Column of reference images, which keep their own size.
+        reference_column (`list` of `str`, *optional*): Columns of references: images, and for videos also videos,
+            which the model is shown beside the sample. A cell holds a file, a list of files or none; the files of
+            several columns follow one another (default: none).
+        reference_pixels (`int`, *optional*): Largest area of a reference in pixels, such as 1048576; larger ones are
+            made smaller, at their own shape (default: the area of their sample).
+        reference_downscale_factor (`int`, *optional*): References that lie over their sample, at this fraction of its
+            height and width, with its crop, flip and frames, as LTX in-context models take them: 1 or 2 (default:
+            references keep their own shape, uncropped).
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
             short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
             the caption within the dicts of a column json (default: found by its name).
@@ -293,8 +307,8 @@ class RowsConfig:
 
     Raises:
         BucketingError: If `on_error` and `on_caption_error` contradict each other, if `caption_template`, `clips`,
-            `clip_frames` or `size_columns` is not as described, if `repeats` or `weight` is not above 0, or both are
-            given.
+            `clip_frames`, `size_columns` or a setting of references is not as described, if `repeats` or `weight` is
+            not above 0, or both are given.
     """
 
     dataset: str
@@ -306,7 +320,9 @@ class RowsConfig:
     last_frame_column: str | None = None
     control_column: str | None = None
     mask_column: str | None = None
-    reference_column: str | None = None
+    reference_column: list[str] | None = None
+    reference_pixels: int | None = None
+    reference_downscale_factor: int | None = None
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
@@ -326,6 +342,9 @@ class RowsConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if isinstance(self.reference_column, str):
+            object.__setattr__(self, "reference_column", [self.reference_column])
+        self.reference_rule()
         if self.caption_template is not None:
             check_template(self.caption_template)
         if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
@@ -351,10 +370,28 @@ class RowsConfig:
         frames = longest if self.clip_frames is None else self.clip_frames
         return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
 
+    def reference_rule(self, spec: LatentSpec | None = None) -> ReferenceRule:
+        """Return the rule of the sizes of references, in whole tokens of a model or in pixels.
+
+        Raises:
+            BucketingError: If both an area and a factor are given, or one is below 1.
+        """
+        if self.reference_pixels is not None and self.reference_downscale_factor is not None:
+            raise BucketingError(
+                "Give `reference_pixels`, or `reference_downscale_factor` for references that lie over their samples, "
+                "not both."
+            )
+        return ReferenceRule(
+            max_pixels=self.reference_pixels,
+            downscale_factor=self.reference_downscale_factor,
+            multiples=(1, 1) if spec is None else spec.multiples,
+        )
+
     @property
     def conditions(self) -> dict[str, str]:
-        """Column of each condition that is given."""
+        """Column of each condition that is given; those of references are separated by commas."""
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
+        columns[REFERENCE] = None if self.reference_column is None else ",".join(self.reference_column)
         given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
         return {**{name: name for name in self.beside.companions}, **given}
 

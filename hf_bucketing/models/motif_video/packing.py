@@ -67,7 +67,7 @@ class PackedMotifVideoCrossAttnProcessor(PackedJointAttnProcessor):
 
 
 class Doubled(NamedTuple):
-    """Where the tokens of decoding blocks lie: those of each sample, then those it is decoded from.
+    """Places of the tokens of decoding blocks: those of each sample, then those it is decoded from.
 
     Attributes:
         order (`torch.Tensor` of shape `(2·num_tokens,)`): Index of each entry among both kinds of tokens.
