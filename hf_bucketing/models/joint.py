@@ -137,14 +137,16 @@ def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "
     Returns:
         `list`: Handles of the hooks.
     """
-    handles = [
-        block.norm1_context.register_forward_pre_hook(_modulate_text, with_kwargs=True)
-        for block in transformer.transformer_blocks
-    ]
+    handles = hook_text_norms(block.norm1_context for block in transformer.transformer_blocks)
     if single is not None:
         norms = [block.norm for block in transformer.single_transformer_blocks]
         handles += hook_row_modulation(norms, text_first=single == "first")
     return handles
+
+
+def hook_text_norms(norms: Iterable[torch.nn.Module]) -> list[Any]:
+    """Let norms that are called with the text in slots and an embedding of timesteps take its own sample's."""
+    return [norm.register_forward_pre_hook(_modulate_text, with_kwargs=True) for norm in norms]
 
 
 def hook_joint_norms(norms: Iterable[torch.nn.Module], *, text_outputs: Sequence[int]) -> list[Any]:
@@ -230,8 +232,14 @@ class ModulatedRows:
         chunks = zip(*(part.chunk(count, dim) for part in self.parts), strict=True)
         return [ModulatedRows(chunk, self.sizes) for chunk in chunks]
 
-    def __radd__(self, number: float) -> ModulatedRows:
-        return self._each(lambda part: number + part)
+    def __getitem__(self, index: Any) -> ModulatedRows:
+        return self._each(lambda part: part[index])
+
+    def __radd__(self, other: float | torch.Tensor) -> ModulatedRows | torch.Tensor:
+        if not isinstance(other, torch.Tensor):
+            return self._each(lambda part: other + part)
+        pairs = zip(self.parts, other.split(self.sizes, 1), strict=True)
+        return torch.cat([row + part for part, row in pairs], 1)
 
     def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.parts, rows.split(self.sizes, 1), strict=True)
