@@ -223,15 +223,26 @@ class ModulatedRows:
     def unsqueeze(self, dim: int) -> ModulatedRows:
         return self._each(lambda part: part.unsqueeze(dim))
 
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> ModulatedRows:
+        return self._each(lambda part: part.unflatten(dim, sizes))
+
     def tanh(self) -> ModulatedRows:
         return self._each(torch.tanh)
 
     def chunk(self, count: int, dim: int) -> list[ModulatedRows]:
-        chunks = zip(*(part.chunk(count, dim) for part in self.parts), strict=True)
-        return [ModulatedRows(chunk, self.sizes) for chunk in chunks]
+        return self._zipped(part.chunk(count, dim) for part in self.parts)
 
-    def __radd__(self, number: float) -> ModulatedRows:
-        return self._each(lambda part: number + part)
+    def unbind(self, dim: int) -> list[ModulatedRows]:
+        return self._zipped(part.unbind(dim) for part in self.parts)
+
+    def __add__(self, table: torch.Tensor) -> ModulatedRows:
+        return self._each(lambda part: part + table)
+
+    def __radd__(self, number_or_rows: float | torch.Tensor) -> ModulatedRows | torch.Tensor:
+        if not isinstance(number_or_rows, torch.Tensor):
+            return self._each(lambda part: number_or_rows + part)
+        pairs = zip(self.parts, number_or_rows.split(self.sizes, 1), strict=True)
+        return torch.cat([row + part for part, row in pairs], 1)
 
     def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.parts, rows.split(self.sizes, 1), strict=True)
@@ -241,6 +252,9 @@ class ModulatedRows:
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
         return ModulatedRows([function(part) for part in self.parts], self.sizes)
+
+    def _zipped(self, parts: Iterable[Iterable[torch.Tensor]]) -> list[ModulatedRows]:
+        return [ModulatedRows(sides, self.sizes) for sides in zip(*parts, strict=True)]
 
 
 def embeddings_of_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

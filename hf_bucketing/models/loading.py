@@ -99,9 +99,22 @@ def load_pipeline(
 
 def _omitted_components(index: Mapping[str, Any], trained: Sequence[str], loading: Loading) -> list[str]:
     """Return the components of a pipeline that are not loaded, or with which it does not come."""
-    absent = [name for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is None]
-    parts = {name: part_of(name, trained=trained) for name in index}
+    components = components_of(index)
+    absent = [name for name, entry in components.items() if entry[0] is None]
+    parts = {name: part_of(name, trained=trained) for name in components}
     return absent + [name for name, part in parts.items() if part is not None and part not in loading.parts]
+
+
+def components_of(index: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the library and the class of each component in the index of a pipeline; None for those it lacks.
+
+    Settings of the pipeline stand beside them, some of which are lists too.
+    """
+    return {
+        name: entry
+        for name, entry in index.items()
+        if isinstance(entry, (list, tuple)) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)
+    }
 
 
 def empty_transformer(name_or_path: str, trained: str) -> Any:

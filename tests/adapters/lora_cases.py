@@ -28,6 +28,7 @@ FAMILIES = {
     "chroma": ("ChromaPipeline", "chroma"),
     "sd3": ("StableDiffusion3Pipeline", "sd3"),
     "kandinsky5": ("Kandinsky5T2VPipeline", "kandinsky5"),
+    "krea2": ("Krea2Pipeline", "krea2"),
     "flux2": ("Flux2Pipeline", "flux.2"),
     "hunyuan-video": ("HunyuanVideoPipeline", None),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLQwenImage, AutoencoderKLWan
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5EncoderModel,
     UMT5EncoderModel,
 )
@@ -74,9 +76,15 @@ def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = N
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
+def empty_pipeline(kind: Any) -> Any:
+    """Return a pipeline of a class without components, to read the templates of its prompts."""
+    parameters = signature(kind).parameters.values()
+    return kind(**{parameter.name: None for parameter in parameters if parameter.default is parameter.empty})
+
+
 def qwen_components(pipeline: Any) -> dict[str, Any]:
     """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
-    empty = pipeline(**dict.fromkeys(signature(pipeline).parameters))
+    empty = empty_pipeline(pipeline)
     template = getattr(empty, "prompt_template_encode", None) or empty.prompt_template
     prefix, _, _ = template.partition("{}")
     tokenizer = template_tokenizer(prefix, empty.prompt_template_encode_start_idx)
@@ -91,6 +99,19 @@ def qwen_components(pipeline: Any) -> dict[str, Any]:
     return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval()}
 
 
+def qwen3_vl(vocab_size: int) -> Qwen3VLModel:
+    """Return a Qwen3-VL of three layers."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
+    shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.1}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
+    config = Qwen3VLConfig(
+        text_config={"vocab_size": vocab_size, **shape, **heads},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    )
+    return Qwen3VLModel(config).eval()
+
+
 def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
     """Return components under the names that a pipeline gives its second or third text encoder and tokenizer."""
     return {f"{name}_{number}": component for name, component in components.items()}
@@ -98,9 +119,19 @@ def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
 
 def wan_vae(**config: Any) -> AutoencoderKLWan:
     """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
     statistics = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
-    vae = AutoencoderKLWan(**settings, **statistics, **config).eval()
+    return _with_statistics(AutoencoderKLWan(**_CAUSAL, **statistics, **config).eval())
+
+
+def qwen_vae() -> AutoencoderKLQwenImage:
+    """Return a VAE of Qwen-Image whose latents have mean 0 and deviation 1, as those of a trained one."""
+    return _with_statistics(AutoencoderKLQwenImage(**_CAUSAL).eval())
+
+
+_CAUSAL = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
+
+
+def _with_statistics(vae: Any) -> Any:
     latents = latents_of_smooth_clips(vae)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae

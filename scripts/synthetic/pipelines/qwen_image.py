@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from diffusers import (
-    AutoencoderKLQwenImage,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
@@ -12,13 +11,13 @@ from diffusers import (
 
 from hf_bucketing.models.qwen_image.packing import BLOCK
 
-from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, qwen_components
+from .components import CHANNELS, TEXT_DIM, qwen_components, qwen_vae
 
 
 def _text_to_image() -> DiffusionPipeline:
     return QwenImagePipeline(
         **qwen_components(QwenImagePipeline),
-        vae=_vae(),
+        vae=qwen_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64, base_shift=0.5, max_shift=0.9
         ),
@@ -32,14 +31,6 @@ def _text_to_image() -> DiffusionPipeline:
             axes_dims_rope=(4, 6, 6),
         ),
     )
-
-
-def _vae() -> AutoencoderKLQwenImage:
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
-    vae = AutoencoderKLQwenImage(**settings).eval()
-    latents = latents_of_smooth_clips(vae)
-    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
-    return vae
 
 
 TINY = {"qwen-image": _text_to_image}
