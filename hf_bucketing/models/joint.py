@@ -16,6 +16,7 @@ from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid, PackedLayout, best_text_slots
 from ..packing.positions import PackTables, Tables
 from ..packing.processors import PackedJointAttnProcessor, Rotary
+from ..packing.strips import by_strip
 from ..packing.texts import TextTokens, pad_texts
 
 
@@ -90,6 +91,19 @@ def _joint_tables(by_strip: PackTables, texts: Tables, module: Any) -> Rotary:
     samples = zip(layout.sample_grids, layout.text_lengths, strict=True)
     parts = zip(*(texts(module, sample, torch.device(layout.device)) for sample in samples), strict=True)
     return *by_strip(module), *(layout.joint.fill_slots(torch.cat(part)) for part in parts)
+
+
+@torch.compiler.disable  # loops over the samples of the pack
+def joint_tables(tables: Tables, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table of the active pack's tokens by strip, and one of its texts by text slot.
+
+    For positions of tokens that follow from the length of their text: the function behind `tables` is given a sample's
+    grid with that length, and returns the table of its tokens and that of its text.
+    """
+    layout = active_layout()
+    samples, device = zip(layout.grids, layout.text_lengths, strict=True), torch.device(layout.device)
+    of_tokens, of_texts = zip(*(tables(module, sample, device) for sample in samples), strict=True)
+    return by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
 
 
 def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,10 +265,10 @@ class ModulatedRows:
     __rmul__ = __mul__
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
-        return ModulatedRows([function(part) for part in self.parts], self.sizes)
+        return type(self)([function(part) for part in self.parts], self.sizes)
 
     def _zipped(self, parts: Iterable[Iterable[torch.Tensor]]) -> list[ModulatedRows]:
-        return [ModulatedRows(sides, self.sizes) for sides in zip(*parts, strict=True)]
+        return [type(self)(sides, self.sizes) for sides in zip(*parts, strict=True)]
 
 
 def embeddings_of_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -147,6 +147,9 @@ def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> N
         raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
+_WITH_TEXT_ENCODERS = ("connectors", "prompt_enhancer", "prompt_enhancer_head", "pe", "duration_head")
+
+
 def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
     """Return the part to which a component of a pipeline belongs; None for those without weights.
 
@@ -154,9 +157,9 @@ def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
     """
     if name in trained:
         return "trained"
-    if name.startswith("transformer"):
+    if name.startswith("transformer") or name == "unconditional_transformer":
         return "transformers"
-    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
+    if name.startswith("text_encoder") or name in _WITH_TEXT_ENCODERS:
         return "text_encoders"
     return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
 

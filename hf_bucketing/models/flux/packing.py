@@ -72,8 +72,12 @@ class FluxFamily(JointFamily):
         return tuple(module.forward(self.ids(grids, device=device)[math.prod(grids[0]) :]))
 
     def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
-        """Place text at zero, which turns nothing but rounds to float32, as in the stock model."""
-        return tuple(module.forward(torch.zeros(length, len(module.axes_dim), device=device)))
+        """Place text by [`text_ids`]; at zero, nothing turns, but is rounded to float32, as in the stock model."""
+        return tuple(module.forward(self.text_ids(length, device=device)))
+
+    def text_ids(self, length: int, *, device: torch.device) -> torch.Tensor:
+        """Return the positions of a text's tokens, `(length, 3)`: zero."""
+        return torch.zeros(length, 3, device=device)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep."""
@@ -90,7 +94,7 @@ class FluxFamily(JointFamily):
             **super().inputs(rows),
             "timestep": rows.timesteps / 1000,
             "img_ids": self.ids(rows.grids, device=rows.latents.device),
-            "txt_ids": rows.text.new_zeros(rows.text.shape[1], 3),
+            "txt_ids": self.text_ids(rows.text.shape[1], device=rows.latents.device),
         }
 
 
