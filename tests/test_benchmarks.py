@@ -25,6 +25,7 @@ SMALL = {
     },
     "lengths": {"rows": 5000, "lazy_rows": 500, "duration_rows": 5000, "processes": 1},
     "packing": {"layers": 1, "heads": 2, "shrink": 4},
+    "saving": {"layers": 1},
     "preservation": {"samples": 6, "steps": 1, "inference_steps": 1},
     "training": {"images": 2, "side": 16, "samples": 6, "workers": 0},
 }

@@ -84,11 +84,9 @@ class LatentSpec:
         patch (`tuple[int, int, int]`): Latent frames, rows and columns per token.
         repeats_first (`bool`): Whether the first latent frame is repeated until it fills a patch, as in CogVideoX 1.5:
             valid frame counts are then `k * temporal_stride * patch[0] + 1`, images included.
-        added_frames (`int`): Latent frames that a model is shown in front of a sample's own, such as that of a
-            reference image. They change no valid size, but take tokens as any frame.
 
     Raises:
-        BucketingError: If a stride or a patch side is below 1, or added frames do not fill patches.
+        BucketingError: If a stride or a patch side is below 1.
 
     Example:
         >>> wan = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -103,20 +101,16 @@ class LatentSpec:
     spatial_stride: int
     patch: tuple[int, int, int] = (1, 1, 1)
     repeats_first: bool = False
-    added_frames: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(int(side) for side in self.patch))
         if len(self.patch) != 3 or min(self.temporal_stride, self.spatial_stride, *self.patch) < 1:
             raise BucketingError(f"Strides and the three patch sides must be at least 1, got {self}.")
-        if self.added_frames < 0 or self.added_frames % self.patch[0]:
-            raise BucketingError(f"`added_frames` must be whole patches of {self.patch[0]}, got {self.added_frames}.")
 
     def __repr__(self) -> str:
-        """Write the last two only where they are set: fingerprints of prepared folders are made of this text."""
+        """Write the last only where it is set: fingerprints of prepared folders are made of this text."""
         strides = f"temporal_stride={self.temporal_stride}, spatial_stride={self.spatial_stride}"
         others = ", repeats_first=True" if self.repeats_first else ""
-        others += f", added_frames={self.added_frames}" if self.added_frames else ""
         return f"LatentSpec({strides}, patch={self.patch}{others})"
 
     @property
@@ -203,13 +197,13 @@ class LatentSpec:
     def size_of(self, t: int, h: int, w: int) -> Size:
         """Return the valid size with the token grid `(t, h, w)`."""
         step_height, step_width = self.multiples
-        first_to_last = t * self.patch[0] - self.added_frames - self.num_repeats - 1
+        first_to_last = t * self.patch[0] - self.num_repeats - 1
         return Size(first_to_last * self.temporal_stride + 1, h * step_height, w * step_width)
 
     def _latent(
         self, frames: IntOrArray, height: IntOrArray, width: IntOrArray
     ) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
-        latent_frames = (frames - 1) // self.temporal_stride + 1 + self.num_repeats + self.added_frames
+        latent_frames = (frames - 1) // self.temporal_stride + 1 + self.num_repeats
         return latent_frames, height // self.spatial_stride, width // self.spatial_stride
 
     def num_tokens(self, size: Size) -> int:

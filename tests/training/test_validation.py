@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.settings.validation import ValidationConfig
@@ -52,6 +53,8 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
             validation_fps=8,
         ),
         images=[()],
+        references=[()],
+        rule=ReferenceRule(),
         sizes=[Size(frames, 32, 64)],
         seed=0,
         folder=tmp_path,
@@ -71,7 +74,15 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
 def test_prompts_that_begin_alike_are_rendered_to_files_of_their_own(tmp_path: Path) -> None:
     size, prompts = Size(1, 32, 64), ["a dog " * 20, "a dog " * 30, "a cat", "a dog " * 20]
     config = ValidationConfig(validation_prompts=prompts)
-    validation = Validation(config=config, images=[()] * 4, sizes=[size], seed=0, folder=tmp_path)
+    validation = Validation(
+        config=config,
+        images=[()] * 4,
+        references=[()] * 4,
+        rule=ReferenceRule(),
+        sizes=[size],
+        seed=0,
+        folder=tmp_path,
+    )
     files = [validation.file_of(number, size, step=1) for number in range(4)]
     assert len({*files}) == 4
     assert files[2].name == "1x32x64-a-cat.png"

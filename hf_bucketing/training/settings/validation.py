@@ -18,6 +18,9 @@ class ValidationConfig:
         validation_images (`list` of `str`, *optional*): Files of the images that an image-to-video model begins the
             renderings with, one per prompt; with its last frame after it where the model takes both. Each is cropped
             to the sizes.
+        validation_references (`list` of `str`, *optional*): Files of the references that edit and in-context models
+            are shown with the prompts: as many for each prompt, those of the first prompt first. They have the sizes
+            that references of the data set have.
         validation_sizes (`str`): Sizes to render each prompt at, as "frames,height,width;…" in pixels.
         validation_steps (`int`): Optimizer steps between renderings.
         validation_inference_steps (`int`): Scheduler steps of a rendering.
@@ -25,11 +28,12 @@ class ValidationConfig:
         validation_fps (`float`): Frame rate of the rendered files.
 
     Raises:
-        BucketingError: If a number of steps is below 1, or there are images without prompts.
+        BucketingError: If a number of steps is below 1, or there are images or references without prompts.
     """
 
     validation_prompts: list[str] | None = None
     validation_images: list[str] | None = None
+    validation_references: list[str] | None = None
     validation_sizes: str = "17,480,832"
     validation_steps: int = 500
     validation_inference_steps: int = 30
@@ -38,5 +42,6 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "validation_steps", "validation_inference_steps")
-        if self.validation_images and not self.validation_prompts:
-            raise BucketingError("Omit `validation_images`: no effect without `validation_prompts`.")
+        for name in ("validation_images", "validation_references"):
+            if getattr(self, name) and not self.validation_prompts:
+                raise BucketingError(f"Omit `{name}`: no effect without `validation_prompts`.")
