@@ -36,7 +36,7 @@ class FluxFamily(JointFamily):
     interpolates = True
     images_only = True
     latents_as = "tokens"
-    attention_kwargs = "joint_attention_kwargs"
+    attention_kwargs: ClassVar[str | None] = "joint_attention_kwargs"
     position_module = "pos_embed"
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (  # ComfyUI takes the names of diffusers
         ("transformer_blocks.**", "transformer_blocks.**"),

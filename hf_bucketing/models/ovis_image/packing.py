@@ -25,8 +25,13 @@ class OvisImageFamily(FluxFamily):
 
     def text_ids(self, length: int, *, device: torch.device) -> torch.Tensor:
         """Return the positions of a text's tokens, `(length, 3)`: zero, and their number as row and column."""
-        numbers = torch.arange(length, device=device, dtype=torch.float32)
-        return torch.stack([torch.zeros_like(numbers), numbers, numbers], 1)
+        return diagonal_ids(length, device=device)
+
+
+def diagonal_ids(length: int, *, device: torch.device) -> torch.Tensor:
+    """Return positions `(length, 3)` of zero, and the number of a token as row and column."""
+    numbers = torch.arange(length, device=device, dtype=torch.float32)
+    return torch.stack([torch.zeros_like(numbers), numbers, numbers], 1)
 
 
 FAMILY = OvisImageFamily()
