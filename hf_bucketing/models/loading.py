@@ -99,9 +99,22 @@ def load_pipeline(
 
 def _omitted_components(index: Mapping[str, Any], trained: Sequence[str], loading: Loading) -> list[str]:
     """Return the components of a pipeline that are not loaded, or with which it does not come."""
-    absent = [name for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is None]
-    parts = {name: part_of(name, trained=trained) for name in index}
+    components = components_of(index)
+    absent = [name for name, entry in components.items() if entry[0] is None]
+    parts = {name: part_of(name, trained=trained) for name in components}
     return absent + [name for name, part in parts.items() if part is not None and part not in loading.parts]
+
+
+def components_of(index: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the library and the class of each component in the index of a pipeline; None for those it lacks.
+
+    Settings of the pipeline stand beside them, some of which are lists too.
+    """
+    return {
+        name: entry
+        for name, entry in index.items()
+        if isinstance(entry, (list, tuple)) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)
+    }
 
 
 def empty_transformer(name_or_path: str, trained: str) -> Any:
@@ -134,6 +147,9 @@ def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> N
         raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
+_WITH_TEXT_ENCODERS = ("connectors", "prompt_enhancer", "prompt_enhancer_head", "pe", "duration_head")
+
+
 def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
     """Return the part to which a component of a pipeline belongs; None for those without weights.
 
@@ -141,9 +157,9 @@ def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
     """
     if name in trained:
         return "trained"
-    if name.startswith("transformer"):
+    if name.startswith("transformer") or name == "unconditional_transformer":
         return "transformers"
-    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
+    if name.startswith("text_encoder") or name in _WITH_TEXT_ENCODERS:
         return "text_encoders"
     return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
 

@@ -14,7 +14,7 @@ from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
 from ..models.experts import TrainedComponent, transformers_of
-from ..models.loading import check_has, part_of
+from ..models.loading import check_has, components_of, part_of
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 
@@ -90,7 +90,7 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
         names = transformers_of(trained)
         for name in names:
             check_has(index, name, name_or_path=name_or_path)
-        present = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
+        present = {name: entry for name, entry in components_of(index).items() if entry[0]}
         encoding = [name for name in present if part_of(name, trained=names) in ("text_encoders", "vae")]
         read = {name: _read_component(name_or_path, name, *present[name]) for name in (*names, *encoding)}
         of_text = tuple(name for name in encoding if name.startswith("text_encoder"))

@@ -147,7 +147,7 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
     )
     pictures = np.asarray(result.images if "images" in result else result.frames[0])
     assert np.isfinite(pictures).all()
-    assert pictures.shape[-1] == 3
+    assert pictures.shape[-1] in (3, 4)  # Qwen-Image 2.1 makes pictures with opacity
     assert "height" not in options or pictures.shape[-3:-1] == (height, width)
     return pictures
 

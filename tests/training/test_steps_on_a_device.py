@@ -24,7 +24,7 @@ from hf_bucketing.training.base_targets import TARGETS
 from hf_bucketing.training.run_log import StepMetrics
 from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of, text_of
-from tests.models.families import RECIPES, VARIANTS
+from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
 from tests.packing.test_packing_devices import FIRST_WAITS, STOCK_WAITS

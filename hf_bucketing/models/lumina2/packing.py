@@ -14,12 +14,10 @@ import torch
 
 from ...devices import to_device
 from ...packing.batch import Rows
-from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import Tables
-from ...packing.strips import by_strip
-from ..joint import hook_row_modulation
+from ..joint import hook_row_modulation, joint_tables
 from ..refined import RefinedFamily
 
 
@@ -81,13 +79,10 @@ def _move_tables(module: Any, device: torch.device) -> None:
     module.freqs_cis = [to_device(table, device) for table in module.freqs_cis]
 
 
-@torch.compiler.disable  # loops over the samples of the pack
-def _locate(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+def _locate(tables: Tables, module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace the tables of text slots, of tokens, and of rows of both, in what the module returns."""
-    layout, (tokens, _, _, _, *lengths) = active_layout(), output
-    samples = zip(layout.grids, layout.text_lengths, strict=True)
-    of_tokens, of_texts = zip(*(tables(module, sample, tokens.device) for sample in samples), strict=True)
-    strips, slots = by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
+    tokens, _, _, _, *lengths = output
+    strips, slots = joint_tables(tables, module)
     return tokens, slots, strips, torch.cat([slots, strips], 1), *lengths
 
 
