@@ -50,7 +50,7 @@ class FluxFamily(JointFamily):
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channel counts that are not a block of four latent pixels."""
-        channels, patch = transformer.config.in_channels, transformer.config.patch_size
+        channels, patch = transformer.config.in_channels, transformer.config.get("patch_size", 1)
         if channels % BLOCK**2 or patch != 1:
             raise PackingError(
                 f"A Flux token holds {BLOCK}×{BLOCK} latent pixels, so in_channels must be a multiple of {BLOCK**2} "
