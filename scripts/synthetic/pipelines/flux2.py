@@ -34,7 +34,7 @@ _DECODER = {"hidden_size": _WIDTH, "intermediate_size": 32, **_HEADS}
 def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components: Any) -> DiffusionPipeline:
     return pipeline(
         **components,
-        vae=_vae(),
+        vae=flux2_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         transformer=Flux2Transformer2DModel(
             in_channels=CHANNELS * BLOCK**2,
@@ -50,7 +50,7 @@ def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components
     )
 
 
-def _vae() -> AutoencoderKLFlux2:
+def flux2_vae() -> AutoencoderKLFlux2:
     """Return a VAE with the statistics of its latents by block, as the trained one has."""
     blocks = {
         "down_block_types": ("DownEncoderBlock2D",) * 4,

@@ -8,9 +8,10 @@ import torch
 from diffusers import Flux3Transformer2DModel
 from diffusers.modular_pipelines.flux3.before_denoise import Flux3TextRoPEInputsStep, _prepare_image_ids
 from diffusers.modular_pipelines.flux3.decoders import Flux3DecodeStep
-from diffusers.modular_pipelines.flux3.encoders import Flux3VaeEncoderStep
+from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
+from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
 
 IMAGE_ROPE_SCALE = 0.5
 """That of `Flux3PrepareLatentsStep`."""
@@ -49,6 +50,19 @@ def flux3_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: 
     return flux3_call(model, latent[None, :, 0], timestep[None], text[None])[0][:, None]
 
 
+def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    encode = Flux3VaeEncoderStep().init_pipeline()
+    encode.update_components(vae=pipeline.vae)
+    (blocks,) = encode(condition_images=[drawn.pixels[None, :, 0]], output="image_cond_latents")
+    encode_text = Flux3TextEncoderStep().init_pipeline()
+    encode_text.update_components(text_encoder=pipeline.text_encoder, tokenizer=pipeline.tokenizer)
+    text = encode_text(prompt=drawn.caption, max_sequence_length=drawn.max_sequence_length, output="prompt_embeds")
+    clean, noise, sigma = Flux3DecodeStep._unpatchify_latents(blocks), drawn.noise[None, :, 0], drawn.timestep / 1000
+    noisy = (1 - sigma) * clean + sigma * noise
+    velocity = flux3_call(pipeline.transformer, noisy, drawn.timestep[None], text)
+    return (velocity - (noise - clean)).square().mean()
+
+
 CASES = {
     "flux.3": FamilyCase(
         make=make_flux3,
@@ -56,5 +70,16 @@ CASES = {
         sizes=IMAGE_SIZES,
         empty_text=False,
         without_gradient=("image_cond",),
+    )
+}
+RECIPES = {
+    "flux3": RecipeCase(
+        tiny="flux3",
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={"num_inference_steps": 2, "max_sequence_length": 160},
+        max_sequence_length=160,
+        max_tokens=512,
+        captions=("red", "a " * 50 + "square", "a large blue circle on grey"),
     )
 }
