@@ -443,7 +443,7 @@ class Recipe:
         if shift is not None:
             law = chosen_shift(shift, own=law, resolutions=self.shifts_by_resolution)
         return self.flow(
-            num_train_timesteps=int(scheduler.config.num_train_timesteps),
+            num_train_timesteps=int(scheduler.config.get("num_train_timesteps", 1000)),
             shift=law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec),
             weighting_scheme=weighting_scheme or "logit_normal",
             sigmas=self.sigmas(),

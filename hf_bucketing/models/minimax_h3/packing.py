@@ -179,11 +179,12 @@ class MiniMaxH3Family(Family):
         return replace(super().rows(batch), timesteps=batch.timesteps)
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Join the rows into one sequence, and turn timesteps round."""
+        """Join the strips of a pack into one sequence, as its texts are, and turn timesteps round."""
         arguments = super().inputs(rows)
+        tokens = arguments["hidden_states"]
         return {
             **arguments,
-            "hidden_states": arguments["hidden_states"].flatten(0, 1)[None],
+            "hidden_states": tokens.reshape(len(rows.text), -1, tokens.shape[-1]),
             "timestep": 1 - rows.timesteps / 1000,
         }
 
@@ -198,12 +199,12 @@ class MiniMaxH3Family(Family):
             "video_indices": video,
             "text_indices": text,
             "audio_indices": audio,
-            "audio_hidden_states": _no_sound(transformer, rows.latents),
+            "audio_hidden_states": _no_sound(transformer, rows.text),
         }
 
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Cut the sequence into rows again, and return noise − data."""
-        return -super().restored(output[0].unflatten(0, (-1, math.prod(grid))), grid, patch)
+        return -super().restored(output.flatten(0, 1).unflatten(0, (-1, math.prod(grid))), grid, patch)
 
 
 def _stock_rows(transformer: Transformer, grid: Grid, words: int) -> tuple[torch.Tensor, ...]:
@@ -237,7 +238,7 @@ def _positions(transformer: Any, sample: tuple[Grid, int], *, device: torch.devi
 
 
 def _no_sound(transformer: Transformer, like: torch.Tensor) -> torch.Tensor:
-    return like.new_zeros(1, 0, transformer.config.audio_in_channels)
+    return like.new_zeros(len(like), 0, transformer.config.audio_in_channels)
 
 
 @torch.compiler.disable  # loops over the samples of the pack

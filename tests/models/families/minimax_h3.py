@@ -11,8 +11,10 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3SetTimestepsStep,
     patchify_video_latents,
 )
+from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3TextEncoderStep
 
 from tests.models.cases import FamilyCase
+from tests.models.recipe_cases import BLOCKS_OF_32, Drawn, RecipeCase
 
 VIDEO, TEXT, AUDIO = 0, 1, 2
 
@@ -66,8 +68,42 @@ def minimax_h3_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, t
     return -rows.permute(3, 0, 4, 1, 5, 2, 6).reshape(channels, frames, height, width)
 
 
+@torch.no_grad()
+def normalised_latent(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Encode a clip `(3, F, H, W)` so that the pipeline's way of decoding gives it back."""
+    vae = pipeline.vae
+    mean, std, latent_mean, latent_std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (pipeline.pixel_mean, pipeline.pixel_std, vae.config.latents_mean, vae.config.latents_std)
+    )
+    latent = vae.encode(((pixels[None] + 1) / 2 - mean) / std).latent_dist.mode()
+    return ((latent - latent_mean) / latent_std)[0]
+
+
+def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    encode_text = MiniMaxH3TextEncoderStep().init_pipeline()
+    encode_text.update_components(
+        text_encoder=pipeline.text_encoder, tokenizer=pipeline.tokenizer, processor=pipeline.processor
+    )
+    (text,) = encode_text(prompt=drawn.caption, output="prompt_embeds")
+    clean, noise, sigma = normalised_latent(pipeline, drawn.pixels), drawn.noise, drawn.timestep / 1000
+    noisy = (1 - sigma) * clean + sigma * noise
+    velocity = minimax_h3_alone(pipeline.transformer, noisy, drawn.timestep, text)
+    return (velocity - (noise - clean)).square().mean()
+
+
 CASES = {
     "minimax-h3": FamilyCase(
         make=make_minimax_h3, alone=minimax_h3_alone, empty_text=False, without_gradient=("audio_proj",)
+    )
+}
+RECIPES = {
+    "minimax-h3": RecipeCase(
+        tiny="minimax-h3",
+        loss=text_to_video_loss,
+        sizes=((5, 32, 64), (1, 32, 32), (22, 64, 32)),
+        render={"num_inference_steps": 3, "num_frames": 124},
+        buckets=BLOCKS_OF_32,
+        bucket_frames="1,5",
     )
 }
