@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     STREAM_SOURCES = 18  # seed: which of several sources of a stream comes next
     PRESERVATION = 19  # sample: whether the base model's own prediction is its target
     SLIDER = 20  # sample: which of several pairs of captions
+    REFERENCE_DROPOUT = 21  # sample, of a stack its first: whether it is shown no references
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

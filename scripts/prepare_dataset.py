@@ -14,7 +14,15 @@ from hf_bucketing.command_line.config_file import SOURCES
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable
-from hf_bucketing.report import count_sources, describe_assignment, describe_packed_frames, describe_sources
+from hf_bucketing.report import (
+    ReportConfig,
+    count_sources,
+    describe_assignment,
+    describe_packed_frames,
+    describe_references,
+    describe_sources,
+    measure_references,
+)
 from hf_bucketing.training.script_settings import settings_of_scripts
 
 SIZES = ("num_frames", "height", "width")
@@ -50,10 +58,12 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.prepared_stream import prepare_stream
     from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
     from hf_bucketing.models.registry import recipe_of
+    from hf_bucketing.training.data import references_of
 
     sources = sources_from(vars(args), args.config)
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
+    sources = [replace(source, table=source.table.of_images(recipe.family.images_only)) for source in sources]
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
 
     def table_of_frames(frames: int) -> BucketTable:
@@ -88,6 +98,15 @@ def main(args: argparse.Namespace) -> None:
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
     print(describe_assignment(columns, table=prepared.table, name_rows=prepared.file_names, **shared))
     print(describe_packed_frames(columns["num_frames"], prepared.open_table))
+    shown = measure_references(
+        columns["bucket_id"],
+        references_of(prepared, in_front=recipe.references_in_front),
+        table=prepared.table,
+        spec=spec,
+        config=ReportConfig(num_processes=1),
+    )
+    if shown is not None:
+        print(describe_references(shown))
     if prepared.sources:
         print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")

@@ -2,6 +2,8 @@ r"""Sample a clip or an image from a fine-tuned pipeline, with stock diffusers a
 
 python scripts/sample_video.py trained --prompt "a red circle moving left" --output clip.mp4
 python scripts/sample_video.py trained-i2v --image first.png --prompt "it moves left" --output clip.mp4
+python scripts/sample_video.py FLUX.2-klein --lora_weights trained --reference before.png --prompt "make it night" \
+    --output after.png
 python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.png --prompt "it runs" \
     --output clip.mp4
 """
@@ -21,6 +23,8 @@ from hf_bucketing.models.experts import TrainedComponent
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from hf_bucketing.models.recipe import Recipe
 
 DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -43,7 +47,23 @@ def make_parser() -> FlagParser:
     parser.add_argument("--last_image", help="The same to end the clip with.")
     parser.add_argument("--control", help="Control video or image, such as depth, where the pipeline takes one.")
     parser.add_argument("--mask", help="Video or image that is white where the clip is generated, beside --control.")
-    parser.add_argument("--reference", help="Reference image of any size, where the pipeline takes one.")
+    parser.add_argument(
+        "--reference",
+        nargs="+",
+        default=[],
+        help="References of any sizes, images or for in-context models videos, where the pipeline takes some.",
+    )
+    parser.add_argument(
+        "--reference_pixels",
+        type=int,
+        help="Largest area of a reference in pixels (default: that of the clip), as the data set was prepared with.",
+    )
+    parser.add_argument(
+        "--reference_downscale_factor",
+        type=int,
+        help="How many times larger the clip is than its references, where they lie over it (default: they have "
+        "sizes of their own).",
+    )
     parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="Prompt to render.")
     parser.add_argument("--height", type=int, default=64, help="Height in pixels.")
     parser.add_argument("--width", type=int, default=112, help="Width in pixels.")
@@ -200,36 +220,54 @@ def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], clas
 
 
 def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
-    """Return control, mask and reference as arguments of the pipeline's call, given those for its duration."""
+    """Return control, mask and references as arguments of the pipeline's call, given those for its duration."""
     from hf_bucketing.models.registry import recipes
 
     recipe = recipes().get(class_name)
     files = {name: getattr(args, name) for name in ("control", "mask", "reference")}
     for name, file in files.items():
-        if file is not None and (recipe is None or name not in recipe.shown_as):
+        if file and (recipe is None or name not in recipe.shown_as):
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
-        if file is None and recipe is not None and name in recipe.required:
+        if not file and recipe is not None and name in recipe.required:
             raise FlagError(f"A {class_name} needs a {name}; give --{name}.")
     if recipe is None:
         return {}
     frames = args.num_frames or given.get("num_frames", 17)
     size = Size(1 if recipe.family.images_only else frames, args.height, args.width)
-    shown = {name: pictures_of(file, size, name=name, fps=args.fps) for name, file in files.items() if file}
-    one = (*(shown if recipe.family.images_only else ()), "reference")
-    return {recipe.shown_as[name]: images[0] if name in one else images for name, images in shown.items()}
+    references = files.pop("reference")
+    shown = {name: pictures_of(file, size, fps=args.fps) for name, file in files.items() if file}
+    arguments: dict[str, Any] = {
+        recipe.shown_as[name]: images[0] if recipe.family.images_only else images for name, images in shown.items()
+    }
+    return arguments | (references_of(args, references, size, recipe) if references else {})
 
 
-def pictures_of(file: str, size: Size, *, name: str, fps: float) -> "list[Image.Image]":
-    """Return the frames of a control or mask at a clip's size (an image serves all frames), or a whole reference."""
-    from PIL import Image
+def references_of(
+    args: argparse.Namespace, files: Sequence[str], size: Size, recipe: "type[Recipe]"
+) -> dict[str, Any]:
+    """Return references, in the sizes in which a model is trained with them, as arguments of the pipeline's call."""
+    from hf_bucketing.media import MediaSource
+    from hf_bucketing.media.references import ReferenceRule
+    from hf_bucketing.media.sample import load_references
+    from hf_bucketing.models.first_frame import pictures
 
-    from hf_bucketing.media import MediaSource, View, iter_frames, load_first_frame, probe
+    rule = ReferenceRule(
+        max_pixels=args.reference_pixels,
+        downscale_factor=args.reference_downscale_factor,
+        multiples=recipe.read_spec(args.pipeline).multiples,
+    )
+    sources = [MediaSource.from_cell(file) for file in files]
+    loaded = load_references(sources, size, rule, fps=args.fps if size.frames > 1 else 0.0)
+    return recipe.reference_arguments([pictures(pixels.transpose(0, 1)) for pixels in loaded], size)
+
+
+def pictures_of(file: str, size: Size, *, fps: float) -> "list[Image.Image]":
+    """Return the frames of a control or mask at a clip's size; an image serves all frames."""
+    from hf_bucketing.media import MediaSource, View, load_first_frame, probe
     from hf_bucketing.media.sample import load_sample
     from hf_bucketing.models.first_frame import pictures
 
     source = MediaSource.from_cell(file)
-    if name == "reference":
-        return [Image.fromarray(next(iter_frames(source, [0.0])))]
     if not probe(source).fps:
         return [load_first_frame(source, size)] * size.frames
     pixels, _ = load_sample(source, View(size=size, fps=fps))

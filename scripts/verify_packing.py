@@ -1,6 +1,8 @@
 r"""Check on your own model that packing computes the same as running its samples one by one.
 
 python scripts/verify_packing.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sizes 5,8,12 1,16,6 3,10,10 --device cuda
+
+Where the model takes references, the second sample has one, the third two, and so on.
 """
 
 import argparse
@@ -13,6 +15,10 @@ from hf_bucketing.command_line.script import run_script
 def grid(text: str) -> tuple[int, int, int]:
     t, h, w = map(int, text.split(","))
     return t, h, w
+
+
+REFERENCE_GRIDS = (1, 2, 3), (1, 3, 2), (1, 2, 2)
+"""Token grids of the first, second and third reference of a sample."""
 
 
 def make_parser() -> FlagParser:
@@ -55,18 +61,24 @@ def main(args: argparse.Namespace) -> None:
     grids = args.sizes or family.trial_grids(transformer)
     fixed = family.text_length(transformer.config)
     lengths = [fixed or max(1, args.text_length >> 2 * sample) for sample in range(len(grids))]
-    sides = [
-        [side * part for side, part in zip(size, family.patch(transformer.config), strict=True)] for size in grids
-    ]
+    patch = family.patch(transformer.config)
+
+    def draw_latent(size: tuple[int, int, int]) -> torch.Tensor:
+        return draw(channels, *(side * part for side, part in zip(size, patch, strict=True)))
+
+    shown = [REFERENCE_GRIDS[: min(sample, family.max_references)] for sample in range(len(grids))]
     report = verify_packing(
         transformer,
-        [draw(channels, *size) for size in sides],
-        timesteps=torch.rand(len(sides), generator=generator).to(args.device) * 1000,
+        [draw_latent(size) for size in grids],
+        references=[[draw_latent(size) for size in sizes] for sizes in shown],
+        timesteps=torch.rand(len(grids), generator=generator).to(args.device) * 1000,
         text=[draw(length, text_dim) for length in lengths],
         strip_length=args.strip_length,
         backend=args.backend,
     )
     print(f"{type(transformer).__name__} in {args.dtype} on {args.device}, token grids {grids}")
+    if any(shown):
+        print(f"References of the samples: {', '.join(str(len(sizes)) for sizes in shown)}")
     print(report)
     if not report.passed:
         sys.exit("Packing does not compute the same on this model; do not train with it.")

@@ -38,7 +38,7 @@ def models() -> Iterator[Model]:
             adapters=adapters,
             formats=formats if adapters else "–",
             images=any(recipe.takes_image for recipe in own),
-            conditions=[name for name in CONDITIONS if any(name in recipe.shown for recipe in own)],
+            conditions=[name for name in CONDITIONS if any(name in recipe.taken_conditions() for recipe in own)],
             pipelines=sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own),
         )
 

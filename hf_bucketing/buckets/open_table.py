@@ -139,13 +139,13 @@ class OpenTable:
         """Return the tokens of each bucket id, 0 for rejected samples; shape as given.
 
         Raises:
-            BucketingError: If `spec` is not the table's own, whatever its `added_frames`.
+            BucketingError: If `spec` is not the table's own.
         """
-        if replace(spec, added_frames=0) != self.spec:
+        if spec != self.spec:
             raise BucketingError(f"The open table was made for {self.spec}, not for {spec}.")
         ids = whole_column(bucket_ids, np.int64)
         t, h, w = _grid_of_id(ids)
-        return np.where(has_bucket(ids), (t + spec.added_frames // spec.patch[0]) * h * w, 0)
+        return np.where(has_bucket(ids), t * h * w, 0)
 
     def cut(self, frames: npt.ArrayLike) -> IntArray:
         """Return the frames that each sample keeps; shape as given."""

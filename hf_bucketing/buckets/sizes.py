@@ -84,15 +84,12 @@ class LatentSpec:
         patch (`tuple[int, int, int]`): Latent frames, rows and columns per token.
         repeats_first (`bool`): Whether the first latent frame is repeated until it fills a patch, as in CogVideoX 1.5:
             valid frame counts are then `k * temporal_stride * patch[0] + 1`, images included.
-        added_frames (`int`): Latent frames that a model is shown in front of a sample's own, such as that of a
-            reference image. They change no valid size, but take tokens as any frame.
         chunk_frames (`int`): Frames of the chunks in which a VAE encodes videos, each chunk as a video of its own, and
             the last one shorter: valid frame counts are then 1 and `k * chunk_frames + temporal_stride + 1`, as for
             MiniMax-H3. 0 for VAEs that encode a video as a whole.
 
     Raises:
-        BucketingError: If a stride or a patch side is below 1, added frames do not fill patches, or a chunk is no
-            valid video.
+        BucketingError: If a stride or a patch side is below 1, or a chunk is no valid video.
 
     Example:
         >>> wan = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -110,15 +107,12 @@ class LatentSpec:
     spatial_stride: int
     patch: tuple[int, int, int] = (1, 1, 1)
     repeats_first: bool = False
-    added_frames: int = 0
     chunk_frames: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(int(side) for side in self.patch))
         if len(self.patch) != 3 or min(self.temporal_stride, self.spatial_stride, *self.patch) < 1:
             raise BucketingError(f"Strides and the three patch sides must be at least 1, got {self}.")
-        if self.added_frames < 0 or self.added_frames % self.patch[0]:
-            raise BucketingError(f"`added_frames` must be whole patches of {self.patch[0]}, got {self.added_frames}.")
         whole = self.patch[0] == 1 and self.chunk_frames % self.temporal_stride == 1 % self.temporal_stride
         if self.chunk_frames and not (whole and self.chunk_frames > self.temporal_stride + 1):
             raise BucketingError(
@@ -130,7 +124,6 @@ class LatentSpec:
         """Write the last ones only where they are set: fingerprints of prepared folders are made of this text."""
         strides = f"temporal_stride={self.temporal_stride}, spatial_stride={self.spatial_stride}"
         others = ", repeats_first=True" if self.repeats_first else ""
-        others += f", added_frames={self.added_frames}" if self.added_frames else ""
         others += f", chunk_frames={self.chunk_frames}" if self.chunk_frames else ""
         return f"LatentSpec({strides}, patch={self.patch}{others})"
 
@@ -226,9 +219,7 @@ class LatentSpec:
     def size_of(self, t: int, h: int, w: int) -> Size:
         """Return the valid size with the token grid `(t, h, w)`."""
         step_height, step_width = self.multiples
-        chunks, latent_frames = self._in_chunks(
-            t * self.patch[0] - self.added_frames - self.num_repeats, self._chunk_latent_frames
-        )
+        chunks, latent_frames = self._in_chunks(t * self.patch[0] - self.num_repeats, self._chunk_latent_frames)
         frames = chunks * self.chunk_frames + (latent_frames - 1) * self.temporal_stride + 1
         return Size(frames, h * step_height, w * step_width)
 
@@ -247,7 +238,7 @@ class LatentSpec:
         chunks, rest = self._in_chunks(frames, self.chunk_frames)
         of_video = chunks * self._chunk_latent_frames + (rest - 1) // self.temporal_stride + 1
         return (
-            of_video + self.num_repeats + self.added_frames,
+            of_video + self.num_repeats,
             height // self.spatial_stride,
             width // self.spatial_stride,
         )

@@ -16,7 +16,7 @@ from ..loaders.captions import drawn_caption, texts_of
 from ..loaders.collators import Row, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of
 from ..loaders.state import epoch_number
-from .columns import OTHER
+from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
 
 
@@ -39,12 +39,21 @@ class CachedCollator:
             None if there is none.
         seed (`int`, *optional*): Seed of the choice of one of several captions; without one it follows torch's random
             state.
+        null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
+            `null_text`: a mapping like the batch, of the entries that begin with `text_`.
 
     Raises:
         BucketingError: If `cache` is not a [`CacheInfo`][hf_bucketing.columns.CacheInfo].
     """
 
-    def __init__(self, cache: CacheInfo, *, caption_column: str | None = "caption", seed: int | None = None) -> None:
+    def __init__(
+        self,
+        cache: CacheInfo,
+        *,
+        caption_column: str | None = "caption",
+        seed: int | None = None,
+        null_texts: bool = False,
+    ) -> None:
         if not isinstance(cache, CacheInfo):
             raise BucketingError(
                 f"Expected the cache of a PreparedDataset that scripts/cache_latents.py wrote, got {cache!r}."
@@ -54,6 +63,7 @@ class CachedCollator:
         self.stack = cache.batching == "bucket"
         self.caption_column = caption_column
         self.seed = seed
+        self.null_texts = null_texts
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -99,6 +109,8 @@ class CachedCollator:
             captions, keys = zip(*(self._caption(row, self.caption_column) for row in rows), strict=True)
             texts = [self._read_entry(row, key, "text_key") for row, key in zip(rows, keys, strict=True)]
             batch.update(caption=list(captions), **_stacked(texts))
+        if self.null_texts and NULL_TEXT_KEY in rows[0]:
+            batch["null_text"] = _stacked([self._read_entry(row, row[NULL_TEXT_KEY], NULL_TEXT_KEY) for row in rows])
         return batch
 
     def empty_text(self) -> dict[str, Any]:
@@ -133,7 +145,7 @@ class CachedCollator:
         keys = [row["text_key"]] if isinstance(row["text_key"], str) else row["text_key"]
         return texts_of(row, column)[position], keys[position]
 
-    def _read_entry(self, row: Row, key: str, column: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _read_entry(self, row: Row, key: str, column: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an entry; the row and the column that its key comes from are named in messages."""
         name = f"row {row['index']}" if "index" in row else "a row without an index column"
         if not key:
@@ -145,9 +157,10 @@ class CachedCollator:
 
 
 def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> dict[str, Any]:
-    """Return embeddings and masks with the padding that the cache cut off, and what else the model takes of texts."""
+    """Return embeddings and masks, padded to the longest as it was encoded, and what else the model takes of texts."""
+    length = max(about["length"] for _, about in texts)
     stacks: dict[str, Any] = {
-        name: torch.stack([_padded(name, entry[name], about) for entry, about in texts]) for name in texts[0][0]
+        name: torch.stack([_padded(name, entry[name], length) for entry, _ in texts]) for name in texts[0][0]
     }
     stacks |= {name: _as_array(mask) for name, mask in stacks.items() if "mask" in name}
     others = {name.removeprefix(OTHER): values for name, values in stacks.items() if name.startswith(OTHER)}
@@ -159,9 +172,9 @@ def _as_array(mask: torch.Tensor) -> npt.NDArray[Any]:
     return (mask.float() if mask.is_floating_point() else mask).numpy()  # NumPy has no bfloat16
 
 
-def _padded(name: str, tensor: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
+def _padded(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
     if name.startswith(OTHER):
         return tensor
-    whole = tensor.new_zeros(about["length"], *tensor.shape[1:])
+    whole = tensor.new_zeros(length, *tensor.shape[1:])
     whole[: len(tensor)] = tensor
     return whole

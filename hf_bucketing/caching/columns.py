@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
 from ..errors import MediaError
 from ..loaders.captions import texts_of
+from ..media.conditions import REFERENCE, all_columns
 from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
@@ -27,10 +28,13 @@ from ..media.views import seeded_draws
 from .settings import CacheConfig
 from .store import TensorCache, entry_key
 
-Shown = Mapping[str, Sequence[torch.Tensor]]
+Shown = Mapping[str, Sequence[Any]]
 
 _Encoded: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]
 """Embeddings of texts, their mask and what else the model takes of them."""
+
+NULL_TEXT_KEY = "null_text_key"
+"""Column of the key of the empty caption beside a row's references, where the text encoder sees these."""
 
 OTHER = "other."
 """Prefix in an entry of what the model takes of a caption beside its embeddings; it has no padding."""
@@ -76,7 +80,7 @@ class LatentColumns(_CachedColumns):
     Args:
         encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] and the data set's conditions of each sample,
             lists by name, to `latents`, `(B, C, f, h, w)`, and to what the model takes of the conditions, `(B, …)`
-            each or a list with one tensor per sample.
+            each, or a list with one tensor per sample, or with a tuple of tensors for its references.
         model (`str`): Fingerprint of all that `encode` depends on.
         table ([`BucketTable`] or [`OpenTable`]): Sizes that the `bucket_id` column refers to.
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns that lead to the files.
@@ -85,7 +89,7 @@ class LatentColumns(_CachedColumns):
             (without a bucket).
     """
 
-    encode: Callable[[torch.Tensor, Shown], Mapping[str, torch.Tensor | Sequence[torch.Tensor]]]
+    encode: Callable[[torch.Tensor, Shown], Mapping[str, torch.Tensor | Sequence[Any]]]
     table: BucketTable | OpenTable
     files: MediaColumns
 
@@ -97,7 +101,7 @@ class LatentColumns(_CachedColumns):
         """Columns that a batch must hold."""
         index = ("index",) if self.config.views.num_draws else ()
         sizes = ("width", "height", "num_frames", "fps", "bucket_id")
-        return (self.files.column, *self.files.conditions.values(), *sizes, *index)
+        return (self.files.column, *all_columns(self.files.conditions), *sizes, *index)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Write missing entries and return the key of each row's entry.
@@ -105,9 +109,7 @@ class LatentColumns(_CachedColumns):
         Raises:
             MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
         """
-        names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
-        rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
-        samples = [self._sample(row, position) for position, row in enumerate(rows)]
+        rows, samples = self._samples(batch)
         missing = {sample.key: sample for sample in samples if sample and not self.cache.holds(sample.key)}
         unreadable = self._encode(list(missing.values()))
         keys = [sample.key if sample and sample.key not in unreadable else "" for sample in samples]
@@ -115,6 +117,12 @@ class LatentColumns(_CachedColumns):
             outcome = "rejected" if row["bucket_id"] < 0 else "unreadable" if not key else "found"
             self.counts["encoded" if missing.pop(key, None) else outcome] += 1
         return {"latents_key": keys}
+
+    def _samples(self, batch: Mapping[str, Sequence[Any]]) -> tuple[list[dict[str, Any]], list[_Sample | None]]:
+        """Return the rows of a batch and their samples."""
+        names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
+        rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
+        return rows, [self._sample(row, position) for position, row in enumerate(rows)]
 
     def _sample(self, row: Mapping[str, Any], position: int) -> _Sample | None:
         """Return a row's sample; None if it has no bucket or no file."""
@@ -130,8 +138,7 @@ class LatentColumns(_CachedColumns):
             )
             file = _identity(sample.source, self.files.root)
             conditions = {
-                name: None if source is None else _identity(source, self.files.root)
-                for name, source in sorted(sample.conditions.items())
+                name: _identities(source, self.files.root) for name, source in sorted(sample.conditions.items())
             }
         except MediaError:
             if self.config.on_error == "raise":
@@ -146,7 +153,9 @@ class LatentColumns(_CachedColumns):
         if view.fps and view.video_decoder != "pyav":
             geometry["decoder"] = view.video_decoder
         if conditions:
-            geometry |= {"conditions": conditions, "reference_multiples": sample.reference_multiples}
+            geometry |= {"conditions": conditions, "reference_multiples": sample.references.multiples}
+        if REFERENCE in conditions:
+            geometry["references"] = asdict(sample.references)
         key = entry_key(
             kind="latents",
             file=file,
@@ -204,7 +213,25 @@ class LatentColumns(_CachedColumns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextColumns(_CachedColumns):
+class _TextEntries(_CachedColumns):
+    """What column callables that encode captions share."""
+
+    def _write(
+        self, keys: Sequence[str], values: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write entries of embeddings `(n, length, dim)` without their padding."""
+        real = values.ne(0).any(-1) if mask is None else mask.ne(0)
+        for row, key in enumerate(keys):
+            end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
+            entry = {"values": values[row, :end]}
+            if mask is not None:
+                entry["mask"] = mask[row, :end]
+            entry |= {OTHER + name: values[row] for name, values in others.items()}
+            self.cache.write(key, entry, about={"length": values.shape[1]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextColumns(_TextEntries):
     """Encode captions into a cache and compute `text_key`, the key of each row's entry, or the keys of its captions.
 
     A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. All
@@ -265,18 +292,82 @@ class TextColumns(_CachedColumns):
             self._write([self.null_key], *encode())
         self.counts.update(encoded=int(missing), found=int(not missing))
 
-    def _write(
-        self, keys: Sequence[str], values: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Write entries of embeddings `(n, length, dim)` without their padding."""
-        real = values.ne(0).any(-1) if mask is None else mask.ne(0)
-        for row, key in enumerate(keys):
-            end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
-            entry = {"values": values[row, :end]}
-            if mask is not None:
-                entry["mask"] = mask[row, :end]
-            entry |= {OTHER + name: values[row] for name, values in others.items()}
-            self.cache.write(key, entry, about={"length": values.shape[1]})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeeingTextColumns(_TextEntries):
+    """Encode the captions of rows for a text encoder that sees their references too, and compute `text_key`.
+
+    As [`TextColumns`], but an entry belongs to one sample, whose key in the cache of latents is part of its own. Also
+    computes `null_text_key`, the key of the empty caption beside the same references. Rejected rows get empty keys.
+
+    Args:
+        encode (callable): Encodes captions and, as `references`, a tuple of pictures `(3, F, h, w)` in [−1, 1] for
+            each; returns what that of [`TextColumns`] does.
+        column (`str`): Column of a text or a list of texts.
+        latents ([`LatentColumns`]): What makes the samples.
+    """
+
+    encode: Callable[..., _Encoded]
+    column: str
+    latents: LatentColumns
+
+    output_columns = ("text_key", NULL_TEXT_KEY)
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Columns that a batch must hold."""
+        return (*self.latents.input_columns, self.column)
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns that are read where a batch holds them."""
+        return self.latents.optional_columns
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Write missing entries and return the keys of each row.
+
+        Raises:
+            ColumnError: If a caption is neither a text nor a list of texts.
+            MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
+        """
+        _, samples = self.latents._samples(batch)
+        columns: dict[str, list[Any]] = {name: [] for name in self.output_columns}
+        for cell, sample in zip(batch[self.column], samples, strict=True):
+            captions = texts_of({self.column: cell}, self.column)
+            keys = self._keys_of(captions, sample)
+            own = [keys[caption] for caption in captions]
+            columns["text_key"].append(own[0] if isinstance(cell, str) else own)
+            columns[NULL_TEXT_KEY].append(keys[""])
+        return columns
+
+    def _keys_of(self, captions: Sequence[str], sample: _Sample | None) -> dict[str, str]:
+        """Return the keys of a row's captions and of the empty one, after writing the entries that are missing."""
+        nothing = dict.fromkeys([*captions, ""], "")
+        if sample is None:
+            return nothing
+        keys = {
+            caption: entry_key(kind="text", model=self.model, caption=caption, sample=sample.key)
+            for caption in nothing
+        }
+        missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
+        if missing:
+            try:
+                references = load(sample.file).shown[REFERENCE]
+            except MediaError:
+                if self.config.on_error == "raise":
+                    raise
+                return nothing
+            encoded = self.encode(missing, references=[references] * len(missing))
+            self._write([keys[caption] for caption in missing], *encoded)
+        self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
+        return keys
+
+
+def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | None) -> list[Any] | None:
+    """Return what identifies the file of a condition, or each of its files; None where there is none."""
+    if source is None or isinstance(source, MediaSource):
+        return None if source is None else _identity(source, root)
+    return [_identity(file, root) for file in source]
 
 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:

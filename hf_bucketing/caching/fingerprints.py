@@ -29,6 +29,10 @@ class Encoder(Protocol):
         """Text tokens per caption."""
 
     @property
+    def text_sees_references(self) -> bool:
+        """Whether `encode_text` is given the references of each caption's sample too."""
+
+    @property
     def media_rule(self) -> str:
         """What `encode_media` depends on beside these models, if anything."""
 
@@ -39,15 +43,19 @@ class Encoder(Protocol):
         """Raise BucketingError if the model is not shown a condition of the data set, or lacks one that it needs."""
 
     def encode_media(
-        self, pixel_values: torch.Tensor, shown: Mapping[str, Sequence[torch.Tensor]]
-    ) -> Mapping[str, torch.Tensor | Sequence[torch.Tensor]]:
+        self, pixel_values: torch.Tensor, shown: Mapping[str, Sequence[Any]]
+    ) -> Mapping[str, torch.Tensor | Sequence[Any]]:
         """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions.
 
-        `shown` are the data set's conditions, lists with one tensor per sample by name.
+        `shown` are the data set's conditions by name: lists with one tensor per sample, or a tuple of its references.
         """
 
-    def encode_text(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
-        """Encode captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and what else there is."""
+    @property
+    def encode_text(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]]:
+        """Encode captions to embeddings `(n, length, dim)`, a mask `(n, length)` or None, and what else there is.
+
+        One that sees references takes `references`, a tuple of pictures `(3, F, h, w)` in [−1, 1] for each caption.
+        """
 
     def encode_null(self) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         """Encode the text of a dropped caption, as [`encode_text`] encodes one caption.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,12 +21,15 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
-from .columns import LatentColumns, TextColumns
+from ..errors import BucketingError
+from .columns import LatentColumns, SeeingTextColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 from .settings import CacheConfig
 from .store import TensorCache
 
 _STACKS_PER_CALL = 8
+
+_Texts: TypeAlias = TextColumns | SeeingTextColumns
 
 
 def cache_dataset(
@@ -56,8 +61,12 @@ def cache_dataset(
     order = np.argsort(buckets, kind="stable")  # by bucket, so that stacks are full
     columns = [*latents.input_columns, *(name for name in latents.optional_columns if name in rows.column_names)]
     _encode_share(rows.select_columns(columns).select(order), latents, state, desc="latents")
-    text = None
-    if prepared.caption_column is not None:
+    text: _Texts | None = None
+    if prepared.caption_column is not None and encoder.text_sees_references:
+        text = _seeing(prepared.caption_column, encoder, latents)
+        names = [*columns, prepared.caption_column]
+        _encode_share(rows.select_columns(names).select(order), text, state, desc="texts")
+    elif prepared.caption_column is not None:
         text = TextColumns(
             encode=encoder.encode_text, model=text_fingerprint(encoder), column=prepared.caption_column, config=config
         )
@@ -73,14 +82,17 @@ def cache_dataset(
         return None, counts
     keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
     dataset = _with_keys(prepared.dataset, whole_column(keys), buckets)
-    if text is not None:
+    if isinstance(text, SeeingTextColumns):
+        texts = map_columns(rows, text, overwrite=True).select_columns(list(text.output_columns))
+        dataset = with_columns(dataset, dict(zip(texts.column_names, texts.data.columns, strict=True)))
+    elif text is not None:
         dataset = map_columns(dataset, text, overwrite=True)
     info = CacheInfo(
         folder=config.folder,
         batching=config.batching,
         latents_model=latents.model,
         text_model=None if text is None else text.model,
-        empty_text_key=None if text is None else text.null_key,
+        empty_text_key=text.null_key if isinstance(text, TextColumns) else None,
         views={**asdict(config.views), "seed": config.seed},
     )
     return replace(prepared, dataset=dataset, cache=info), counts
@@ -95,7 +107,7 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
     device = encoder.pipeline.vae.device
     columns = LatentColumns(
         encode=lambda pixels, shown: encoder.encode_media(
-            pixels.to(device), {name: [tensor.to(device) for tensor in tensors] for name, tensors in shown.items()}
+            pixels.to(device), {name: [_on(device, value) for value in values] for name, values in shown.items()}
         ),
         model=latents_fingerprint(encoder),
         table=table,
@@ -105,12 +117,36 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
     return rows, columns
 
 
-def _encode_share(rows: Dataset, columns: LatentColumns | TextColumns, state: PartialState, *, desc: str) -> None:
+def _seeing(column: str, encoder: Encoder, latents: LatentColumns) -> SeeingTextColumns:
+    """Return the column callable of captions for a text encoder that sees references."""
+    if latents.config.more_captions:
+        raise BucketingError(
+            "Omit `more_captions`: the text encoder sees the references of a sample, so captions without a sample "
+            "cannot be cached."
+        )
+    device = encoder.pipeline.text_encoder.device
+
+    def encode(captions: list[str], references: Sequence[Sequence[torch.Tensor]]) -> Any:
+        return encoder.encode_text(captions, references=[_on(device, own) for own in references])
+
+    return SeeingTextColumns(
+        encode=encode, model=text_fingerprint(encoder), column=column, config=latents.config, latents=latents
+    )
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Return a tensor, or a tuple of tensors, on a device."""
+    return value.to(device) if isinstance(value, torch.Tensor) else tuple(tensor.to(device) for tensor in value)
+
+
+def _encode_share(
+    rows: Dataset, columns: LatentColumns | TextColumns | SeeingTextColumns, state: PartialState, *, desc: str
+) -> None:
     """Encode this process's share of the rows, in their order."""
     share = rows.shard(state.num_processes, state.process_index, contiguous=True)
     with tqdm(total=len(share), desc=desc, disable=not state.is_main_process) as bar, torch.no_grad():
         for batch in share.iter(batch_size=columns.config.batch_size * _STACKS_PER_CALL):
-            (keys,) = columns(batch).values()
+            keys, *_ = columns(batch).values()
             bar.update(len(keys))
 
 

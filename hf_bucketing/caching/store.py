@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from ..errors import CacheError
 from ..files import PARTIAL, complete_file
 
 _ENTRY = "entry"
+
+_SEVERAL = "several"
+"""Part of a file's header that names what stands for several tensors, with their numbers."""
 
 RULE_VERSION = 1
 """Raised when an entry changes although all parts of its key are the same."""
@@ -48,14 +51,25 @@ class TensorCache:
         except (OSError, SafetensorError):
             return False
 
-    def write(self, key: str, tensors: Mapping[str, torch.Tensor], *, about: Mapping[str, Any]) -> None:
-        """Write an entry, or replace it: tensors of any device, and in the file's header JSON values about them."""
-        data = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with complete_file(self.path(key), shared=True) as partial:
-            partial.write_bytes(save(data, {_ENTRY: json.dumps(about)}))
+    def write(
+        self, key: str, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], *, about: Mapping[str, Any]
+    ) -> None:
+        """Write an entry, or replace it: tensors of any device, and in the file's header JSON values about them.
 
-    def read(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return an entry's tensors and what was written about them.
+        A name may stand for a tensor, or for any number of them.
+        """
+        several = {name: values for name, values in tensors.items() if not isinstance(values, torch.Tensor)}
+        flat = {name: values for name, values in tensors.items() if isinstance(values, torch.Tensor)}
+        flat |= {_part(name, place): part for name, parts in several.items() for place, part in enumerate(parts)}
+        data = {name: tensor.detach().cpu().contiguous() for name, tensor in flat.items()}
+        header = {_ENTRY: json.dumps(about)}
+        if several:
+            header[_SEVERAL] = json.dumps({name: len(parts) for name, parts in several.items()})
+        with complete_file(self.path(key), shared=True) as partial:
+            partial.write_bytes(save(data, header))
+
+    def read(self, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return an entry's tensors and what was written about them; where a name stands for several, a tuple.
 
         Raises:
             CacheError: If the entry is missing or its file cannot be read.
@@ -63,8 +77,12 @@ class TensorCache:
         path = self.path(key)
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})[_ENTRY])
-                return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118, it is no dict
+                header = file.metadata() or {}
+                about, several = json.loads(header[_ENTRY]), json.loads(header.get(_SEVERAL, "{}"))
+                tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no dict
+                for name, count in several.items():
+                    tensors[name] = tuple(tensors.pop(_part(name, place)) for place in range(count))
+                return tensors, about
         except FileNotFoundError as error:
             raise CacheError(f"{path} is missing; run scripts/cache_latents.py again with the same flags.") from error
         except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -79,6 +97,10 @@ class TensorCache:
         for path in left:
             path.unlink()
         return len(left)
+
+
+def _part(name: str, place: int) -> str:
+    return f"{name}/{place}"
 
 
 def entry_key(**parts: Any) -> str:

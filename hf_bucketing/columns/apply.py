@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Video, concatenate_datasets
+from datasets import (
+    Dataset,
+    DatasetInfo,
+    Features,
+    Image,
+    IterableDataset,
+    LargeList,
+    List,
+    Video,
+    concatenate_datasets,
+)
 from datasets.fingerprint import Hasher
 from datasets.table import ConcatenationTable, InMemoryTable
 
 from ..errors import ColumnError
+from .arrays import cell_of_list
 
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
@@ -165,11 +177,14 @@ def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:
 
 
 def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:
-    """Return the data set with the named `Image` and `Video` columns as paths or bytes instead of decoded media."""
+    """Return the data set with the named columns of images, videos, or lists of them as paths or bytes, undecoded."""
     for column in columns:
-        feature = (dataset.features or {}).get(column)
-        if isinstance(feature, (Image, Video)) and feature.decode:
-            dataset = dataset.cast_column(column, type(feature)(decode=False))
+        feature: Any = (dataset.features or {}).get(column)
+        files: Any = cell_of_list(feature)
+        if isinstance(files, (Image, Video)) and files.decode:
+            encoded: Any = type(files)(decode=False)
+            is_list = isinstance(feature, (List, LargeList))
+            dataset = dataset.cast_column(column, replace(feature, feature=encoded) if is_list else encoded)
     return dataset
 
 

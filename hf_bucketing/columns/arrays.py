@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, LargeList, List, Value
 
 from ..errors import ColumnError
 
@@ -40,6 +40,11 @@ def media_kind(feature: Any) -> Literal["path", "bytes", "both"] | None:
 def is_list_type(kind: pa.DataType) -> bool:
     """Return whether the cells of an Arrow column are lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def cell_of_list(feature: Any) -> Any:
+    """Return the feature of the items of a column of lists; that of any other column as it is."""
+    return feature.feature if isinstance(feature, (List, LargeList)) else feature
 
 
 def column_array(dataset: Dataset, name: str) -> npt.NDArray[Any]:

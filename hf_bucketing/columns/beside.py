@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ import pyarrow as pa
 from datasets import IterableDataset
 
 from ..errors import MediaError
+from ..media.conditions import REFERENCE
 from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, listed_rows
+
+_NUMBERED = re.compile(r"(.+)_(\d+)", re.DOTALL)
+"""Stem of one of several references of a file: its own stem, and a number."""
 
 _CAPTIONS_AT_ONCE = 64
 """Captions of a stream that are read at once."""
@@ -26,7 +32,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
 
     One media file with a caption makes a folder of this layout. Missing captions are null, or those of the request.
     Links are followed. Each of the request's companions becomes a column of the files of the same stem, at the same
-    depth, in another folder; a missing one is null.
+    depth, in another folder; a missing one is null. Of references these are lists, see [`_references`].
     """
     if not request.path.is_dir():
         if request.beside:
@@ -40,7 +46,8 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     media: dict[str, list[str]] = {}
     captions: dict[str, str] = {}
     ignored: Counter[str] = Counter()
-    aside = {os.path.realpath(folder) for folder in request.companions.values()}
+    others = [folder for folders in request.companions.values() for folder in folders]
+    aside = set(map(os.path.realpath, others))
     for path in files_below(root, ignored, aside=aside):
         stem, ending = os.path.splitext(path)
         if ending.lower() in MEDIA_FILES:
@@ -58,7 +65,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         return None
     _refuse_shared_stems(root, media)
     ignored[f"{extension} without a media file"] = len(captions.keys() - media.keys())
-    folders = [os.path.abspath(folder) for folder in (root, *request.companions.values())]
+    folders = [os.path.abspath(folder) for folder in (root, *others)]
     above = root if len(folders) == 1 else os.path.commonpath(folders)  # the caller named them all
     files = [os.path.relpath(paths[0], root) for paths in media.values()]
     captions_of = [captions.get(stem) for stem in media]
@@ -67,10 +74,16 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     texts = _as_paths(captions_of) if request.streaming else _read_captions(captions_of, request.missing_caption)
     columns["caption"] = texts
     missing = []
-    for name, folder in request.companions.items():
-        found = _companions(folder, [os.path.splitext(file)[0] for file in files], root, above=above)
-        columns[name] = _as_paths(found)
-        missing.append(f"; {found.count(None)} without a {name}" if None in found else "")
+    stems = [os.path.splitext(file)[0] for file in files]
+    for name, named in request.companions.items():
+        if name == REFERENCE:
+            references = _references(named, stems, root, above=above)
+            columns[name], lacking = _lists_of_paths(references), references.count([])
+        else:
+            (folder,) = named
+            found = _companions(folder, stems, root, above=above)
+            columns[name], lacking = _as_paths(found), found.count(None)
+        missing.append(f"; {lacking} without a {name}" if lacking else "")
     dataset = listed_rows(request, pa.table(columns))
     if isinstance(dataset, IterableDataset):
         function = partial(_captions_of_batch, missing=request.missing_caption)
@@ -100,18 +113,45 @@ def _captions_of_batch(batch: Mapping[str, Sequence[str | None]], missing: str |
 
 def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list[str | None]:
     """Return for each stem the file of that stem in a folder, relative to a folder above it."""
+    paths = {stem: found[0] for stem, found in _named_alike(folder, stems, root, above=above).items()}
+    return [paths.get(stem) for stem in stems]
+
+
+def _references(folders: Sequence[str], stems: list[str], root: str, *, above: str) -> list[list[str]]:
+    """Return for each stem its files in some folders, in their order, relative to a folder above them.
+
+    In a folder these are the file of that stem, then those with a number behind it, `stem_0`, `stem_1` and so on, by
+    their numbers. A file that has the stem of another sample belongs to that one.
+    """
+    found = [_named_alike(folder, stems, root, above=above, numbered=True) for folder in folders]
+    return [[path for files in found for path in files.get(stem, [])] for stem in stems]
+
+
+def _named_alike(
+    folder: str, stems: list[str], root: str, *, above: str, numbered: bool = False
+) -> dict[str, list[str]]:
+    """Return the files of a folder by the stem of the media whose name they have, relative to a folder above it.
+
+    There is one, or where they may be `numbered` also others.
+    """
     if not os.path.isdir(folder):
         raise MediaError(f"The folder {folder} does not exist; correct the path.")
-    files: dict[str, list[str]] = {}
+    media, files = set(stems), dict[str, list[str]]()
     for path in files_below(folder, Counter()):
         stem, ending = os.path.splitext(os.path.relpath(path, folder))
         if ending.lower() in MEDIA_FILES:
             files.setdefault(stem, []).append(path)
-    _refuse_shared_stems(folder, {stem: files[stem] for stem in stems if stem in files})
-    if not files.keys() & set(stems):
+    owners = {stem: (stem, -1) for stem in files if stem in media}
+    for stem in files.keys() - media if numbered else ():
+        if (parts := _NUMBERED.fullmatch(stem)) and parts[1] in media:
+            owners[stem] = (parts[1], int(parts[2]))
+    _refuse_shared_stems(folder, {stem: files[stem] for stem in owners})
+    if not owners:
         raise MediaError(f"No file of {folder} has the name of a media file in {root}; correct the folder.")
-    paths = {stem: os.path.relpath(names[0], above) for stem, names in files.items()}
-    return [paths.get(stem) for stem in stems]
+    alike: dict[str, list[str]] = {}
+    for stem, (owner, _) in sorted(owners.items(), key=lambda item: item[1]):
+        alike.setdefault(owner, []).append(os.path.relpath(files[stem][0], above))
+    return alike
 
 
 def files_below(
@@ -201,6 +241,11 @@ def _refuse_shared_stems(root: str, media: dict[str, list[str]]) -> None:
 
 def _read_caption(path: str | None) -> bytes | None:
     return None if path is None else read_bytes(Path(path)).strip()
+
+
+def _lists_of_paths(files: Sequence[Sequence[str]]) -> pa.Array:
+    offsets = [0, *accumulate(map(len, files))]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), _as_paths([path for row in files for path in row]))
 
 
 def _as_paths(files: Sequence[str | None]) -> pa.Array:

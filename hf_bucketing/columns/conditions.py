@@ -9,23 +9,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 
 from ..buckets.assignment import CONDITION_SIZE
 from ..errors import ColumnError, MediaError
 from ..media.conditions import (
     CONDITIONS,
-    FRAME_BY_FRAME,
     MASK,
+    MOVING,
+    REFERENCE,
+    all_columns,
     check_kind,
     check_length,
     check_shape,
+    columns_of,
 )
 from ..media.probe import MediaInfo, probe
+from ..media.references import REFERENCE_SIZES
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
-from .arrays import SIZE_COLUMNS, arrow_type, column_batches, media_kind
+from .arrays import SIZE_COLUMNS, arrow_type, cell_of_list, column_batches, media_kind
 from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
 from .settings import OnFileError
 
@@ -42,11 +46,14 @@ class ConditionColumns:
     A batch function for `Dataset.map(batched=True)`, also on an `IterableDataset`; no frame is decoded. It comes after
     those that compute `width`, `height`, `num_frames` and `fps`, and before `BucketColumns`. Width, height and frames
     of a row that does not pass become `CONDITION_SIZE`, which every table gives the rejection `CONDITION`, and
-    `condition_fault` says why; it is empty for all others. Rows that are already marked are not checked.
+    `condition_fault` says why; it is empty for all others. Rows that are already marked are not checked. Where
+    samples have references, `reference_sizes` lists the frames, height and width of one after another, as the headers
+    state them; it is empty for rows without references, and for those that do not pass.
 
-    A condition must have its sample's aspect ratio, but for rounding each side by a pixel; references may have any.
-    `first_frame`, `last_frame` and `reference` are images, `control` and `mask` also videos as long as their sample,
-    or longer if the sample is a clip of a longer video. Only a mask may be missing.
+    A condition must have its sample's aspect ratio, but for rounding each side by a pixel; references may have any,
+    unless they lie over their sample. `first_frame` and `last_frame` are images, the others also videos as long as
+    their sample, or longer if the sample is a clip of a longer video; references that do not lie over it may always
+    be longer. A mask may be missing, and there may be any number of references.
 
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
@@ -58,10 +65,9 @@ class ConditionColumns:
 
     files: MediaColumns
     on_error: OnFileError = field(default="raise", kw_only=True)
-    rule_version: int = field(default=1, init=False)
+    rule_version: int = field(default=2, init=False)
 
     optional_columns = (CLIP_START,)
-    output_columns = (*SIZE_COLUMNS, CONDITION_FAULT)
     vectorised = False
     reusable = False
 
@@ -71,10 +77,22 @@ class ConditionColumns:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        return (*self.files.conditions.values(), *SIZE_COLUMNS, "fps")
+        return (*all_columns(self.files.conditions), *SIZE_COLUMNS, "fps")
+
+    @property
+    def output_columns(self) -> tuple[str, ...]:
+        """Columns that a batch gets."""
+        return tuple(self.features)
+
+    @property
+    def features(self) -> Features:
+        """Types of these columns."""
+        types = {**{name: Value("int64") for name in SIZE_COLUMNS}, CONDITION_FAULT: Value("string")}
+        shown = {REFERENCE_SIZES: List(Value("int32"))} if REFERENCE in self.files.conditions else {}
+        return Features(types | shown)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
-        """Return the marked sizes, and what is wrong with each row.
+        """Return the marked sizes, what is wrong with each row, and the sizes of references.
 
         Args:
             batch (mapping of sequences of length `n`): Columns.
@@ -86,7 +104,8 @@ class ConditionColumns:
         """
         columns = {name: list(batch[name]) for name in SIZE_COLUMNS}
         headers: dict[str, MediaInfo] = {}
-        faults = [self._fault(batch, row, headers) for row in range(len(columns["width"]))]
+        found = [self._read(batch, row, headers) for row in range(len(columns["width"]))]
+        faults = [fault for fault, _ in found]
         rows = [row for row, fault in enumerate(faults) if fault]
         if rows and self.on_error == "raise":
             first = rows[:NAMED_ROWS]
@@ -96,25 +115,41 @@ class ConditionColumns:
         for row, fault in enumerate(faults):
             for sizes in columns.values():
                 sizes[row] = CONDITION_SIZE if fault else sizes[row]
-        return {**columns, CONDITION_FAULT: faults}
+        shown = {REFERENCE_SIZES: [sizes for _, sizes in found]} if REFERENCE in self.files.conditions else {}
+        return {**columns, CONDITION_FAULT: faults, **shown}
 
-    def _fault(self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]) -> str:
-        """Return what is wrong with the conditions of a row, or ""; `headers` are those of files already read."""
+    def _read(
+        self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]
+    ) -> tuple[str, list[int]]:
+        """Return what is wrong with the conditions of a row, or "", and the sizes of its references.
+
+        `headers` are those of files that were already read.
+        """
         if min(batch[name][row] for name in SIZE_COLUMNS) < 1:
-            return ""
-        try:
-            for name, column in self.files.conditions.items():
-                self._check(name, batch[column][row], batch, row, headers)
-        except MediaError as error:
-            return str(error)
-        return ""
+            return "", []
+        cells = {column: batch[column][row] for column in all_columns(self.files.conditions)}
+        sizes: list[int] = []
+        for name, columns in self.files.conditions.items():
+            files = list(self.files.cells(name, cells))
+            if not files:
+                try:
+                    self.files.condition(name, cells, name="it")
+                except MediaError as error:
+                    return _in_column(error, columns), []
+            for column, cell in files:
+                try:
+                    found = self._check(name, cell, batch, row, headers)
+                except MediaError as error:
+                    return _in_column(error, column), []
+                if name == REFERENCE:
+                    sizes += [found.num_frames, found.height, found.width]
+        return "", sizes
 
     def _check(
         self, name: str, cell: Any, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]
-    ) -> None:
-        source = self.files.condition(name, cell, name="it")
-        if source is None:
-            return
+    ) -> MediaInfo:
+        """Return what the header of a condition's file says, after a check that it fits the sample of a row."""
+        source = self.files.source(cell, name=f"{name} of it")
         if source.data is not None:
             found = probe(source)
         elif (known := headers.get(source.path)) is not None:  # clips of one video share its conditions
@@ -123,9 +158,11 @@ class ConditionColumns:
             found = headers[source.path] = probe(source)
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
-        size = (int(batch["height"][row]), int(batch["width"][row]))
-        check_shape(name, source.path, size=(found.height, found.width), sample=size)
-        if name in FRAME_BY_FRAME and found.fps:
+        lies_over = name != REFERENCE or self.files.references.lie_over
+        if lies_over:
+            size = (int(batch["height"][row]), int(batch["width"][row]))
+            check_shape(name, source.path, size=(found.height, found.width), sample=size)
+        if name in MOVING and found.fps:
             start = batch[CLIP_START][row] if CLIP_START in batch else None
             check_length(
                 name,
@@ -135,8 +172,13 @@ class ConditionColumns:
                 first=start or 0.0,
                 seconds=(frames - 1) / fps,
                 step=1 / fps,
-                is_clip=start is not None,
+                longer=start is not None or not lies_over,
             )
+        return found
+
+
+def _in_column(error: MediaError, column: str) -> str:
+    return f"{str(error).rstrip('.')} (column {column})."
 
 
 def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> None:
@@ -146,13 +188,16 @@ def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> 
         dataset (`Dataset`): Rows of a source.
         conditions (mapping of `str` to `str`): Column of each condition.
     """
-    for name, column in conditions.items():
+    pairs = [(name, column) for name, columns in conditions.items() for column in columns_of(name, columns)]
+    for name, column in pairs:
         if column not in dataset.column_names:
             raise ColumnError(f"There is no {name} column {column!r}, only {dataset.column_names}.")
         feature = dataset.features[column]
-        if media_kind(feature) is None and not pa.types.is_null(arrow_type(feature)):
+        cells = cell_of_list(feature) if name == REFERENCE else feature
+        if media_kind(cells) is None and not pa.types.is_null(arrow_type(cells)):
+            files = "one file, or a list of files," if name == REFERENCE else "one file"
             raise ColumnError(
-                f"The {name} column {column!r} must hold one file per row, as paths, bytes, images or videos, but it "
+                f"The {name} column {column!r} must hold {files} per row, as paths, bytes, images or videos, but it "
                 f"is {feature}."
             )
 
@@ -186,12 +231,15 @@ def check_conditions(
     sentences = [
         f"The column {name} is not used; --{name}_column {name} makes it the {name} of the samples."
         for name in CONDITIONS
-        if name in dataset.column_names and name != media_column and name not in given and name not in given.values()
+        if name in dataset.column_names
+        and name != media_column
+        and name not in given
+        and name not in all_columns(given)
     ]
     if not given:
         return dataset, sentences
     check_condition_columns(dataset, given)
-    order = dataset.column_names
+    order = [*dataset.column_names, *([REFERENCE_SIZES] if REFERENCE in given else [])]
     marked = map_columns(dataset, replace(columns, on_error="reject"), num_proc=num_proc, overwrite=True)
     faults = np.concatenate(
         [pc.not_equal(cells, "").to_numpy(False) for cells in column_batches(marked, CONDITION_FAULT)]
@@ -209,7 +257,38 @@ def check_conditions(
     words = ", ".join(f"{name} from column {column}" for name, column in given.items())
     if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):
         words += f"; {missing} {'row has' if missing == 1 else 'rows have'} no mask: all of the sample is learned"
-    return marked.select_columns(order), [f"Conditions: {words}.", *sentences]
+    said = [f"Conditions: {words}."]
+    if REFERENCE in given:
+        said.append(describe_stored_references(list(column_batches(marked, REFERENCE_SIZES))))
+    return marked.select_columns(list(dict.fromkeys(order))), [*said, *sentences]
+
+
+def describe_stored_references(cells: Sequence[pa.Array]) -> str:
+    """Return a sentence on how many rows have how many references, and of which sizes.
+
+    Args:
+        cells (sequence of Arrow arrays): Parts of the column [`REFERENCE_SIZES`].
+
+    Example:
+        >>> describe_stored_references([pa.array([[1, 64, 96], [], [1, 32, 32, 9, 64, 64]])])
+        'References: 1 row has none, 1 has 1, 1 has 2; 2 pictures and 1 video of 32×32 to 96×64 pixels.'
+    """
+    counts = np.concatenate([pc.list_value_length(part).fill_null(0).to_numpy(False) // 3 for part in cells])
+    stored = np.concatenate([part.flatten().to_numpy(False) for part in cells]).reshape(-1, 3)
+    numbers, rows = (found.tolist() for found in np.unique(counts, return_counts=True))
+    shares = [
+        f"{count} {'has' if count == 1 else 'have'} {number or 'none'}"
+        for number, count in zip(numbers, rows, strict=True)
+    ]
+    words = ", ".join(shares).replace(" ", " row " if rows[0] == 1 else " rows ", 1)
+    if not len(stored):
+        return f"References: {words}."
+    pictures = int((stored[:, 0] == 1).sum())
+    kinds = [(pictures, "picture"), (len(stored) - pictures, "video")]
+    named = " and ".join(f"{count} {kind}{'' if count == 1 else 's'}" for count, kind in kinds if count)
+    areas = stored[:, 1:].prod(1)
+    least, most = (f"{width}×{height}" for height, width in stored[[areas.argmin(), areas.argmax()], 1:].tolist())
+    return f"References: {words}; {named} of {least}{'' if least == most else f' to {most}'} pixels."
 
 
 def _summary(named: Sequence[tuple[int, str | None, str]], *, count: int, total: int) -> str:

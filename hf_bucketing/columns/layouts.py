@@ -80,7 +80,7 @@ class SourceRequest:
     caption_column: str | None = None
     caption_extension: str | None = None
     missing_caption: str | None = None
-    companions: Mapping[str, str] = field(default_factory=dict)
+    companions: Mapping[str, Sequence[str]] = field(default_factory=dict)
     streaming: bool = False
 
     @classmethod

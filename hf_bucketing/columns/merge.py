@@ -17,10 +17,11 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET
 from ..buckets.table import BucketTable
 from ..errors import ColumnError
-from ..media.conditions import MASK
+from ..media.conditions import MASK, REFERENCE, all_columns, columns_of
+from ..media.references import REFERENCE_SIZES
 from ..media.remote import is_url
 from .apply import with_columns
-from .arrays import arrow_type, column_array, is_text, media_kind
+from .arrays import arrow_type, cell_of_list, column_array, is_list_type, is_text, media_kind
 from .prepared import SOURCE
 from .sources import MediaDataset
 
@@ -35,7 +36,8 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
 
     Media, captions and conditions get the column names of the first source that has them. Relative paths start from
     the first folder of a source; if some media are bytes, all become `{"bytes": …, "path": …}`. Other columns are kept
-    if their types have a common one, with nulls where a source lacks them. No file's bytes are copied.
+    if their types have a common one, with nulls where a source lacks them; the sizes of references are an empty list
+    there. Files of references become lists if they are lists in a source. No file's bytes are copied.
 
     Args:
         sources (mapping of `str` to [`MediaDataset`]): Rows of each source by its name, with size columns.
@@ -43,31 +45,30 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
 
     Raises:
         ColumnError: If the media, captions or conditions of the sources have no common type, or a source lacks a
-            condition, other than a mask, that others have.
+            condition that others have, other than a mask or references.
     """
     parts = [_renamed(part, _roles(list(sources.values()))) for part in sources.values()]
     first = parts[0]
     roots = _roots_of(parts)
     root = roots[0] if roots else None
     needed = [first.column, *filter(None, [first.caption_column])]
-    conditions = {name: column for part in parts for name, column in part.conditions.items()}
+    conditions = _joined_conditions(parts)
+    paths_in = {first.column, *all_columns(conditions)}
     check_same_conditions({source: part.conditions for source, part in sources.items()})
     names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != "index")
     features, dropped = Features(), []
     for name in names:
         own = [part.dataset.features[name] for part in parts if name in part.dataset.column_names]
-        paths = name == first.column or name in conditions.values()
-        common = _common_media(own) if paths else _common_type(own)
+        common = _common_media(own) if name in paths_in else _common_type(own)
         if common is not None:
             features[name] = common
-        elif name in (*needed, *conditions.values()):
+        elif name in paths_in or name in needed:
             types = " and ".join(dict.fromkeys(map(_described, own)))
             raise ColumnError(f"The column {name} has different types in the sources: {types}; make them alike.")
         else:
             dropped.append(name)
     if dropped:
         say(f"Columns whose types differ between the sources are dropped: {', '.join(dropped)}.")
-    paths_in = {first.column, *conditions.values()}
     aligned = [_aligned(part, features, paths_in=paths_in, root=root) for part in parts]
     return MediaDataset(
         dataset=concatenate_datasets(aligned),
@@ -81,16 +82,25 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
 
 
 def check_same_conditions(conditions: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ColumnError if a source, by its name, lacks a condition that others have, other than a mask."""
-    for name in {name for columns in conditions.values() for name in columns} - {MASK}:
+    """Raise ColumnError if a source, by its name, lacks a condition that others have, but for masks and references."""
+    for name in {name for columns in conditions.values() for name in columns} - {MASK, REFERENCE}:
         if lacking := [source for source, columns in conditions.items() if name not in columns]:
             raise ColumnError(
                 f"The source {lacking[0]} has no {name} column, which others have; give it one, or none to the others."
             )
 
 
+def _joined_conditions(parts: Sequence[MediaDataset]) -> dict[str, str]:
+    """Return the column of each condition of any source, of references those of the source that has most."""
+    joined: dict[str, str] = {}
+    for part in parts:
+        for name, columns in part.conditions.items():
+            joined[name] = max(joined.get(name, columns), columns, key=lambda named: named.count(","))
+    return joined
+
+
 def _roles(parts: Sequence[MediaDataset]) -> dict[str, str]:
-    """Return the column of each role in the merged data set: `media`, `caption` and each condition."""
+    """Return the column of each role in the merged data set: `media`, `caption` and the columns of conditions."""
     roles: dict[str, str] = {}
     for part in parts:
         for role, column in _columns_of(part).items():
@@ -100,7 +110,11 @@ def _roles(parts: Sequence[MediaDataset]) -> dict[str, str]:
 
 def _columns_of(part: MediaDataset) -> dict[str, str]:
     caption = {} if part.caption_column is None else {"caption": part.caption_column}
-    conditions = {f"condition {name}": column for name, column in part.conditions.items()}
+    conditions = {
+        f"condition {name} {number}": column
+        for name, columns in part.conditions.items()
+        for number, column in enumerate(columns_of(name, columns))
+    }
     return {"media": part.column, **caption, **conditions}
 
 
@@ -118,7 +132,10 @@ def _renamed(part: MediaDataset, roles: Mapping[str, str]) -> MediaDataset:
         caption_column=None if part.caption_column is None else columns[part.caption_column],
         root=part.root,
         layout=part.layout,
-        conditions={name: columns[column] for name, column in part.conditions.items()},
+        conditions={
+            name: ",".join(columns[column] for column in columns_of(name, named))
+            for name, named in part.conditions.items()
+        },
     )
 
 
@@ -128,7 +145,11 @@ def _roots_of(parts: Sequence[MediaDataset]) -> tuple[str, ...]:
 
 
 def _common_media(features: Sequence[Any]) -> Any:
-    if all(map(is_text, features)):
+    features = [feature for feature in features if not pa.types.is_null(arrow_type(feature))] or features[:1]
+    if any(is_list_type(arrow_type(feature)) for feature in features):
+        files = _common_media([cell_of_list(feature) for feature in features])
+        return None if files is None else List(files)
+    if all(map(is_text, features)) or pa.types.is_null(arrow_type(features[0])):
         return Value("string")
     if any(media_kind(feature) is None for feature in features):
         return None
@@ -164,13 +185,15 @@ def _aligned(part: MediaDataset, features: Features, *, paths_in: set[str], root
     columns = []
     for name, field in zip(features, features.arrow_schema, strict=True):
         if name not in dataset.column_names:
-            columns.append(pa.nulls(len(stored), field.type))
+            empty = pa.nulls(len(stored), field.type)
+            columns.append(empty.fill_null([]) if name == REFERENCE_SIZES else empty)
             continue
         cells = stored[name]
+        if is_list_type(field.type) and not is_list_type(cells.type):
+            cells = pa.chunked_array([_as_lists(chunk) for chunk in cells.chunks], pa.list_(cells.type))
         if name in paths_in:
-            cells = _media_cells(cells, kind=media_kind(dataset.features[name]), prefix=prefix, target=field.type)
-        elif pa.types.is_list(field.type) and not pa.types.is_list(cells.type):
-            cells = pa.chunked_array([_as_lists(chunk) for chunk in cells.chunks], pa.list_(pa.string()))
+            kind = media_kind(cell_of_list(dataset.features[name]))
+            cells = _media_cells(cells, kind=kind, prefix=prefix, target=field.type)
         columns.append(cells.cast(field.type))
     table = pa.Table.from_arrays(columns, schema=features.arrow_schema)
     return Dataset(
@@ -192,13 +215,27 @@ def _prefix(own: str | None, root: str | None) -> str:
 
 
 def _media_cells(cells: pa.ChunkedArray, *, kind: str | None, prefix: str, target: pa.DataType) -> pa.ChunkedArray:
-    """Return paths from the merged root, or dictionaries with them, where the target is a struct."""
+    """Return paths from the merged root, or dictionaries with them if the target is a struct, or lists of either."""
+    if is_list_type(cells.type):
+        target = target.value_type
+        lists = [_media_lists(chunk, kind=kind, prefix=prefix, target=target) for chunk in cells.chunks]
+        return pa.chunked_array(lists, pa.list_(target))
+    if kind is None:
+        return cells  # nulls alone
     if kind == "path":
         cells = _prefixed(cells.cast(pa.string()), prefix)
     if not pa.types.is_struct(target) or (cells.type == target and not prefix):
         return cells
     structs = [_as_structs(chunk, kind, prefix) for chunk in cells.chunks]
     return pa.chunked_array(structs, pa.struct(_STORED)).cast(target)
+
+
+def _media_lists(chunk: pa.Array, *, kind: str | None, prefix: str, target: pa.DataType) -> pa.Array:
+    """Return lists of [`_media_cells`]; a missing list is empty."""
+    lengths = pc.list_value_length(chunk).fill_null(0).to_numpy(False)
+    offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
+    files = _media_cells(pa.chunked_array([chunk.flatten()]), kind=kind, prefix=prefix, target=target)
+    return pa.ListArray.from_arrays(offsets, files.cast(target).combine_chunks())
 
 
 _STORED = [("bytes", pa.binary()), ("path", pa.string())]
@@ -225,9 +262,8 @@ def _prefixed(cells: pa.ChunkedArray | pa.Array, prefix: str) -> Any:
 
 
 def _as_lists(chunk: pa.Array) -> pa.Array:
-    """Return a list of one caption for each caption."""
-    offsets = pa.array(range(len(chunk) + 1), pa.int32())
-    return pa.ListArray.from_arrays(offsets, chunk.cast(pa.string()))
+    """Return a list of one cell for each cell."""
+    return pa.ListArray.from_arrays(pa.array(range(len(chunk) + 1), pa.int32()), chunk)
 
 
 def with_sources(

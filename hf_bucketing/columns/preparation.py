@@ -13,6 +13,8 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
+from ..media.conditions import REFERENCE, all_columns
+from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
@@ -87,6 +89,7 @@ def check_sources(
     names = name_sources([(config.dataset, config.name) for config in configs])
     several = len(configs) > 1
     _check_alike(configs)
+    shared_rule(configs, spec)
     checked: dict[str, CheckedSource] = {}
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
@@ -155,7 +158,7 @@ def _check_rows(
     texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
-    rows = with_nested(rows, [*texts, *named.values(), *source.conditions.values()])
+    rows = with_nested(rows, [*texts, *named.values(), *all_columns(source.conditions)])
     check_condition_columns(rows, source.conditions)
     treatment = source.treatment
     captions = check_captions(
@@ -191,7 +194,9 @@ def _check_rows(
         say(summary)
     elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
         say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
-    files = MediaColumns(column=loaded.column, root=loaded.root, conditions=source.conditions)
+    files = MediaColumns(
+        column=loaded.column, root=loaded.root, conditions=source.conditions, references=source.reference_rule()
+    )
     dataset, sentences = check_conditions(
         dataset,
         ConditionColumns(files, on_error=treatment.files),
@@ -283,7 +288,28 @@ def prepare(
         root=rows.root,
         other_roots=rows.other_roots,
         conditions=rows.conditions,
+        references=shared_rule(configs, spec),
     )
+
+
+def shared_rule(configs: Sequence[SourceConfig], spec: LatentSpec) -> ReferenceRule:
+    """Return the rule of the references of all sources.
+
+    Raises:
+        BucketingError: If sources with references differ in it, or it is given and none has references.
+    """
+    given = ("reference_pixels", "reference_downscale_factor")
+    shown = [config for config in configs if REFERENCE in config.conditions]
+    unused = dict.fromkeys(name for config in configs for name in not_default(config, *given))
+    if unused and not shown:
+        raise BucketingError(
+            f"Omit {quoted(list(unused))}: no effect without references; name their columns as `reference_column`, or "
+            "their folders as `reference_folder`."
+        )
+    rules = {config.reference_rule(spec) for config in shown} or {ReferenceRule(multiples=spec.multiples)}
+    if len(rules) > 1:
+        raise BucketingError(f"{quoted(given)} must be the same for all sources whose samples have references.")
+    return rules.pop()
 
 
 def _check_alike(configs: Sequence[SourceConfig]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, load_from_disk
 
 from ..buckets.arrays import IntArray
@@ -20,9 +21,12 @@ from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
+from ..media.conditions import REFERENCE
+from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
+from ..media.row_references import RowReferences
 from ..media.rows import MediaColumns
-from .arrays import column_array
+from .arrays import column_array, column_batches
 from .faults import path_of
 
 MANIFEST = "bucketing.json"
@@ -36,8 +40,11 @@ ROW_WEIGHT = "weight"
 SOURCE = "source"
 """Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
-MANIFEST_VERSION = 7
+MANIFEST_VERSION = 8
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
+
+_BEFORE_REFERENCES = 7
+"""Version that says nothing of the sizes of references; it is read too, unless samples have some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,8 @@ class PreparedDataset:
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if there are several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
+            shown.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -92,6 +101,7 @@ class PreparedDataset:
     root: str | None = None
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
+    references: ReferenceRule = field(default_factory=ReferenceRule)
     cache: CacheInfo | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -103,7 +113,7 @@ class PreparedDataset:
             root=self.root,
             other_roots=self.other_roots,
             conditions=self.conditions,
-            reference_multiples=self.spec.multiples,
+            references=self.references,
         )
 
     @property
@@ -131,6 +141,19 @@ class PreparedDataset:
         """Strides and patch of the model that the data set was prepared for."""
         return self.open_table.spec
 
+    def row_references(self, rule: ReferenceRule | None = None) -> RowReferences | None:
+        """Return the references of the rows, counted by a rule or by `references`; None if samples have none."""
+        if REFERENCE not in self.conditions:
+            return None
+        cells = list(column_batches(self.dataset, REFERENCE_SIZES))
+        counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
+        sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]
+        return RowReferences(
+            rule=self.references if rule is None else rule,
+            stored=np.concatenate(sides).reshape(-1, 3),
+            offsets=np.append(0, np.cumsum(np.concatenate(counts) // 3)),
+        )
+
     def file_names(self, rows: Sequence[int]) -> list[str]:
         """Return the paths of some rows' files, or `row N` for bytes without a path."""
         cells = self.dataset.select_columns([self.column]).with_format(None).select(rows)[self.column]
@@ -156,6 +179,7 @@ class PreparedDataset:
             "root": self.root and root_from(self.root, target),
             "other_roots": [root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
+            "references": asdict(self.references),
             "cache": None
             if self.cache is None
             else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
@@ -190,6 +214,7 @@ class PreparedDataset:
             root=manifest["root"] and read_root(manifest["root"], path),
             other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
+            references=read_rule(manifest),
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
@@ -216,19 +241,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         raise BucketingError(f"{folder} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    if manifest["version"] != MANIFEST_VERSION:
+    version, shown = manifest["version"], manifest.get("conditions", ())
+    if version == _BEFORE_REFERENCES and REFERENCE in shown:
         raise BucketingError(
-            f"{folder} has version {manifest['version']}, but this release reads version {MANIFEST_VERSION}; prepare "
-            "it again with scripts/prepare_dataset.py."
+            f"{folder} was prepared before the sizes of references became a column; prepare it again with "
+            "scripts/prepare_dataset.py."
+        )
+    if version not in (MANIFEST_VERSION, _BEFORE_REFERENCES):
+        raise BucketingError(
+            f"{folder} has version {version}, but this release reads version {MANIFEST_VERSION}; prepare it again "
+            "with scripts/prepare_dataset.py."
         )
     return manifest
+
+
+def read_rule(manifest: Mapping[str, Any]) -> ReferenceRule:
+    """Return the rule of references of a manifest, or that of folders that were written before there were any."""
+    before = {"multiples": read_open_table(manifest["open_table"]).spec.multiples}
+    return ReferenceRule(**manifest.get("references", before))
 
 
 def read_open_table(values: Mapping[str, Any]) -> OpenTable:
     """Make an open table of its fields as JSON values."""
     images = values["image_sizes"]
+    spec = {name: value for name, value in values["spec"].items() if name != "added_frames"}  # of version 7, always 0
     return OpenTable(
-        spec=LatentSpec(**values["spec"]),
+        spec=LatentSpec(**spec),
         image_sizes=None
         if images is None
         else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),

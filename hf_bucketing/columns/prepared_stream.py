@@ -6,7 +6,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError
 from ..files import complete_folder
+from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
 from .arrays import column_array
@@ -34,8 +36,17 @@ from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .preparation import CheckedSource, check_sources
-from .prepared import MANIFEST, MANIFEST_VERSION, STREAM, read_manifest, read_open_table, read_root, root_from
+from .preparation import CheckedSource, check_sources, shared_rule
+from .prepared import (
+    MANIFEST,
+    MANIFEST_VERSION,
+    STREAM,
+    read_manifest,
+    read_open_table,
+    read_root,
+    read_rule,
+    root_from,
+)
 from .settings import RowsConfig, SourceConfig
 from .shares import given_shares
 from .sources import bytes_in, find_rows
@@ -44,7 +55,7 @@ from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 _BATCH_ROWS = 8
 """Rows whose columns are computed at once, few because their files may be in memory."""
 
-_REPORTED = ("num_frames", "height", "width", "bucket_id", "rejection")
+_REPORTED = ("num_frames", "height", "width", "bucket_id", "rejection", REFERENCE_SIZES)
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -58,23 +69,30 @@ class StreamSample:
         row_bytes (`int`): Bytes of an average row in memory, that of its files included.
         buckets (mapping of `int` to `int`): Rows of each bucket.
         sizes (list of lists of `int`): Frames, height and width of the usable rows, each once.
+        references (list of lists of `int`): Sizes of the references of the usable rows, as they are stored, each once.
     """
 
     rows: int
     row_bytes: int
     buckets: Mapping[int, int]
     sizes: Sequence[Sequence[int]]
+    references: Sequence[Sequence[int]] = ()
 
     @classmethod
     def of(cls, columns: Columns, *, row_bytes: int) -> StreamSample:
-        """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`."""
+        """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`.
+
+        Where they have references, also by the array of lists `reference_sizes`.
+        """
         usable = columns["bucket_id"] >= 0
         sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
+        references = columns.get(REFERENCE_SIZES, np.empty((len(usable), 0)))
         return cls(
             rows=len(usable),
             row_bytes=row_bytes,
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
+            references=[[*cell] for cell in sorted({tuple(map(int, cell)) for cell in references[usable]})],
         )
 
 
@@ -119,6 +137,8 @@ class PreparedStream:
         open_table ([`OpenTable`]): Sizes of the rows in packs.
         num_shards (`int`): Files, or parts of files, that processes and workers share out.
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
+            shown.
     """
 
     parts: tuple[StreamPart, ...]
@@ -126,6 +146,7 @@ class PreparedStream:
     open_table: OpenTable
     num_shards: int
     sample: StreamSample
+    references: ReferenceRule = field(default_factory=ReferenceRule)
 
     column = MEDIA
     caption_column = CAPTION
@@ -205,6 +226,7 @@ class PreparedStream:
             "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
+            "references": asdict(self.references),
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
@@ -230,6 +252,7 @@ class PreparedStream:
             sample=StreamSample(
                 **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
             ),
+            references=read_rule(manifest),
         )
 
 
@@ -254,8 +277,8 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     )
 
 
-_FOLDERS = ("control_folder", "mask_folder")
-"""Settings that name folders beside the data set."""
+_FOLDERS = ("control_folder", "mask_folder", "reference_folder")
+"""Settings that name folders beside the data set, one or several."""
 
 
 def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -263,7 +286,7 @@ def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]
     values = flatten(part.source)
     local = is_local(part.source.dataset)
     for name in ("dataset", *_FOLDERS) if local else _FOLDERS:
-        values[name] = values[name] and os.path.relpath(values[name], folder)
+        values[name] = _with_paths(values[name], partial(os.path.relpath, start=folder))
     return {
         "local": local,
         "source": values,
@@ -285,16 +308,20 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
             "size_columns": ",".join(f"{name}={column}" for name, column in values.pop("sizes").items()) or None,
         }
     for name in ("dataset", *_FOLDERS) if part["local"] else _FOLDERS:
-        if values.get(name) is not None:
-            values[name] = os.path.abspath(os.path.join(folder, values[name]))
+        values[name] = _with_paths(values.get(name), lambda path: os.path.abspath(os.path.join(folder, path)))
     root = default_root(values["dataset"])
     if "root" in part:
         root = part["root"] and read_root(part["root"], Path(folder))
     return StreamPart(
-        source=build(RowsConfig, values | {name: Path(values[name]) for name in _FOLDERS if values.get(name)}),
+        source=build(RowsConfig, values | {name: _with_paths(values[name], Path) for name in _FOLDERS}),
         root=root,
         table=BucketTable.from_json(json.dumps(part["table"])),
     )
+
+
+def _with_paths(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a path, or each of a list of paths, changed; None for none."""
+    return list(map(change, value)) if isinstance(value, list) else value and change(value)
 
 
 def holds_stream(folder: str | os.PathLike[str]) -> bool:
@@ -330,7 +357,8 @@ def prepare_stream(
     check_same_conditions({name: source.config.conditions for name, source in checked.items()})
     table, ids = union_of_tables([source.table for source in checked.values()])
     found = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
-    columns = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    names = dict.fromkeys(name for part in found for name in part)
+    columns = {name: np.concatenate([part.get(name, _no_lists(part)) for part in found]) for name in names}
     first_rows = [source.loaded.first_rows for source in checked.values()]
     prepared = PreparedStream(
         parts=tuple(StreamPart(source.config, source.rows.root, source.table) for source in checked.values()),
@@ -338,6 +366,7 @@ def prepare_stream(
         open_table=configs[0].table.make_open(spec, table),
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
+        references=shared_rule(configs, spec),
     )
     return prepared, columns
 
@@ -345,7 +374,7 @@ def prepare_stream(
 def _columns_of(source: CheckedSource, new_ids: IntArray) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of the first rows of a source, with the buckets of the table of all sources."""
     dataset = source.rows.dataset
-    columns = {name: column_array(dataset, name) for name in _REPORTED}
+    columns = {name: column_array(dataset, name) for name in _REPORTED if name in dataset.column_names}
     if not (columns["bucket_id"] >= 0).any():
         reasons = ", ".join(f"{count} {label}" for label, count in count_rejections(columns["rejection"]).items())
         raise BucketingError(
@@ -356,6 +385,13 @@ def _columns_of(source: CheckedSource, new_ids: IntArray) -> dict[str, npt.NDArr
     files = paths_of(dataset, range(len(dataset)), source.rows.column)
     columns["file"] = np.array([file or "a row without a path" for file in files], object)
     return columns
+
+
+def _no_lists(columns: Columns) -> npt.NDArray[Any]:
+    """Return an empty list for each row, as the sizes of references of a source without any."""
+    lists = np.empty(len(columns["bucket_id"]), object)
+    lists[:] = [[] for _ in lists]
+    return lists
 
 
 def _row_bytes(rows: Dataset) -> int:

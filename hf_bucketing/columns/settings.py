@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..buckets.assignment import AssignmentRule
-from ..buckets.ladders import token_ladder
+from ..buckets.ladders import BUCKET_FRAMES, token_ladder
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
 from ..errors import BucketingError, ColumnError, FlagError
-from ..media.conditions import CONDITIONS
+from ..media.conditions import CONDITIONS, REFERENCE
+from ..media.references import ReferenceRule
 from ..settings import check_literals, marked, setting
 
 OnFileError = Literal["raise", "reject"]
@@ -76,7 +77,8 @@ class TableConfig:
         buckets (`str`, *optional*): Buckets in diffusers' form "height,width;height,width", in place of
             `bucket_tokens` (default: none).
         table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
-        bucket_frames (`list` of `int`): Numbers of frames that buckets have.
+        bucket_frames (`list` of `int`, *optional*): Numbers of frames that buckets have (default: 1 for models of
+            images, else 1,17,49,81).
         bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
             480,832;720,1280, or none (default: the model's own).
         aspect_step (`float`): Distance between aspect ratios of token buckets; 0.08 is 8 %, and a larger distance
@@ -95,9 +97,7 @@ class TableConfig:
     bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table")
     buckets: str | None = setting(None, one_of="table")
     table: Path | None = setting(None, one_of="table")
-    bucket_frames: list[int] = field(
-        default_factory=lambda: [1, 17, 49, 81], metadata={"parse": numbers, "argument": "frames"}
-    )
+    bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames")
     bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
     aspect_step: float = 0.08
     max_aspect_ratio: float = 2.5
@@ -116,17 +116,26 @@ class TableConfig:
         if sum(getattr(self, name) is not None for name in options) != 1:
             raise FlagError(f"Give one of --{options[0]}, --{options[1]} and --{options[2]}.")
 
+    @property
+    def frames(self) -> list[int]:
+        """Numbers of frames that buckets have."""
+        return self.bucket_frames or list(BUCKET_FRAMES)
+
+    def of_images(self, images_only: bool) -> TableConfig:
+        """Return these settings for a model: where it takes images alone, buckets have one frame by default."""
+        return replace(self, bucket_frames=[1]) if images_only and self.bucket_frames is None else self
+
     def make(self, spec: LatentSpec, *, native_sizes: Sequence[tuple[int, int]] = ()) -> BucketTable:
         """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels."""
         if self.buckets is not None:
-            table = BucketTable.parse(self.buckets, frames=self.bucket_frames)
+            table = BucketTable.parse(self.buckets, frames=self.frames)
         elif self.table is not None:
             table = BucketTable.from_json(self.table.read_text())
         else:
             table = token_ladder(
                 spec,
                 self.bucket_tokens or [],
-                frames=self.bucket_frames,
+                frames=self.frames,
                 sizes=native_sizes if self.bucket_sizes is None else self.bucket_sizes,
                 max_aspect_ratio=self.max_aspect_ratio,
                 aspect_step=self.aspect_step,
@@ -152,18 +161,24 @@ class BesideConfig:
             become the column control (default: none).
         mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
             (default: none).
+        reference_folder (`list` of `Path`, *optional*): Folders of references with the names of the media, or with
+            these names and a number, as clip_0.png and clip_1.png; their files become the lists of the column
+            reference, in the order of the folders, then of the numbers (default: none).
     """
 
     caption_extension: str | None = None
     missing_caption: str | None = None
     control_folder: Path | None = None
     mask_folder: Path | None = None
+    reference_folder: list[Path] | None = None
 
     @property
-    def companions(self) -> dict[str, str]:
-        """Folder of each column that is added."""
-        folders = {"control": self.control_folder, "mask": self.mask_folder}
-        return {column: str(folder) for column, folder in folders.items() if folder is not None}
+    def companions(self) -> dict[str, list[str]]:
+        """Folders of each column that is added; that of references may have several, all others have one."""
+        single = {"control": self.control_folder, "mask": self.mask_folder}
+        folders = {column: [str(folder)] for column, folder in single.items() if folder is not None}
+        shown = [str(folder) for folder in self.reference_folder or []]
+        return {**folders, REFERENCE: shown} if shown else folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +275,14 @@ class RowsConfig:
             frame.
         mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
             without a mask is learned as a whole.
-        reference_column (`str`, *optional*): Column of reference images, which keep their own size.
+        reference_column (`list` of `str`, *optional*): Columns of references: images, and for videos also videos,
+            which the model is shown beside the sample. A cell holds a file, a list of files or none; the files of
+            several columns follow one another (default: none).
+        reference_pixels (`int`, *optional*): Largest area of a reference in pixels, such as 1048576; larger ones are
+            made smaller, at their own shape (default: the area of their sample).
+        reference_downscale_factor (`int`, *optional*): References that lie over their sample, at this fraction of its
+            height and width, with its crop, flip and frames, as LTX in-context models take them: 1 or 2 (default:
+            references keep their own shape, uncropped).
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
             short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
             the caption within the dicts of a column json (default: found by its name).
@@ -293,8 +315,8 @@ class RowsConfig:
 
     Raises:
         BucketingError: If `on_error` and `on_caption_error` contradict each other, if `caption_template`, `clips`,
-            `clip_frames` or `size_columns` is not as described, if `repeats` or `weight` is not above 0, or both are
-            given.
+            `clip_frames`, `size_columns` or a setting of references is not as described, if `repeats` or `weight` is
+            not above 0, or both are given.
     """
 
     dataset: str
@@ -306,7 +328,9 @@ class RowsConfig:
     last_frame_column: str | None = None
     control_column: str | None = None
     mask_column: str | None = None
-    reference_column: str | None = None
+    reference_column: list[str] | None = None
+    reference_pixels: int | None = None
+    reference_downscale_factor: int | None = None
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
@@ -326,6 +350,9 @@ class RowsConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if isinstance(self.reference_column, str):
+            object.__setattr__(self, "reference_column", [self.reference_column])
+        self.reference_rule()
         if self.caption_template is not None:
             check_template(self.caption_template)
         if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
@@ -351,10 +378,28 @@ class RowsConfig:
         frames = longest if self.clip_frames is None else self.clip_frames
         return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
 
+    def reference_rule(self, spec: LatentSpec | None = None) -> ReferenceRule:
+        """Return the rule of the sizes of references, in whole tokens of a model or in pixels.
+
+        Raises:
+            BucketingError: If both an area and a factor are given, or one is below 1.
+        """
+        if self.reference_pixels is not None and self.reference_downscale_factor is not None:
+            raise BucketingError(
+                "Give `reference_pixels`, or `reference_downscale_factor` for references that lie over their samples, "
+                "not both."
+            )
+        return ReferenceRule(
+            max_pixels=self.reference_pixels,
+            downscale_factor=self.reference_downscale_factor,
+            multiples=(1, 1) if spec is None else spec.multiples,
+        )
+
     @property
     def conditions(self) -> dict[str, str]:
-        """Column of each condition that is given."""
+        """Column of each condition that is given; those of references are separated by commas."""
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
+        columns[REFERENCE] = None if self.reference_column is None else ",".join(self.reference_column)
         given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
         return {**{name: name for name in self.beside.companions}, **given}
 

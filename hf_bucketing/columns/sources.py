@@ -87,7 +87,7 @@ def load_source(
     caption_column: str | None = None,
     caption_extension: str | None = None,
     missing_caption: str | None = None,
-    companions: Mapping[str, str] | None = None,
+    companions: Mapping[str, str | Sequence[str]] | None = None,
     streaming: bool = False,
 ) -> MediaDataset:
     """Load a data set from a file, a folder, a URL or the hub, and recognise its layout.
@@ -119,8 +119,10 @@ def load_source(
         caption_extension (`str`, *optional*): Ending of the caption files beside media, by default `.txt`. Giving it
             also chooses this layout where another could be meant.
         missing_caption (`str`, *optional*): Caption of media without a caption file, in that layout.
-        companions (mapping of `str` to `str`, *optional*): Folder, for each column to add, of files that have the
-            stems of the media, such as `{"control": "clips/control"}`; for the layout of caption files beside media.
+        companions (mapping of `str` to `str` or `list` of `str`, *optional*): Folder, for each column to add, of
+            files that have the stems of the media, such as `{"control": "clips/control"}`; of the column `reference`
+            one or several folders, whose files may also have these stems and a number, as `clip_0.png`. For the
+            layout of caption files beside media.
         streaming (`bool`): Whether the rows are a stream, an `IterableDataset`, which is read while it is used. Its
             columns are found by its first rows.
 
@@ -140,7 +142,10 @@ def load_source(
             caption_column=caption_column,
             caption_extension=caption_extension,
             missing_caption=missing_caption,
-            companions=companions or {},
+            companions={
+                name: [folders] if isinstance(folders, str) else folders
+                for name, folders in (companions or {}).items()
+            },
             streaming=streaming,
         )
     )

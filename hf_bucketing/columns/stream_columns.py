@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..buckets.assignment import REJECTED_BUCKET
+from ..media.conditions import REFERENCE, all_columns, columns_of
+from ..media.references import REFERENCE_SIZES
 from ..media.remote import is_url
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, MediaColumns
 from .buckets import BucketColumns
@@ -73,7 +75,9 @@ class StreamColumns:
             named = read_size_columns(config.size_columns)
             fps = config.target_fps if "fps" in named else None
             sizes = ExistingMetadata(**named, target_fps=fps, on_error=on_error, media_column=column)
-        files = MediaColumns(column=column, root=root, conditions=config.conditions)
+        files = MediaColumns(
+            column=column, root=root, conditions=config.conditions, references=config.reference_rule()
+        )
         clips = config.clip_rule(1)
         return cls(
             captions=CaptionTexts(
@@ -103,7 +107,7 @@ class StreamColumns:
     def input_columns(self) -> tuple[str, ...]:
         """Columns that are read, those that not every row has included."""
         files = self.conditions.files
-        return (files.column, *files.conditions.values(), *self.captions.columns, *self.sizes.input_columns)
+        return (files.column, *all_columns(files.conditions), *self.captions.columns, *self.sizes.input_columns)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the columns for a batch of rows.
@@ -120,8 +124,8 @@ class StreamColumns:
     def _columns(self, batch: Mapping[str, Sequence[Any]], faults: Faults) -> dict[str, Any]:
         files = self.conditions.files
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        named = (files.column, *files.conditions.values())
-        columns: dict[str, Any] = {name: [named_cell(row.get(name), row) for row in rows] for name in named}
+        named = (files.column, *all_columns(files.conditions))
+        columns: dict[str, Any] = {name: [_named_files(row.get(name), row) for row in rows] for name in named}
         for name in (*self.input_columns, SCENE_START, SCENE_END):
             columns.setdefault(name, [row.get(name) for row in rows])
         read = self.sizes.sizes if isinstance(self.sizes, ExistingMetadata) else self.sizes
@@ -134,10 +138,11 @@ class StreamColumns:
         columns |= self.conditions(columns, faults.report)
         assigned: Any = self.buckets(columns)
         media, captions = columns[files.column], columns[self.captions.columns[0]]
-        shown = {MEDIA: media, **{name: columns[column] for name, column in files.conditions.items()}}
-        kept = [
-            name for name in (*SIZES, "num_frames_estimated", CLIP_START, CLIP_END, REGULARIZATION) if name in columns
-        ]
+        shown = {MEDIA: media}
+        for name, column in files.conditions.items():
+            shown[name] = _lists_of_files(files, columns) if name == REFERENCE else columns[column]
+        others = ("num_frames_estimated", CLIP_START, CLIP_END, REGULARIZATION, REFERENCE_SIZES)
+        kept = [name for name in (*SIZES, *others) if name in columns]
         times = zip(*(columns.get(name, [None] * len(media)) for name in (CLIP_START, CLIP_END)), strict=True)
         return {
             **shown,
@@ -146,6 +151,18 @@ class StreamColumns:
             **{name: values.tolist() for name, values in assigned.items()},
             "index": [*map(index_of, media, captions, times)],
         }
+
+
+def _named_files(cell: Any, row: Mapping[str, Any]) -> Any:
+    """Return a cell, or each file of a list of files, with a name for its bytes, see [`named_cell`]."""
+    return [named_cell(file, row) for file in cell] if isinstance(cell, list) else named_cell(cell, row)
+
+
+def _lists_of_files(files: MediaColumns, columns: Mapping[str, Sequence[Any]]) -> list[list[Any]]:
+    """Return the references of each row of a batch, whatever columns they are in."""
+    named = columns_of(REFERENCE, files.conditions[REFERENCE])
+    cells = (dict(zip(named, values, strict=True)) for values in zip(*(columns[name] for name in named), strict=True))
+    return [[file for _, file in files.cells(REFERENCE, row)] for row in cells]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +183,14 @@ class OneOfSources:
     conditions: tuple[str, ...]
     bucket_ids: tuple[int, ...] | None
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the columns for a batch of rows."""
         count = len(batch[MEDIA])
-        columns: dict[str, list[Any]] = {SOURCE: [self.number] * count}
+        columns: dict[str, Any] = {SOURCE: [self.number] * count}
         for name in (MEDIA, *self.conditions):
-            columns[name] = [self._whole_path(cell) for cell in batch.get(name, [None] * count)]
+            columns[name] = [self._whole_paths(cell) for cell in batch.get(name, [None] * count)]
+        if REFERENCE in self.conditions:
+            columns[REFERENCE_SIZES] = batch.get(REFERENCE_SIZES, [[]] * count)
         if self.bucket_ids is not None:
             ids = (*self.bucket_ids, REJECTED_BUCKET)  # a rejected row's bucket, −1, is the last entry
             columns["bucket_id"] = [ids[bucket] for bucket in batch["bucket_id"]]
@@ -179,7 +198,9 @@ class OneOfSources:
             columns["index"] = [_digest([self.name.encode(), str(index).encode()]) for index in batch["index"]]
         return columns
 
-    def _whole_path(self, cell: Any) -> Any:
+    def _whole_paths(self, cell: Any) -> Any:
+        if isinstance(cell, list):
+            return [self._whole_paths(file) for file in cell]
         relative = isinstance(cell, str) and not is_url(cell) and not os.path.isabs(cell)
         return f"{self.root}/{cell}" if relative and self.root is not None else cell
 

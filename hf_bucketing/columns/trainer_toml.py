@@ -6,10 +6,11 @@ Checked with sd-scripts 48d368fa (library/config_util.py, library/train_util.py)
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +30,14 @@ _TABLES = ("image_jsonl_file", "video_jsonl_file")
 _PATHS = ("image_directory", "video_directory", "image_dir", "path", *_TABLES)
 """Keys that hold the path of a source: of musubi-tuner, sd-scripts, diffusion-pipe, musubi-tuner."""
 
-_FOLDERS = {
-    "control_directory": "control",
-    "control_path": "control",
-    "conditioning_data_dir": "control",
-    "mask_path": "mask",
-}
+_FOLDERS = {"control_directory": "control", "conditioning_data_dir": "control", "mask_path": "mask"}
 """Keys of folders with files that have the stems of the media."""
+
+_REFERENCE_FOLDERS = ("control_directory", "control_path")
+"""Keys of folders of references: of musubi-tuner, where the samples are images, and of diffusion-pipe."""
+
+_CONTROL = re.compile(r"control_path(?:_(\d+))?")
+"""Columns of controls or references in tables of musubi-tuner."""
 
 _JOINTS = {"image_dir": " "}
 """What joins prefix, caption and suffix, by the key of the source's path: a space in sd-scripts, nothing elsewhere."""
@@ -51,7 +53,7 @@ _CAPTION = "{caption}"
 
 _CLIPS = ("frame_extraction", "frame_stride", "frame_sample")
 _CAPTIONS = ("caption_prefix", "caption_suffix")
-_READ = {*_PATHS, *_FOLDERS, *_CLIPS, *_CAPTIONS}
+_READ = {*_PATHS, *_FOLDERS, *_REFERENCE_FOLDERS, *_CLIPS, *_CAPTIONS, "control_resolution"}
 _READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets", "is_reg"}
 
 _BUCKETS = "sizes come from the bucket table: give `bucket_tokens`, `buckets` or `table`"
@@ -172,12 +174,7 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
         extension = table.get("caption_extension", _SD_SCRIPTS_EXTENSION if key == "image_dir" else None)
         values |= {"caption_extension": extension} if extension else {}
         values |= {"missing_caption": table["class_tokens"]} if table.get("class_tokens") else {}
-    elif "control_path" in column_names(Path(values["dataset"])):
-        values["control_column"] = "control_path"
-    for folder_key, column in _FOLDERS.items():
-        if folder_key in table:
-            values[f"{column}_folder"] = _existing(table[folder_key], folder, name)
-            values[f"{column}_column"] = column
+    values |= _shown(table, key, values["dataset"], lambda path: _existing(path, folder, name))
     joint = _JOINTS.get(key, "")
     parts = (table.get("caption_prefix"), _CAPTION, table.get("caption_suffix"))
     template = joint.join(part for part in parts if part)
@@ -188,6 +185,33 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
     values |= {"bucket_frames": list(frames)} if frames else {}
     if key in _VIDEOS and (clips := _clips(table, name)):
         values["clips"] = clips
+    return values
+
+
+def _shown(table: Mapping[str, Any], key: str, dataset: str, find: Callable[[Any], str]) -> dict[str, Any]:
+    """Return the settings of controls, masks and references of a source.
+
+    Controls of images, which musubi-tuner has for edit models alone, are references, and so are those that are
+    numbered, and those of diffusion-pipe; controls of videos lie over them frame by frame.
+    """
+    values: dict[str, Any] = {}
+    are_references = key not in _VIDEOS
+    if key in _TABLES:
+        found = sorted(filter(_CONTROL.fullmatch, column_names(Path(dataset))), key=lambda name: (len(name), name))
+        if found == ["control_path"] and not are_references:
+            values["control_column"] = "control_path"
+        elif found:
+            values["reference_column"] = found
+    for folder_key in _REFERENCE_FOLDERS:
+        if folder_key in table and are_references:
+            folders = table[folder_key] if isinstance(table[folder_key], list) else [table[folder_key]]
+            values |= {"reference_folder": [Path(find(path)) for path in folders], "reference_column": ["reference"]}
+    for folder_key, column in _FOLDERS.items():
+        if folder_key in table and not (are_references and folder_key in _REFERENCE_FOLDERS):
+            values |= {f"{column}_folder": find(table[folder_key]), f"{column}_column": column}
+    if "control_resolution" in table and "reference_column" in values:
+        sides = table["control_resolution"]
+        values["reference_pixels"] = math.prod(sides) if isinstance(sides, list) else sides**2
     return values
 
 

@@ -33,6 +33,7 @@ PATHS = frozenset(
         "init_from_adapters",
         "cost_model",
         "validation_images",
+        "validation_references",
         "dataset_dir",
         "validation_dataset_dir",
         "output_dir",
@@ -42,6 +43,7 @@ PATHS = frozenset(
         "table",
         "control_folder",
         "mask_folder",
+        "reference_folder",
         "runs",
     }
 )

@@ -43,6 +43,16 @@ def _shown(default: Any) -> str:
     return text.replace("%", "%%")
 
 
+class _Several(argparse.Action):
+    """Keep all values of a flag that takes several, also where it is repeated, in place of those of a file."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        assert isinstance(parser, FlagParser)
+        earlier = getattr(namespace, self.dest) if self.dest in parser.given_lists else []
+        setattr(namespace, self.dest, [*earlier, *values])
+        parser.given_lists.add(self.dest)
+
+
 class _ConfigRule(NamedTuple):
     """What a script takes of a file of settings; the arguments of [`FlagParser.add_config`]."""
 
@@ -66,6 +76,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, description: str | None, *kinds: type) -> None:
         self._arguments: dict[str, str] = {}
         self._config: _ConfigRule | None = None
+        self.given_lists: set[str] = set()
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         for kind in kinds:
             self.add_settings(kind)
@@ -97,7 +108,7 @@ class FlagParser(argparse.ArgumentParser):
                 groups[setting.owner] = self.add_argument_group(title)
             options = _options(setting)
             if setting.name in several:
-                options |= {"nargs": "+", "required": False, "default": None}
+                options |= {"nargs": "+", "action": _Several, "required": False, "default": None}
             groups[setting.owner].add_argument(f"--{setting.name}", **options)
             if "argument" in setting.metadata:
                 self._arguments[setting.metadata["argument"]] = f"--{setting.name}"
@@ -152,6 +163,7 @@ class FlagParser(argparse.ArgumentParser):
             FlagError: On a missing flag, a wrong value, or an unknown flag; the message names the nearest flag, or the
                 new name of a renamed one.
         """
+        self.given_lists.clear()
         given = [str(word) for word in (sys.argv[1:] if args is None else args)]
         words = given[: given.index("--")] if "--" in given else given
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
@@ -277,7 +289,7 @@ def _options(setting: Setting) -> dict[str, Any]:
     if hint is bool:
         return {**options, "nargs": "?", "const": True, "type": _boolean, "metavar": "true|false"}
     if get_origin(hint) is list:
-        return {**options, "nargs": "+", "type": get_args(hint)[0]}
+        return {**options, "nargs": "+", "action": _Several, "type": get_args(hint)[0]}
     return {**options, "type": hint}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import PlanError, explains_arguments
-from ..plans.buckets import BucketPlanConfig, plan_buckets
+from ..media.row_references import BucketParts, RowReferences
+from ..plans.buckets import BucketPlanConfig, plan_buckets, row_weights
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
 from ..plans.rows import column_of
@@ -50,11 +50,14 @@ class BucketBatchSampler(PlannedBatchSampler):
             sample's own.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
+        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
+            rows, whose tokens count like the sample's own. A batch then holds rows of one bucket whose references have
+            equal sizes too. Needs `spec`.
 
     Raises:
         PlanError: On settings that `BucketPlanConfig` refuses, a setting beside `config`, if the ids are another
             table's, one is not in the table, a sample exceeds a limit, `weights` names a bucket that the table lacks,
-            or `remainder="catch_all"` has no base bucket or one of too many frames.
+            or `remainder="catch_all"` has no base bucket, one of too many frames, or references of several sizes.
     """
 
     config: BucketPlanConfig
@@ -76,6 +79,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         weights: npt.ArrayLike | Mapping[int, float] | None = None,
         longest_first: bool = False,
         rejection: npt.ArrayLike | None = None,
+        references: RowReferences | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
@@ -84,6 +88,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
         check_at_least(0, self, "text_tokens", error=PlanError)
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
+        self.parts = None if references is None else self._divided(references)
         config = chosen_config(
             BucketPlanConfig,
             config,
@@ -96,6 +101,11 @@ class BucketBatchSampler(PlannedBatchSampler):
             evaluation=evaluation,
         )
         if config.base is not None or config.remainder == "catch_all":
+            if self.parts is not None:
+                raise PlanError(
+                    '`remainder="catch_all"` stacks what is left of all buckets, but references of several sizes '
+                    'cannot be stacked; give `remainder="short"`.'
+                )
             if config.base not in (None, self._base()):
                 raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
             config = replace(config, base=self._base())
@@ -109,22 +119,52 @@ class BucketBatchSampler(PlannedBatchSampler):
         )
         if self.longest_first and self.spec is None:
             raise PlanError("`longest_first` counts tokens: pass spec=LatentSpec(…).")
-        weighted = self.weights if isinstance(self.weights, Mapping) else ()
-        unknown = [bucket for bucket in weighted if not 0 <= bucket < _end(table)]
-        if unknown:
-            raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(table) - 1}.")
+        if isinstance(self.weights, Mapping):
+            unknown = [bucket for bucket in self.weights if not 0 <= bucket < _end(table)]
+            if unknown:
+                raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(table) - 1}.")
+            if self.parts is not None:
+                self.weights = row_weights(self.bucket_ids.astype(np.int64), self.weights)
         usable = has_bucket(self.bucket_ids)
         warn_of_rejected(bucket_ids, usable, rejection=rejection, process_index=self.process_index)
 
     def _solved(self, config: BucketPlanConfig) -> BucketPlanConfig:
         """Return the settings with the batch size of each bucket that occurs in place of the limits."""
-        if not config.limited:
+        if not config.limited and (self.parts is None or isinstance(config.batch_size, int)):
             return config
-        present = np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64)
-        present = present if config.base is None else np.union1d(present, [config.base])
-        sizes = config.solved_sizes(present, table=self.table, spec=self.spec, text_tokens=self.text_tokens)
+        present = self._present if config.base is None else np.union1d(self._present, [config.base])
+        buckets, shown = self._of_parts(present)
+        sizes = config.solved_sizes(buckets, table=self.table, spec=self.spec, text_tokens=shown + self.text_tokens)
         by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
         return replace(config, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
+
+    def _divided(self, references: RowReferences) -> BucketParts:
+        """Return the buckets divided by the sizes of references."""
+        if self.spec is None:
+            raise PlanError("`references` counts tokens: pass spec=LatentSpec(…).")
+        if len(references.counts) != len(self.bucket_ids):
+            raise PlanError(
+                f"`references` are those of {len(references.counts)} rows, but there are {len(self.bucket_ids)} "
+                "`bucket_ids`; give both for the same rows."
+            )
+        return references.parts(self.bucket_ids, table=self.table, spec=self.spec)
+
+    @property
+    def _planned_ids(self) -> IntArray:
+        """What a batch has in common, `(n,)`: the bucket of each row, or the part of it."""
+        return self.bucket_ids.astype(np.int64) if self.parts is None else self.parts.ids
+
+    @property
+    def _present(self) -> IntArray:
+        """Buckets that occur, or parts of them, in rising order."""
+        ids = self._planned_ids
+        return np.unique(ids[has_bucket(ids)])
+
+    def _of_parts(self, parts: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the buckets of parts, and the tokens of a row's references in each."""
+        if self.parts is None:
+            return parts, np.zeros_like(parts)
+        return self.parts.bucket_ids[parts], self.parts.shown_tokens[parts]
 
     def _base(self) -> int:
         """Return the bucket of mixed batches; every sample must have as many frames as it."""
@@ -147,14 +187,23 @@ class BucketBatchSampler(PlannedBatchSampler):
             )
         return base
 
-    def _costs(self, bucket_ids: IntArray) -> IntArray | FloatArray:
-        """Return the cost of a sample of each bucket and its text, or their tokens without a cost model."""
+    def _costs(self, parts: IntArray) -> IntArray | FloatArray:
+        """Return the cost of a sample of each bucket, or part of one, and its text; tokens without a cost model."""
         assert self.spec is not None, "longest_first needs it"
-        tokens = self.table.num_tokens(bucket_ids, spec=self.spec) + self.text_tokens
+        buckets, shown = self._of_parts(parts)
+        tokens = self.table.num_tokens(buckets, spec=self.spec) + shown + self.text_tokens
         return tokens if self.config.cost_model is None else self.config.cost_model.cost(tokens)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
-        return partial(plan_buckets, self.bucket_ids, self.config)
+        return self._plan_parts
+
+    def _plan_parts(self, **epoch: Any) -> EpochPlan:
+        """Plan an epoch of batches whose rows can be stacked, labelled by their buckets."""
+        plan = plan_buckets(self._planned_ids, self.config, **epoch)
+        labels = plan.bucket_ids.copy()
+        of_bucket = has_bucket(labels)
+        labels[of_bucket], _ = self._of_parts(labels[of_bucket].astype(np.int64))
+        return replace(plan, bucket_ids=labels)
 
     @property
     def _equal_epochs(self) -> bool:
@@ -163,15 +212,17 @@ class BucketBatchSampler(PlannedBatchSampler):
         return weights is None or bool(np.all(np.mod(list(weights), 1) == 0))
 
     def _sample_costs(self, plan: EpochPlan, epoch: int) -> IntArray | FloatArray:
-        of_batch = np.repeat(plan.bucket_ids, np.diff(plan.offsets))
-        return self._costs(np.where(has_bucket(of_batch), of_batch, self.bucket_ids[plan.indices]))
+        ids = self._planned_ids[plan.indices]
+        if self.config.base is not None:  # rows of any bucket take its size in its batches
+            of_base = np.repeat(plan.bucket_ids == self.config.base, np.diff(plan.offsets))
+            ids = np.where(of_base, self.config.base, ids)
+        return self._costs(ids)
 
     def _columns(self) -> dict[str, object]:
-        columns = {"rows": self.bucket_ids, "table": self.table.fingerprint}
+        columns = {"rows": self._planned_ids, "table": self.table.fingerprint}
         if not self.longest_first:
             return columns
-        costs = self._costs(np.unique(self.bucket_ids[has_bucket(self.bucket_ids)]).astype(np.int64))
-        return {**columns, "costs": costs}  # they decide which step comes first
+        return {**columns, "costs": self._costs(self._present)}  # they decide which step comes first
 
     def check_tables(self, loader: Any) -> None:
         """Raise PlanError if a loader's `bucket_id` column or its collator belongs to another table."""

@@ -16,6 +16,8 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
+from ..media.conditions import all_columns
+from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
@@ -24,6 +26,9 @@ from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
 from .state import epoch_number
+
+BUCKET_PART = "bucket_part"
+"""Column of the part of its bucket that a row belongs to, where the sizes of references divide buckets."""
 
 PLANNED = "planned_index"
 """List of a batch whose unreadable samples are replaced: the `index` of each row that the sampler drew."""
@@ -57,10 +62,10 @@ class MediaCollator:
         root (`str`, *optional*): Folder or URL that relative paths start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources of a data set that has several.
         conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
-            `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, see
-            [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
-        reference_multiples (`tuple[int, int]`): Pixels per token along height and width, `spec.multiples`:
-            references are resized to whole tokens.
+            `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, or
+            with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
+            shown.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -75,7 +80,7 @@ class MediaCollator:
     root: str | None = None
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
-    reference_multiples: tuple[int, int] = (1, 1)
+    references: ReferenceRule = field(default_factory=ReferenceRule)
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
@@ -86,7 +91,7 @@ class MediaCollator:
             root=self.root,
             other_roots=self.other_roots,
             conditions=self.conditions,
-            reference_multiples=self.reference_multiples,
+            references=self.references,
         )
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -108,7 +113,7 @@ class MediaCollator:
             ColumnError: If a needed column is missing.
             MediaError: If a file cannot be decoded; the message names the row.
         """
-        require(rows[0], [self.column, "num_frames", "fps", *self.conditions.values()])
+        require(rows[0], [self.column, "num_frames", "fps", *all_columns(self.conditions)])
         if self.caption_column is not None:
             require(rows[0], [self.caption_column])
         found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
@@ -228,8 +233,9 @@ class BucketCollator(MediaCollator):
         return self.table.base
 
     def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
-        """Return the rows of the same bucket."""
-        return np.flatnonzero(replacements.column("bucket_id") == int(row["bucket_id"]))
+        """Return the rows of the same bucket, or of the same part of it."""
+        name = BUCKET_PART if BUCKET_PART in row else "bucket_id"
+        return np.flatnonzero(replacements.column(name) == int(row[name]))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; errors as in `load` and `target`."""

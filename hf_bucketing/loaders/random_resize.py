@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ..buckets.arrays import BoolArray, IntArray, whole_column
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
+from ..media.row_references import RowReferences
 from ..randomness import Purpose, generator
 
 
@@ -58,26 +59,44 @@ class RandomResize:
         return [Size(*map(int, size)) for size in zip(*self.spec.snap_arrays(frames, *drawn), strict=True)]
 
     def token_counter(
-        self, *, num_frames: npt.ArrayLike, height: npt.ArrayLike, width: npt.ArrayLike, index: npt.ArrayLike
+        self,
+        *,
+        num_frames: npt.ArrayLike,
+        height: npt.ArrayLike,
+        width: npt.ArrayLike,
+        index: npt.ArrayLike,
+        references: RowReferences | None = None,
     ) -> Callable[[int], IntArray]:
         """Return a function from an epoch to the tokens of each row, of shape `(n,)`, for the sampler's `num_tokens`.
 
-        Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns.
+        Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns, and the
+        references of its rows, whose tokens count too.
         """
         columns = [whole_column(column, np.int64) for column in (num_frames, height, width)]
         usable = np.minimum.reduce(columns) >= 1
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
         indices = whole_column(index, np.int64)
         # A saved state compares what a partial holds; of a nested function it would compare the code too.
-        return partial(self._tokens, usable, frames, heights, widths, indices)
+        return partial(self._tokens, usable, frames, heights, widths, indices, references)
 
     def _tokens(
-        self, usable: BoolArray, frames: IntArray, heights: IntArray, widths: IntArray, indices: IntArray, epoch: int
+        self,
+        usable: BoolArray,
+        frames: IntArray,
+        heights: IntArray,
+        widths: IntArray,
+        indices: IntArray,
+        references: RowReferences | None,
+        epoch: int,
     ) -> IntArray:
         """Return the tokens of each row in an epoch, 0 for rows that are not usable."""
         drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
-        t, h, w = self.spec.grid_of(*self.spec.snap_arrays(frames, *drawn))
-        return np.where(usable, t * h * w, 0)
+        whole = self.spec.snap_arrays(frames, *drawn)
+        t, h, w = self.spec.grid_of(*whole)
+        tokens = t * h * w
+        if references is not None:
+            tokens += references.num_tokens(np.stack(whole, 1), spec=self.spec)
+        return np.where(usable, tokens, 0)
 
     def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
         """Return drawn heights and widths; index i uses the numbers 2i and 2i + 1 of the epoch's stream."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..errors import MediaError
 
 ConditionName: TypeAlias = Literal["first_frame", "last_frame", "control", "mask", "reference"]
-"""An image (`first_frame`, `last_frame`, `reference`), or an image or video (`control`, `mask`), in a column."""
+"""An image (`first_frame`, `last_frame`), or an image or video (`control`, `mask`), in a column; or any number of them
+(`reference`), in one or several columns of files or of lists of files."""
 
 CONDITIONS: tuple[ConditionName, ...] = get_args(ConditionName)
 
@@ -15,13 +17,35 @@ MASK: ConditionName = "mask"
 """The condition that every model takes, because it weighs the loss: white is learned. A sample may lack it."""
 
 REFERENCE: ConditionName = "reference"
-"""The condition that keeps its own size; all others lie over the sample, pixel by pixel."""
+"""The condition of which a sample has any number of files, whose sizes a `ReferenceRule` chooses.
+
+All others are one file per sample, and lie over it pixel by pixel.
+"""
 
 FRAME_BY_FRAME: tuple[ConditionName, ...] = ("control", "mask")
 """Conditions that have all frames of the sample; an image serves every frame."""
 
+MOVING: tuple[ConditionName, ...] = (*FRAME_BY_FRAME, REFERENCE)
+"""Conditions that may be videos, which are shown at the times of their sample."""
+
 _LATEST = 0.5
 """How long the last frame of a video is certainly shown, in frames, see `media.decode`."""
+
+
+def columns_of(condition: str, columns: str) -> tuple[str, ...]:
+    """Return the columns of a condition: of references several, separated by commas, of all others one."""
+    return tuple(columns.split(",")) if condition == REFERENCE else (columns,)
+
+
+def all_columns(conditions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the columns of all conditions, each once.
+
+    Example:
+        >>> all_columns({"mask": "mask", "reference": "person,coat"})
+        ('mask', 'person', 'coat')
+    """
+    columns = (column for name, named in conditions.items() for column in columns_of(name, named))
+    return tuple(dict.fromkeys(columns))
 
 
 def is_missing(cell: Any) -> bool:
@@ -31,14 +55,14 @@ def is_missing(cell: Any) -> bool:
 
 def check_kind(name: str, path: str, *, still: bool, sample_is_image: bool) -> None:
     """Raise MediaError for a video where an image is needed."""
-    if still or (name in FRAME_BY_FRAME and not sample_is_image):
+    if still or (name in MOVING and not sample_is_image):
         return
-    needed = "an image too, as its sample is one" if name in FRAME_BY_FRAME else "an image"
+    needed = "an image too, as its sample is one" if name in MOVING else "an image"
     raise MediaError(f"The {name} {path} is a video, but it must be {needed}.")
 
 
 def check_shape(name: str, path: str, *, size: tuple[int, int], sample: tuple[int, int]) -> None:
-    """Raise MediaError if a condition has another aspect ratio than its sample, but for rounding sides by a pixel.
+    """Raise MediaError if what lies over a sample has another aspect ratio, but for rounding sides by a pixel.
 
     Args:
         name (`str`): Name of the condition.
@@ -47,7 +71,7 @@ def check_shape(name: str, path: str, *, size: tuple[int, int], sample: tuple[in
         sample (`tuple[int, int]`): Height and width of the sample's file.
     """
     (height, width), (sample_height, sample_width) = size, sample
-    if name != REFERENCE and abs(width * sample_height - height * sample_width) > sample_height + sample_width:
+    if abs(width * sample_height - height * sample_width) > sample_height + sample_width:
         raise MediaError(
             f"The {name} {path} has {width}×{height} pixels, but its sample {sample_width}×{sample_height}: it would "
             "be distorted, as it must lie over the sample. Write it with the sample's aspect ratio."
@@ -55,9 +79,9 @@ def check_shape(name: str, path: str, *, size: tuple[int, int], sample: tuple[in
 
 
 def check_length(
-    name: str, path: str, *, num_frames: int, fps: float, first: float, seconds: float, step: float, is_clip: bool
+    name: str, path: str, *, num_frames: int, fps: float, first: float, seconds: float, step: float, longer: bool
 ) -> None:
-    """Raise MediaError if a video of a condition ends before its sample, or goes further than it.
+    """Raise MediaError if a video of a condition ends before its sample, or continues after it.
 
     Args:
         name (`str`): Name of the condition.
@@ -67,12 +91,12 @@ def check_length(
         first (`float`): Second of the file at which the sample begins.
         seconds (`float`): Seconds from the sample's first frame to its last.
         step (`float`): Seconds per frame of the sample.
-        is_clip (`bool`): Whether the sample is a clip of a longer video, which the condition may show whole.
+        longer (`bool`): Whether it may be longer, as where the sample is a clip of a video that it shows whole.
     """
     length = f"The {name} {path} has {num_frames} frames at {fps:g} fps"
     if (num_frames - _LATEST) / fps <= first + seconds:
         raise MediaError(f"{length}, but the last frame of its sample is shown at {first + seconds:.3f} s.")
-    if not is_clip and (num_frames - 1) / fps >= seconds + 2 * step:
+    if not longer and (num_frames - 1) / fps >= seconds + 2 * step:
         raise MediaError(
             f"{length}, but its sample ends at {seconds + step:.3f} s; a condition has its sample's length."
         )

@@ -37,12 +37,18 @@ class ReferenceRule:
     multiples: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))
         if min(1 if number is None else number for number in (self.max_pixels, self.downscale_factor)) < 1:
             raise BucketingError(f"The largest area and the factor of references must be at least 1, got {self}.")
         if None not in (self.max_pixels, self.downscale_factor):
             raise BucketingError(
                 "References have a largest area or lie over their sample (downscale_factor), not both."
             )
+
+    @property
+    def lie_over(self) -> bool:
+        """Whether references lie over their sample, pixel by pixel."""
+        return self.downscale_factor is not None
 
     def sizes(self, stored: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
         """Return frames, height and width in which references are shown, `(k, 3)`.

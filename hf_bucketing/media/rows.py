@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from ..buckets.sizes import Size
 from ..errors import MediaError
-from .conditions import MASK, is_missing
+from .conditions import MASK, REFERENCE, columns_of, is_missing
 from .probe import MediaInfo
+from .references import REFERENCE_SIZES, ReferenceRule
 from .source import MediaSource
 from .views import View, ViewRule
 
@@ -30,17 +31,20 @@ class FileSample:
     Attributes:
         source ([`MediaSource`]): The file.
         view ([`View`]): Frames, size, crop and flip.
-        conditions (mapping of `str` to [`MediaSource`]): Files of what the model is shown beside the text; None for a
-            mask that the sample lacks.
-        reference_multiples (`tuple[int, int]`): Numbers of which height and width of a reference become multiples.
+        conditions (mapping of `str` to [`MediaSource`]): Files of what the model is shown beside the text: None for a
+            mask that the sample lacks, a tuple of any number of files for `reference`.
+        references ([`ReferenceRule`]): Rule of the sizes in which references are shown.
         row ([`MediaInfo`], *optional*): Size, frames and frame rate that the row has, by which the view was chosen.
+        reference_sizes (`list` of `int`, *optional*): Frames, height and width of one reference after another that the
+            row has, by which their tokens were counted.
     """
 
     source: MediaSource
     view: View
-    conditions: Mapping[str, MediaSource | None] = field(default_factory=dict)
-    reference_multiples: tuple[int, int] = (1, 1)
+    conditions: Mapping[str, MediaSource | tuple[MediaSource, ...] | None] = field(default_factory=dict)
+    references: ReferenceRule = field(default_factory=ReferenceRule)
     row: MediaInfo | None = None
+    reference_sizes: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +55,16 @@ class MediaColumns:
         column (`str`): Media column: paths, bytes, or dictionaries of both (`Image(decode=False)`).
         root (`str`, *optional*): Folder or URL that relative paths start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources of a data set that has several.
-        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
-        reference_multiples (`tuple[int, int]`): Pixels per token along height and width, see
-            [`LatentSpec`][hf_bucketing.LatentSpec]: references are resized to whole tokens.
+        conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`; of
+            references also several, separated by commas, whose files follow one another.
+        references ([`ReferenceRule`]): Rule of the sizes in which references are shown.
     """
 
     column: str
     root: str | None = None
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
-    reference_multiples: tuple[int, int] = (1, 1)
+    references: ReferenceRule = field(default_factory=ReferenceRule)
 
     def source(self, cell: Any, *, name: str) -> MediaSource:
         """Return the file that a cell of one of the columns names, see [`MediaSource.from_cell`]."""
@@ -73,8 +77,8 @@ class MediaColumns:
 
         Args:
             row (mapping): Row with the media column, `num_frames` and `fps`, the columns of conditions, and
-                [`CLIP_START`] if it is a clip of a longer video. If it has `width` and `height`, loading the file
-                compares them.
+                [`CLIP_START`] if it is a clip of a longer video. If it has `width` and `height`, or the
+                [`REFERENCE_SIZES`] of its references, loading the files compares them.
             size ([`Size`][hf_bucketing.Size]): Size of the sample.
             views ([`ViewRule`]): Rule that chooses frames, crop and flip.
             draws (array of `float`, shape `(views.num_draws,)`): Uniform numbers in [0, 1).
@@ -101,29 +105,41 @@ class MediaColumns:
             source=source,
             row=described,
             view=view,
-            conditions={
-                condition: self.condition(condition, row[column], name=name)
-                for condition, column in self.conditions.items()
-            },
-            reference_multiples=self.reference_multiples,
+            conditions={condition: self.condition(condition, row, name=name) for condition in self.conditions},
+            references=self.references,
+            reference_sizes=row.get(REFERENCE_SIZES),
         )
 
-    def condition(self, condition: str, cell: Any, *, name: str) -> MediaSource | None:
-        """Return the file of a condition; None for a mask that a row lacks, which is learned as a whole.
+    def condition(
+        self, condition: str, row: Mapping[str, Any], *, name: str
+    ) -> MediaSource | tuple[MediaSource, ...] | None:
+        """Return the file of a condition, or the tuple of files of `reference`, which may be empty.
+
+        None stands for a mask that a row lacks, which is learned as a whole.
 
         Args:
             condition (`str`): Name of the condition.
-            cell (any): Cell of its column.
+            row (mapping): Row with its columns.
             name (`str`): Name of the row in messages.
 
         Raises:
-            MediaError: If the file does not exist, or another condition than a mask is missing.
+            MediaError: If a file does not exist, or another condition than a mask or references is missing.
         """
-        if not is_missing(cell):
-            return self.source(cell, name=f"{condition} of {name}")
-        if condition == MASK:
-            return None
-        raise MediaError(
-            f"The {condition} of {name} is missing: the column {self.conditions[condition]} holds none. Only a mask "
-            "may be missing, and then all of the sample is learned."
-        )
+        named = f"{condition} of {name}"
+        files = tuple(self.source(cell, name=named) for _, cell in self.cells(condition, row))
+        if condition == REFERENCE:
+            return files
+        if not files and condition != MASK:
+            raise MediaError(
+                f"The {named} is missing: the column {self.conditions[condition]} holds none. Only a mask may be "
+                "missing, and then all of the sample is learned, or references."
+            )
+        return files[0] if files else None
+
+    def cells(self, condition: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the files that a row has of a condition, as cells, each with its column."""
+        for column in columns_of(condition, self.conditions[condition]):
+            cell = row[column]
+            for file in cell if condition == REFERENCE and isinstance(cell, (list, tuple)) else [cell]:
+                if not is_missing(file):
+                    yield column, file

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,11 @@ from PIL import Image
 
 from ..buckets.sizes import CropBox, Size
 from ..devices import to_device
-from ..errors import BucketingError
+from ..errors import BucketingError, MediaError
 from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
 from .images import is_image
+from .references import ReferenceRule
 from .rows import FileSample
 from .source import MediaSource
 from .views import View
@@ -34,13 +34,13 @@ class LoadedSample(NamedTuple):
         crop ([`CropBox`]): Crop in resized pixels.
         shown (mapping of `str` to `torch.Tensor`): Conditions, `float32`. `first_frame` and `last_frame` are
             `(3, 1, height, width)` and `control` is `(3, frames, height, width)`, in [−1, 1]; `mask` is
-            `(1, frames, height, width)` in [0, 1]; `reference` is `(3, 1, h, w)`, its own size in whole tokens, and
-            has at most the sample's area.
+            `(1, frames, height, width)` in [0, 1]; `reference` is a tuple of any number of `(3, 1, h, w)` and
+            `(3, frames, h, w)`, of the sizes of the sample's [`ReferenceRule`].
     """
 
     pixels: torch.Tensor
     crop: CropBox
-    shown: dict[str, torch.Tensor]
+    shown: dict[str, Any]
 
 
 def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]:
@@ -61,11 +61,12 @@ def load(sample: FileSample) -> LoadedSample:
     """Load a sample as [`load_sample`], and its conditions with it.
 
     All conditions but references have the sample's resized size, crop and flip, and those of several frames its times
-    in seconds. References are resized alone, and never cropped or flipped.
+    in seconds. References that lie over the sample have its crop, flip and times too, at a size of their own; others
+    are resized alone, never cropped or flipped, and videos among them have its times.
 
     Raises:
-        MediaError: If a file cannot be decoded or is not as its row says, or a condition has another aspect ratio or
-            is shorter than the sample.
+        MediaError: If a file cannot be decoded or is not as its row says, or a condition that lies over the sample
+            has another aspect ratio, or is shorter.
     """
     view, stored = sample.view, None
     frames = []
@@ -73,7 +74,12 @@ def load(sample: FileSample) -> LoadedSample:
         stored = frame.shape[:2]
         frames.append(_placed(_channels_first(frame), *view.crop(*stored)))
     assert stored is not None, "iter_frames yields as many frames as times, or raises"
-    shown = {name: _load_condition(name, sample, stored=stored) for name in sample.conditions}
+    shown: dict[str, Any] = {
+        name: _load_references(sample, stored=stored)
+        if name == REFERENCE
+        else _load_condition(name, sample, stored=stored)
+        for name in sample.conditions
+    }
     return LoadedSample(_in_range(_joined(frames, view)), view.crop(*stored)[1], shown)
 
 
@@ -82,19 +88,75 @@ def _load_condition(name: str, sample: FileSample, *, stored: tuple[int, int]) -
     source, view = sample.conditions[name], sample.view
     if source is None:
         return torch.ones(1, *view.size)
-    source = source.opened()
-    still = is_image(source)
-    check_kind(name, source.path, still=still, sample_is_image=not view.fps)
+    assert isinstance(source, MediaSource), "only references are several files"
+    source, still = _opened(name, source, view)
     frames = []
     for frame in iter_frames(source, [0.0] if still else view.times, video_decoder=view.video_decoder):
-        if name == REFERENCE:
-            return _in_range(_joined([_reference(frame, view.size, sample.reference_multiples)]))
         check_shape(name, source.path, size=frame.shape[:2], sample=stored)
         pixels = _channels_first(frame)
         frames.append(_placed(pixels.float().mean(1, keepdim=True) if name == MASK else pixels, *view.crop(*stored)))
     stack = _joined(frames, view)
     values = stack / 255 if name == MASK else _in_range(stack)
     return values.expand(-1, view.size.frames, -1, -1) if still and name in FRAME_BY_FRAME else values
+
+
+def _load_references(sample: FileSample, *, stored: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Load the references of a sample whose file has frames of `stored` height and width.
+
+    Raises:
+        MediaError: If they are not those that the row was counted with; and as [`load`].
+    """
+    sources = sample.conditions[REFERENCE]
+    assert isinstance(sources, tuple), "MediaColumns makes a tuple of references"
+    shown = tuple(_load_reference(source, sample, stored=stored) for source in sources)
+    if sample.reference_sizes is not None:
+        counted = np.reshape(sample.reference_sizes, (-1, 3))
+        sizes = sample.references.sizes(counted, np.tile(sample.view.size, (len(counted), 1))).tolist()
+        if sizes != [[*pixels.shape[1:]] for pixels in shown]:
+            files = ", ".join(source.path for source in sources) or "none"
+            raise MediaError(
+                f"The references of {sample.source.path} ({files}) are not of the sizes that their row was counted "
+                "with; prepare the data set again."
+            )
+    return shown
+
+
+def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[int, int]) -> torch.Tensor:
+    """Load a reference `(3, frames, height, width)`, at the size that the rule of references says."""
+    view, rule = sample.view, sample.references
+    source, still = _opened(REFERENCE, source, view)
+    num_frames = 1 if still else view.size.frames
+    frames = []
+    for frame in iter_frames(source, [0.0] if still else view.times, video_decoder=view.video_decoder):
+        _, height, width = rule.sizes((num_frames, *frame.shape[:2]), view.size)[0].tolist()
+        if rule.lie_over:
+            check_shape(REFERENCE, source.path, size=frame.shape[:2], sample=stored)
+            pixels = _channels_first(_over_sample(frame, (height, width), *view.crop(*stored)))
+        else:
+            pixels = _channels_first(frame)
+        frames.append(_placed(pixels, (height, width), CropBox(0, 0, height, width)))
+    return _in_range(_joined(frames, view if rule.lie_over else None))
+
+
+def _opened(name: str, source: MediaSource, view: View) -> tuple[MediaSource, bool]:
+    """Return the opened file of a condition, and whether it is an image; raise MediaError for a wrong kind."""
+    source = source.opened()
+    still = is_image(source)
+    check_kind(name, source.path, still=still, sample_is_image=not view.fps)
+    return source, still
+
+
+def _over_sample(
+    frame: npt.NDArray[np.uint8], size: tuple[int, int], resized: tuple[int, int], box: CropBox
+) -> npt.NDArray[np.uint8]:
+    """Resize to `(height, width)` the part of a frame that a crop of its sample, `resized` as a whole, shows."""
+    height, width = frame.shape[:2]
+    across, down = width / resized[1], height / resized[0]
+    right, bottom = min(width, (box.left + box.width) * across), min(height, (box.top + box.height) * down)
+    image = Image.fromarray(frame).resize(
+        size[::-1], Image.Resampling.BICUBIC, box=(box.left * across, box.top * down, right, bottom)
+    )
+    return np.array(image)
 
 
 def _channels_first(frame: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -107,15 +169,6 @@ def _placed(pixels: torch.Tensor, resized: tuple[int, int], box: CropBox) -> tor
         mode = "bilinear" if pixels.is_floating_point() else "bicubic"
         pixels = F.interpolate(pixels, resized, mode=mode, antialias=True)
     return pixels[0, :, box.top : box.top + box.height, box.left : box.left + box.width]
-
-
-def _reference(frame: npt.NDArray[np.uint8], size: Size, multiples: tuple[int, int]) -> torch.Tensor:
-    """Resize a reference to at most the area of a sample and to whole tokens, at least one."""
-    area = frame.shape[0] * frame.shape[1]
-    scale = min(1.0, math.sqrt(size.height * size.width / area))
-    pairs = zip(frame.shape, multiples, strict=False)
-    height, width = (max(1, int(side * scale / multiple)) * multiple for side, multiple in pairs)
-    return _placed(_channels_first(frame), (height, width), CropBox(0, 0, height, width))
 
 
 def _joined(frames: list[torch.Tensor], view: View | None = None) -> torch.Tensor:
@@ -135,6 +188,32 @@ def load_first_frame(source: MediaSource, size: Size) -> Image.Image:
     """
     pixels, _ = load_sample(source, View(size=size._replace(frames=1), fps=0.0))
     return Image.fromarray(((pixels[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
+
+
+def load_references(
+    sources: Sequence[MediaSource], size: Size, rule: ReferenceRule, *, fps: float
+) -> tuple[torch.Tensor, ...]:
+    """Load the references of a sample that is rendered, as [`load`] does those of a sample with a file.
+
+    Args:
+        sources (sequence of [`MediaSource`]): Their files.
+        size ([`Size`][hf_bucketing.Size]): Frames, height and width of the sample.
+        rule ([`ReferenceRule`]): The sizes in which they are shown.
+        fps (`float`): Frames per second of the sample; 0 for an image.
+
+    Returns:
+        `tuple` of `torch.Tensor`: `(3, frames, h, w)` each, in [−1, 1].
+
+    Raises:
+        MediaError: As [`load`].
+    """
+    view = View(size=size, fps=fps)
+    return tuple(
+        _load_reference(
+            source, FileSample(source=source, view=view, references=rule), stored=(size.height, size.width)
+        )
+        for source in sources
+    )
 
 
 def frame_rates(fps: Sequence[float] | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:

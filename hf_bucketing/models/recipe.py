@@ -87,10 +87,13 @@ class TextEmbeddings(NamedTuple):
         return TextEmbeddings(F.pad(self.values, (0, 0, 0, missing)), F.pad(mask, (0, missing)), self.others)
 
     def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
-        """Return these embeddings with those of the null text, `(1, …)`, in some rows.
+        """Return these embeddings with those of the null text, `(1, …)` or one per row, in some rows.
 
-        Without a mask of its own, the null text takes the one of each row.
+        Without a mask of its own, the null text takes the one of each row. Texts of other lengths are padded.
         """
+        lengths = {self.values.shape[1], empty.values.shape[1]}
+        if len(lengths) > 1:
+            return self.padded(max(lengths)).replaced(rows, empty.padded(max(lengths)))
 
         def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
             chosen = to_device(torch.tensor(rows), values.device).view(-1, *[1] * (values.ndim - 1))
@@ -114,14 +117,14 @@ class Samples:
         text ([`TextEmbeddings`]): One per sample.
         fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them; on the
             CPU, so that reading a rate waits for no device.
-        conditions (mapping of `str` to a sequence of `torch.Tensor`): What
-            [`encode_conditions`][Recipe.encode_conditions] made of each sample.
+        conditions (mapping of `str` to a sequence): What [`encode_media`][Recipe.encode_media] made of each sample
+            beside its latents: a tensor, or of its [`REFERENCES`] a tuple of them.
     """
 
     noised: Noised
     text: TextEmbeddings
     fps: torch.Tensor
-    conditions: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    conditions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,21 +214,23 @@ class Recipe:
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     added_text_tokens: ClassVar[int] = 0
-    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder, or of a
+    reference that the text encoder sees."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
     shown: ClassVar[tuple[str, ...]] = ()
-    """Conditions of a data set that [`encode_conditions`] takes beside `mask`, see [`Shown`]."""
+    """Conditions of a data set that [`encode_conditions`] takes beside `mask` and references, see [`Shown`]."""
     required: ClassVar[tuple[str, ...]] = ()
     """Conditions among them without which the model cannot be trained."""
     max_references: ClassVar[int] = 0
-    """Most references of a sample that the model is shown as further tokens, see [`REFERENCES`]."""
+    """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
+    references_in_front: ClassVar[bool] = False
+    """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
+    their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
-    added_frames: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    """Latent frames that [`encode_media`] puts in front of a sample, by the condition that they come from."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -554,7 +559,7 @@ class Recipe:
         latents = self.encode_latents(pixel_values)
         encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
         encoded |= self.encode_conditions(pixel_values, latents, shown)
-        if self.max_references and REFERENCE in shown:
+        if self.max_references and not self.references_in_front and REFERENCE in shown:
             encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
@@ -566,6 +571,30 @@ class Recipe:
         """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""
         return self.encode_latents(pixels[None])[0]
 
+    def check_references(self, counts: npt.NDArray[np.int64], names: Sequence[Any]) -> None:
+        """Raise BucketingError if samples have more references than the model takes, or lack one that it needs.
+
+        Args:
+            counts (array of `int`, shape `(n,)`): References of each sample.
+            names (sequence): What messages call each sample, such as the number of its row.
+        """
+        faults = {f"more than the {self.max_references} that it takes": counts > self.max_references}
+        if REFERENCE in self.required:
+            faults["none, which it needs"] = counts == 0
+        for what, wrong in faults.items():
+            if wrong.any():
+                first = ", ".join(str(names[row]) for row in np.flatnonzero(wrong)[:3])
+                raise BucketingError(
+                    f"{np.count_nonzero(wrong)} of {len(counts)} samples have references that a {self.pipeline_class} "
+                    f"cannot be trained with: {what}, such as row {first}. Prepare the data set again without these "
+                    "rows, or correct their references."
+                )
+
+    @classmethod
+    def taken_conditions(cls) -> tuple[str, ...]:
+        """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
+        return (*cls.shown, *([REFERENCE] if cls.max_references else []))
+
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
 
@@ -573,7 +602,7 @@ class Recipe:
             names (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
                 weighs the loss.
         """
-        taken = (*self.shown, MASK)
+        taken = (*self.taken_conditions(), MASK)
         if unknown := sorted(set(names) - set(taken)):
             raise BucketingError(
                 f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "
@@ -712,8 +741,33 @@ class Recipe:
         )
         return self.family.run(self.transformer, stack, wrapped=transformer)
 
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+        """Return references as arguments of the pipeline's call: by default a list of images.
+
+        Args:
+            references (sequence of sequences of `PIL.Image.Image`): The frames of each reference, at the size in which
+                it is shown; at least one reference.
+            size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels of what is rendered.
+
+        Raises:
+            BucketingError: If the pipeline's call takes no references, or fewer.
+        """
+        name, most = cls.shown_as.get(REFERENCE), cls.max_references
+        if name is None or len(references) > most:
+            takes = "no references" if name is None else f"at most {most} references"
+            raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
+        return {name: [frames[0] for frames in references]}
+
     def render(
-        self, prompt: str, size: Size, *, image: Any = None, last_image: Any = None, **options: Any
+        self,
+        prompt: str,
+        size: Size,
+        *,
+        image: Any = None,
+        last_image: Any = None,
+        references: Any = (),
+        **options: Any,
     ) -> np.ndarray:
         """Call the pipeline.
 
@@ -722,6 +776,8 @@ class Recipe:
             size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels.
             image (`PIL.Image.Image`, *optional*): First frame, for pipelines that take one ([`num_images`]).
             last_image (`PIL.Image.Image`, *optional*): Last frame, for pipelines that take two images.
+            references (sequence of sequences of `PIL.Image.Image`): The frames of each reference, for pipelines that
+                take some ([`reference_arguments`]).
             options: Further arguments of the pipeline's call.
 
         Returns:
@@ -729,7 +785,8 @@ class Recipe:
         """
         pairs = zip(IMAGES, (image, last_image), strict=True)
         images = {name: frame for name, frame in pairs if frame is not None}
-        call = {**images, **self.size_arguments(size), **options}
+        shown = self.reference_arguments(references, size) if references else {}
+        call = {**images, **shown, **self.size_arguments(size), **options}
         return self.frames_of(self.pipeline(prompt=prompt, output_type="np", **call))
 
     @classmethod

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
 from ..errors import PackingError
 from ..packing.family import Transformer
 from ..packing.layout import PackedLayout
@@ -27,6 +25,7 @@ class RefinedFamily(JointFamily):
     processor_class: ClassVar[type[PackedRowAttnProcessor]] = PackedRowAttnProcessor
     text = TextTokens(rows="slots", channels="cap_feat_dim")
     images_only = True
+    negates = True
 
     def axes(self, transformer: Transformer) -> tuple[int, int, int]:
         """Return the model's positions for text and, after it, the image, for rows, and for columns."""
@@ -54,7 +53,3 @@ class RefinedFamily(JointFamily):
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of a refiner of tokens or of text, or of the layers that see both."""
         return self.processor_class(backend, scope=_SCOPES[name.partition(".")[0]])
-
-    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Return noise − data, as the pipeline does; the model returns data − noise."""
-        return -super().restored(output, grid, patch)

@@ -64,6 +64,7 @@ class _Samples:
     timesteps: torch.Tensor | Sequence[torch.Tensor]
     text: tuple[torch.Tensor, ...]
     conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+    references: tuple[tuple[torch.Tensor, ...], ...]
 
     def ordered(self, order: Sequence[int]) -> _Samples:
         return _Samples(
@@ -71,10 +72,26 @@ class _Samples:
             timesteps=_chosen(self.timesteps, order),
             text=_chosen(self.text, order),
             conditioning={name: _chosen(values, order) for name, values in self.conditioning.items()},
+            references=_chosen(self.references, order),
         )
 
     def pack(self, packing: Packing) -> PackedBatch:
-        return packing.pack(self.latents, timesteps=self.timesteps, text=self.text, conditioning=self.conditioning)
+        return packing.pack(
+            self.latents,
+            references=self.references,
+            timesteps=self.timesteps,
+            text=self.text,
+            conditioning=self.conditioning,
+        )
+
+    def poisoned(self, victim: int, poison: float) -> _Samples:
+        """Return these samples with a number in place of all that one of them is made of."""
+
+        def fill(values: tuple[Any, ...], poisoned: Any) -> tuple[Any, ...]:
+            return *values[:victim], poisoned, *values[victim + 1 :]
+
+        latent, *others = (torch.full_like(grid, poison) for grid in (self.latents[victim], *self.references[victim]))
+        return replace(self, latents=fill(self.latents, latent), references=fill(self.references, tuple(others)))
 
 
 def _chosen(values: Any, order: Sequence[int]) -> Any:
@@ -87,6 +104,7 @@ def verify_packing(
     *,
     timesteps: torch.Tensor,
     text: Sequence[torch.Tensor] | torch.Tensor,
+    references: Sequence[Sequence[torch.Tensor]] | None = None,
     conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
     strip_length: int = PackPlanConfig.strip_length,
     backend: str = "auto",
@@ -105,6 +123,8 @@ def verify_packing(
             sizes.
         timesteps (`torch.Tensor` of shape `(n,)`): One per sample.
         text (sequence of `(length, text_dim)` or `torch.Tensor` of shape `(n, length, text_dim)`): One per sample.
+        references (sequence of sequences of `(channels, f, h, w)`, *optional*): References of each sample, for models
+            that take some.
         conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): See `Packing.pack`; by default
             what the model needs is drawn.
         strip_length (`int`): Tokens per strip; a second run uses twice as many.
@@ -119,7 +139,13 @@ def verify_packing(
     model = unwrap(transformer)
     if conditioning is None:
         conditioning = _draw_conditioning(model, latents)
-    samples = _Samples(latents=tuple(latents), timesteps=timesteps, text=tuple(text), conditioning=conditioning)
+    samples = _Samples(
+        latents=tuple(latents),
+        timesteps=timesteps,
+        text=tuple(text),
+        conditioning=conditioning,
+        references=tuple(map(tuple, [()] * len(latents) if references is None else references)),
+    )
     output_limit, gradient_limit = _LIMITS.get(samples.latents[0].dtype, _HALF_LIMITS)
     with _packing(model, strip_length, backend) as packing:
         samples.pack(packing)  # refuses what cannot be packed before running the samples alone
@@ -181,6 +207,7 @@ def _alone(model: Any, samples: _Samples) -> list[torch.Tensor]:
             timestep=samples.timesteps[sample],
             text=samples.text[sample],
             conditioning={name: values[sample] for name, values in samples.conditioning.items()},
+            references=samples.references[sample],
         )
         for sample, latent in enumerate(samples.latents)
     ]
@@ -233,10 +260,8 @@ def _by_frame(model: torch.nn.Module, packing: Packing, samples: _Samples) -> fl
 def _leak(model: torch.nn.Module, packing: Packing, samples: _Samples, poison: float) -> float:
     """Count the output values of other samples that change in any bit when one sample after another is poisoned."""
     before, changed = _outputs(model, packing, samples), 0
-    for victim, latent in enumerate(samples.latents):
-        poisoned = list(samples.latents)
-        poisoned[victim] = torch.full_like(latent, poison)
-        after = _outputs(model, packing, replace(samples, latents=tuple(poisoned)))
+    for victim in range(len(before)):
+        after = _outputs(model, packing, samples.poisoned(victim, poison))
         pairs = [pair for sample, pair in enumerate(zip(before, after, strict=True)) if sample != victim]
         changed += sum(int((output != other).sum()) for output, other in pairs)
     return float(changed)

@@ -81,6 +81,7 @@ class Family:
         cast_inputs (`tuple` of `str`): Arguments of the forward that layers take in the model's own dtype. Positions
             and schedules read all others, which stay exact where FSDP or DeepSpeed cast inputs.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
+        negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
@@ -116,6 +117,7 @@ class Family:
     timesteps_per: ClassVar[TimestepsPer] = "row"
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
+    negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
     runs_alone: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
@@ -321,7 +323,7 @@ class Family:
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
         return {
-            "hidden_states": _arranged((rows.latents, *rows.references), rows.patch, self.latents_as),
+            "hidden_states": self.arranged((rows.latents, *rows.references), rows.patch),
             "timestep": rows.frame_timesteps if self.timesteps_per == "frame" else rows.timesteps,
             "encoder_hidden_states": rows.text,
             **rows.conditioning,
@@ -331,8 +333,22 @@ class Family:
         """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""
         return {}
 
+    def arranged(self, grids: Sequence[torch.Tensor], patch: Grid) -> torch.Tensor:
+        """Return latents `(rows, channels, frames, height, width)` of the grids of samples as the model takes them."""
+        if self.latents_as == "tokens":
+            return grids_to_tokens(grids, patch).flatten(2)
+        (latents,) = grids
+        if self.latents_as == "frames_first":
+            return latents.transpose(1, 2)
+        return latents.squeeze(2) if self.latents_as == "images" else latents
+
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         """Return the transformer's output as latents `(rows, channels, frames, height, width)` of a token grid."""
+        latents = self.laid_out(output, grid, patch)
+        return -latents if self.negates else latents
+
+    def laid_out(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return what the model takes or returns as latents of a token grid: the inverse of [`arranged`]."""
         if self.latents_as == "tokens":
             return unpatchify(output.unflatten(2, (-1, *patch)), grid)
         if self.latents_as == "frames_first":
@@ -403,16 +419,6 @@ class Family:
             references=tuple(latent[None] for latent in references),
         )
         return self.run(transformer, rows)[0]
-
-
-def _arranged(grids: Sequence[torch.Tensor], patch: Grid, latents_as: LatentsAs) -> torch.Tensor:
-    """Return the latents `(rows, channels, frames, height, width)` of the grids of samples as a model takes them."""
-    if latents_as == "tokens":
-        return grids_to_tokens(grids, patch).flatten(2)
-    (latents,) = grids
-    if latents_as == "frames_first":
-        return latents.transpose(1, 2)
-    return latents.squeeze(2) if latents_as == "images" else latents
 
 
 def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:

@@ -84,7 +84,12 @@ class BucketLimits:
         return np.array([self.batch_size[int(bucket)] for bucket in bucket_ids], np.int64)
 
     def solved_sizes(
-        self, bucket_ids: IntArray, *, table: BucketTable | OpenTable, spec: LatentSpec | None, text_tokens: int
+        self,
+        bucket_ids: IntArray,
+        *,
+        table: BucketTable | OpenTable,
+        spec: LatentSpec | None,
+        text_tokens: int | IntArray,
     ) -> IntArray:
         """Return the batch size of each of the given buckets of a table, also where limits decide it; shape `(k,)`.
 
@@ -92,7 +97,8 @@ class BucketLimits:
             bucket_ids (`int64`, shape `(k,)`): Buckets.
             table ([`BucketTable`] or [`OpenTable`]): Their table.
             spec ([`LatentSpec`], *optional*): Strides and patch, which limits need.
-            text_tokens (`int`): Tokens of each sample's text that count like its own.
+            text_tokens (`int` or array of `int`, shape `(k,)`): Tokens of each sample's text, and of its references,
+                that count like its own.
 
         Raises:
             PlanError: If one sample of a bucket exceeds a limit, `spec` is missing, or a mapping lacks a bucket.

@@ -11,8 +11,10 @@ from .compare import Report
 from .crops import WorstCrop
 from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
+from .references import describe_references
 from .sources import SourceUse, source_cells
 from .text import (
+    LEFT_OUT,
     bucket_cells,
     bucket_note,
     describe_cut_samples,
@@ -128,6 +130,8 @@ def _buckets(report: Report) -> list[Block]:
         blocks.append(Table(title=title, head=head, rows=rows[:MAX_BARS], note=note))
         if len(rows) > MAX_BARS:
             blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
+        if report.references is not None:
+            blocks.append(Paragraphs(texts=[f"{describe_references(report.references)} {LEFT_OUT}"]))
         if (cut := report.buckets.cut_short) is not None:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:

@@ -15,6 +15,7 @@ from ..buckets.ladders import COMMON_RATIOS
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..media.row_references import RowReferences
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
@@ -35,6 +36,7 @@ from .measure import (
     plan_batches,
     read_subject,
 )
+from .references import ReferenceReport, measure_references
 from .rejections import RejectedRows, explain_rejections
 
 StrategyName = Literal["padding", "bucketing", "packing"]
@@ -106,6 +108,8 @@ class Report:
         durations ([`Histogram`], *optional*): Videos by seconds; None if no frame rate is known.
         rejected (`tuple` of [`RejectedRows`]): Rejected rows by reason, with examples.
         worst_crops (`tuple` of [`WorstCrop`]): Samples that lose most of their frame, the worst buckets first.
+        references ([`ReferenceReport`], *optional*): What references cost, which all else leaves out; None if there
+            are none.
     """
 
     config: ReportConfig
@@ -118,6 +122,7 @@ class Report:
     durations: Histogram | None
     rejected: tuple[RejectedRows, ...]
     worst_crops: tuple[WorstCrop, ...]
+    references: ReferenceReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, NaN as None."""
@@ -145,6 +150,7 @@ def make_report(
     config: ReportConfig | None = None,
     assigned: AssignedColumns | None = None,
     max_frames: int | None = None,
+    references: RowReferences | None = None,
 ) -> Report:
     """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
 
@@ -157,6 +163,8 @@ def make_report(
             `config.rule`.
         max_frames (`int`, *optional*): Most frames of a sample in padding and packing, those of the
             [`OpenTable`][hf_bucketing.OpenTable] that packs are trained with; by default a sample keeps all.
+        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
+            rows.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
@@ -177,6 +185,9 @@ def make_report(
             subject.sizes, subject.bucketed.rejection, table=table, rule=config.rule, spec=spec
         ),
         worst_crops=worst_crops(subject),
+        references=measure_references(
+            subject.bucketed.bucket_id.astype(np.int64), references, table=table, spec=spec, config=config
+        ),
     )
 
 

@@ -30,16 +30,20 @@ from .measure import (
     read_sizes,
     samples_cut_short,
 )
+from .references import describe_references
 from .rejections import explain_rejections
 
 Line = tuple[str, ...]
 
+LEFT_OUT = "All other numbers of this report leave references out."
+
 
 def format_report(report: Report) -> str:
-    """Return the report as text in three parts: the table on the data, its used buckets, the three strategies."""
-    return "\n\n".join(
-        (_summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report))
-    )
+    """Return the report as text in parts: the table on the data, its used buckets, any references, the strategies."""
+    parts = [_summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
+    if report.references is not None:
+        parts.insert(2, fill(f"{describe_references(report.references)} {LEFT_OUT}", width=118))
+    return "\n\n".join(parts)
 
 
 def size_label(size: Size) -> str:

@@ -199,7 +199,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
                 row, measure, num_bytes = item
                 if measure is None and self._is_unreadable(row):
                     unreadable.count += 1
-                    self._report([row], [f"{self._file_of(row)} cannot be read."], unreadable.count, read=read)
+                    self._report([row], [f"{self._file_of(row)} cannot be read."], unreadable.count, read=read + 1)
                 elif measure is None:
                     rejected += 1
                 else:

@@ -17,6 +17,8 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
+from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.row_references import RowReferences, tokens_of_key
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
 from ..plans.packs import SHORTEN, PackLimits, strip_tokens
@@ -30,7 +32,8 @@ class Group:
     """Rows that wait for a batch.
 
     Attributes:
-        key (`int`): Bucket id, or number of the pack; batches at the end of the stream come in this order.
+        key (`int`): Bucket id and grids of references, or number of the pack; batches at the end of the stream come
+            in this order.
         ordinals (list of `int`): Positions of the rows in the stream, rising.
         rows (list): The rows themselves.
         num_bytes (`int`): Memory that the rows take.
@@ -117,6 +120,9 @@ class BucketGrouping(BucketLimits):
         spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens` and `max_cost`.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): Sizes in which the
+            references of rows are shown, whose files' sizes are the rows' `reference_sizes`. They count like the
+            sample's own tokens, and a batch holds rows whose references have equal sizes. Needs `spec`.
 
     Raises:
         PlanError: On limits that `BucketLimits` refuses, if `spec` is missing, or `text_tokens` is below 0.
@@ -125,25 +131,40 @@ class BucketGrouping(BucketLimits):
     table: BucketTable | OpenTable
     spec: LatentSpec | None = None
     text_tokens: int = 0
+    references: ReferenceRule | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(0, self, "text_tokens", error=PlanError)
-        if self.limited and self.spec is None:
-            raise PlanError("`max_tokens` and `max_cost` count tokens: pass spec=LatentSpec(…).")
+        if (self.limited or self.references is not None) and self.spec is None:
+            raise PlanError("`max_tokens`, `max_cost` and `references` count tokens: pass spec=LatentSpec(…).")
         if self.cost_model is not None and self.max_cost is None:
             raise PlanError("Omit `cost_model`: no effect without `max_cost`.")
 
-    def size_of(self, bucket: int) -> int:
-        """Return the samples of a full batch of a bucket.
+    def size_of(self, bucket: int, *, shown: int = 0) -> int:
+        """Return the samples of a full batch of a bucket, where the references of each take `shown` tokens.
 
         Raises:
             PlanError: If a sample of the bucket exceeds a limit, or a mapping lacks the bucket.
         """
-        ids = np.array([bucket])
-        return int(self.solved_sizes(ids, table=self.table, spec=self.spec, text_tokens=self.text_tokens)[0])
+        beside = self.text_tokens + shown
+        return int(self.solved_sizes(np.array([bucket]), table=self.table, spec=self.spec, text_tokens=beside)[0])
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
+        """Return the key of each row's group, its bucket id below the grids of its references; None if rejected."""
+        ids = self._bucket_ids(rows)
+        if self.references is None:
+            return ids
+        assert self.spec is not None, "__post_init__ checks it"
+        missing = [row for row in rows if REFERENCE_SIZES not in row]
+        if missing:
+            raise PlanError(f"A row of the stream lacks {REFERENCE_SIZES}; prepare the stream with its references.")
+        references = RowReferences.of_lists([row[REFERENCE_SIZES] for row in rows], rule=self.references)
+        samples = [(0, 0, 0) if bucket is None else self.table.size(bucket) for bucket in ids]
+        keys = zip(ids, references.grid_keys(samples, spec=self.spec), strict=True)
+        return [None if bucket is None else bucket | grids << _BUCKET_BITS for bucket, grids in keys]
+
+    def _bucket_ids(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the bucket id of each row; None if it has none."""
         sizes = _sizes_of_rows([row for row in rows if "bucket_id" not in row])
         assigned = iter(self.table.assign(*sizes.T).bucket_id.tolist())
@@ -156,26 +177,37 @@ class BucketGrouping(BucketLimits):
 
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name; costs only where they limit a batch."""
-        unused = () if self.max_cost is not None else ("max_cost", "cost_model")
+        unused = [] if self.max_cost is not None else ["max_cost", "cost_model"]
+        unused += [] if self.references is not None else ["references"]
         limits = {name: value for name, value in vars(self).items() if name not in unused}
         return {"mode": "bucket", **limits, "table": self.table.fingerprint}
 
 
 class _BucketGroups(OpenGroups):
-    """One group per bucket."""
+    """One group per bucket and grids of references."""
 
     def __init__(self, grouping: BucketGrouping) -> None:
         super().__init__(grouping)
-        self._size_of = functools.cache(grouping.size_of)
+        self._size_of = functools.cache(
+            lambda key: grouping.size_of(_bucket_of(key), shown=tokens_of_key(key >> _BUCKET_BITS))
+        )
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
-        group = self._append(measure, {**row, "bucket_id": measure}, ordinal, num_bytes)
+        group = self._append(measure, {**row, "bucket_id": _bucket_of(measure)}, ordinal, num_bytes)
         return [self.flush(measure)] if len(group.rows) >= self._size_of(measure) else []
 
     def restore(self, group: Group, measures: Sequence[int]) -> list[Group]:
         for row, ordinal, measure in zip(group.rows, group.ordinals, measures, strict=True):
-            self._append(group.key, {**row, "bucket_id": measure}, ordinal, bytes_of(row))
+            self._append(group.key, {**row, "bucket_id": _bucket_of(measure)}, ordinal, bytes_of(row))
         return []  # a complete batch of a bucket is sent before the next row is read
+
+
+_BUCKET_BITS = 31
+"""Bits of a bucket id in the key of a group; above them are the grids of references."""
+
+
+def _bucket_of(key: int) -> int:
+    return key & (1 << _BUCKET_BITS) - 1
 
 
 @explains_arguments()

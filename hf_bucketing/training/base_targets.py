@@ -14,6 +14,9 @@ from ..media.rows import REGULARIZATION
 from ..randomness import Purpose, generator
 from .settings.preservation import CaptionPair, PreservationConfig
 
+TARGETS = ("data", "preservation", "slider")
+"""Targets that a sample may have, whose losses are logged apart."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseTarget:
@@ -29,6 +32,11 @@ class BaseTarget:
     caption: str | None = None
     pair: CaptionPair | None = None
     weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """One of `TARGETS`."""
+        return "preservation" if self.pair is None else "slider"
 
 
 def base_targets(

@@ -121,7 +121,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
-        *([f"For ComfyUI, put `{COMFYUI_WEIGHTS}` into `models/loras`.\n"] if adapted and comfyui else []),
+        *([f"For ComfyUI, put {_comfyui_files(config)} into `models/loras`.\n"] if adapted and comfyui else []),
         f"## Data\n\n{_table(('rows', 'count'), _counts(logs, run.data))}\n",
         f"{_buckets(run)}\n",
         f"## Training\n\n{_progress(logs)}\n",
@@ -130,6 +130,14 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"Versions: {', '.join(f'{name} {_version(name)}' for name in _VERSIONS)}.\n",
     ]
     return "\n".join(parts)
+
+
+def _comfyui_files(config: TrainingConfig) -> str:
+    """Return the names of the files for ComfyUI; those of two transformers need different names in one folder."""
+    trained = config.trained_component
+    folders = [own_folder(component, trained=trained) for component in transformers_of(trained)]
+    files = " and ".join(f"`{Path(folder, COMFYUI_WEIGHTS).as_posix()}`" for folder in folders)
+    return files if len(folders) == 1 else f"{files}, each under a name of its own,"
 
 
 def _makes_images(recipe: Recipe) -> bool:

@@ -212,6 +212,8 @@ class ObjectiveConfig:
             Latte.
         loss_reduction (`"sample"` or `"token"`): Unit of equal weight in the loss: every sample, or every token.
         caption_dropout (`float`): Share of captions replaced by the empty one, for classifier-free guidance.
+        reference_dropout (`float`): Share of samples that are shown no references, so that the model also works
+            without; in buckets, the share of batches.
 
     Raises:
         BucketingError: On an impossible value.
@@ -223,10 +225,11 @@ class ObjectiveConfig:
     snr_gamma: float | None = None
     loss_reduction: Reduction = "sample"
     caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
+    reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_shares(self, "caption_dropout")
+        check_shares(self, "caption_dropout", "reference_dropout")
         if self.shift is not None:
             read_shift(self.shift)
         if self.guidance is not None and not 0 <= self.guidance < math.inf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
-from ..columns.apply import map_columns
+from ..caching.columns import NULL_TEXT_KEY
+from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
@@ -31,7 +32,7 @@ from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
-from ..loaders.collators import BucketCollator, PackCollator
+from ..loaders.collators import BUCKET_PART, BucketCollator, PackCollator
 from ..loaders.faults import Replacements
 from ..loaders.occurrences import NumberedRows
 from ..loaders.pack_sampler import PackBatchSampler
@@ -39,6 +40,8 @@ from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..loaders.workers import worker_options
 from ..losses.reduction import reduction_weights
+from ..media.conditions import REFERENCE
+from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import REGULARIZATION
 from ..models.recipe import TextEmbeddings
 from ..packing.token_drop import TokenDrop
@@ -50,7 +53,7 @@ from ..settings import changed, flatten, marked, not_default
 from .agreement import check_same
 from .config import TrainingConfig
 from .held_out import check_apart, split_rows
-from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
+from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
 from .run_log import log_path
 
 logger = get_logger(__name__)
@@ -64,7 +67,12 @@ class TrainingData(RunData):
         dataset (`Dataset`): The prepared rows.
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
-        num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's.
+        num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's, with those
+            of its references.
+        learned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): Tokens of each row that enter the
+            loss: those of its own grid.
+        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
+            rows, where samples have some.
         source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
     """
 
@@ -72,6 +80,8 @@ class TrainingData(RunData):
     sampler: PlannedBatchSampler
     bucket_ids: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
+    learned_tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]]
+    references: RowReferences | None = None
     source_ids: npt.NDArray[np.int64] | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
@@ -100,8 +110,8 @@ class TrainingData(RunData):
 
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
-        tokens = learned_tokens(self.tokens_of(rows, epoch=epoch), self.sizes(rows), self.spec)
-        return reduction_weights(torch.from_numpy(tokens), self.reduction)
+        learned = self.learned_tokens(epoch) if callable(self.learned_tokens) else self.learned_tokens
+        return reduction_weights(torch.from_numpy(learned[rows]), self.reduction)
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the usable rows, each with its number of rows."""
@@ -196,6 +206,16 @@ class TrainingData(RunData):
         """Return the target size of each row."""
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
+    def reference_sizes(self, rows: npt.NDArray[np.int64]) -> list[tuple[Size, ...]]:
+        """Return the sizes in which the references of each row are counted."""
+        return [()] * len(rows) if self.references is None else self.references.select(rows).sizes(self.sizes(rows))
+
+    def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
+        """Call a function with the numbers of references of the usable rows, and the numbers of these rows."""
+        if self.references is not None:
+            rows = np.flatnonzero(self.num_tokens > 0)
+            check(self.references.counts[rows], rows.tolist())
+
 
 def make_data(
     config: TrainingConfig, spec: LatentSpec, tokens: ModelTokens, *, prepared: PreparedDataset | None = None
@@ -270,10 +290,15 @@ def _data_of(
     evaluation: bool = False,
 ) -> TrainingData:
     batches, dataset = config.batches, prepared.dataset
-    spec = counting_spec(prepared, counting.added_frames)
+    check_reference_dropout(config, prepared, in_front=counting.references_in_front)
+    spec, references = prepared.spec, references_of(prepared, in_front=counting.references_in_front)
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
-    num_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
+    own_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
+    num_tokens = own_tokens
+    if references is not None:
+        num_tokens = own_tokens + references.num_tokens(sample_sizes(bucket_ids, table), spec=spec)
+    learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     cost_model = make_cost_model(config, width=counting.width)
     resize = None
     if batches.random_resize is not None:
@@ -289,7 +314,9 @@ def _data_of(
     order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
     if batches.batching == "bucket":
         buckets = BucketPlanConfig(**vars(batches.bucket_limits), remainder=batches.remainder, **order)
-        sampler = BucketBatchSampler(bucket_ids, table=table, config=buckets, spec=spec, **common)
+        sampler = BucketBatchSampler(
+            bucket_ids, table=table, config=buckets, spec=spec, references=references, **common
+        )
     else:
         sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
@@ -302,18 +329,34 @@ def _data_of(
             oversize="own_batch" if evaluation else "error",  # without gradients, it takes less memory
             **order,
         )
-        tokens = num_tokens if resize is None else resize.token_counter(**sizes)
+        tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = num_tokens
+        if resize is not None:
+            tokens, learned = (resize.token_counter(**sizes, references=shown) for shown in (references, None))
         try:
             sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:
             advice = _frames_that_fit(
-                prepared, packs, spec=spec, drop=batches.token_drop, text_tokens=counting.text_tokens
+                prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
             )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
+    if references is not None and config.faults.on_error == "replace":
+        counted = {"num_tokens": num_tokens}  # by which replacements are chosen
+        if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
+            counted[BUCKET_PART] = sampler.parts.ids
+        dataset = with_columns(dataset, counted)
+        prepared = dataclasses.replace(prepared, dataset=dataset)
     collator = _make_collator(config, prepared, table=table, resize=resize)
     texts = {}
     if isinstance(collator, CachedCollator) and not evaluation:
         captions = {*config.preservation.captions, *([""] if config.objective.caption_dropout else [])}
+        if NULL_TEXT_KEY in dataset.column_names:
+            captions -= {""}  # batches hold one of each row
+        if NULL_TEXT_KEY in dataset.column_names and captions:
+            raise BucketingError(
+                f"No cache holds the captions {quoted(sorted(captions))} of `preservation_caption` or `slider`: this "
+                "model's text encoder sees the references of a sample. Train from the folder that "
+                "scripts/prepare_dataset.py wrote."
+            )
         texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
     workers = config.loader.dataloader_num_workers
     repeats = weighted or (batches.remainder == "repeat" and not evaluation)
@@ -334,6 +377,8 @@ def _data_of(
         table=table,
         spec=spec,
         num_tokens=num_tokens,
+        learned_tokens=learned,
+        references=references,
         text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
@@ -345,20 +390,28 @@ def _data_of(
 
 
 def _frames_that_fit(
-    prepared: PreparedDataset, packs: PackPlanConfig, *, spec: LatentSpec, drop: TokenDrop | None, text_tokens: int
+    prepared: PreparedDataset,
+    packs: PackPlanConfig,
+    *,
+    references: RowReferences | None,
+    drop: TokenDrop | None,
+    text_tokens: int,
 ) -> list[str]:
     """Return advice on rows whose tokens exceed `max_tokens`: numbers of frames, with the rows that each keeps."""
     rows = np.stack([column_array(prepared.dataset, name) for name in ("num_frames", "height", "width")])
     limits = dataclasses.replace(packs, oversize="own_batch")
     sizes, of_row = np.unique(rows, axis=1, return_inverse=True)
+    spec = prepared.spec
 
     def fitting(max_frames: int) -> int:
         table = dataclasses.replace(prepared.open_table, max_frames=max_frames)
         ids = table.assign(*sizes).bucket_id.astype(np.int64)
         own = table.num_tokens(ids, spec=spec)
-        tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)
+        tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)[of_row.ravel()]
+        if references is not None:
+            tokens = tokens + references.num_tokens(sample_sizes(ids, table)[of_row.ravel()], spec=spec)
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
-        return int(np.count_nonzero(((tokens > 0) & ~over)[of_row.ravel()]))
+        return int(np.count_nonzero((tokens > 0) & ~over))
 
     longest = int(prepared.open_table.cut(rows[0]).max())
     valid = sorted({spec.snap(Size(frames, 1, 1)).frames for frames in range(1, longest + 1)}, reverse=True)
@@ -414,10 +467,29 @@ def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
     return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
 
 
-def counting_spec(prepared: PreparedDataset | PreparedStream, added_frames: Mapping[str, int]) -> LatentSpec:
-    """Return the strides and patch of a data set, with the latent frames that its conditions add to a sample."""
-    added = sum(added_frames.get(condition, 0) for condition in prepared.conditions)
-    return dataclasses.replace(prepared.spec, added_frames=added)
+def check_reference_dropout(
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool
+) -> None:
+    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents."""
+    if not config.objective.reference_dropout:
+        return
+    if REFERENCE not in prepared.conditions:
+        raise BucketingError(f"Omit `reference_dropout`: the samples of {config.dataset_dir} have no references.")
+    if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
+        raise BucketingError(
+            "Omit `reference_dropout`: this model's cached texts are those of an encoder that saw the references. "
+            "Train from the folder that scripts/prepare_dataset.py wrote."
+        )
+    if in_front:
+        raise BucketingError(
+            "Omit `reference_dropout`: references of this model are frames of a sample's latents, which it is always "
+            "shown."
+        )
+
+
+def references_of(prepared: PreparedDataset, *, in_front: bool) -> RowReferences | None:
+    """Return the references of rows as they are counted; None if samples have none."""
+    return prepared.row_references(counting_rule(prepared.references, in_front=in_front))
 
 
 def counted_tokens(
@@ -428,26 +500,18 @@ def counted_tokens(
     spec: LatentSpec,
     drop: TokenDrop | None,
 ) -> npt.NDArray[np.int64]:
-    """Return the tokens of each row to plan with: added frames included, and those alone that token drop keeps.
+    """Return the tokens of each row's own grid to plan with: those that token drop keeps.
 
     A fixed rate keeps as many whatever the seed. Rows of 0 `num_tokens` keep 0.
     """
-    usable = num_tokens > 0
     if drop is None:
-        return np.where(usable, table.num_tokens(bucket_ids, spec=spec), 0)
+        return num_tokens
+    usable = num_tokens > 0
     ids, buckets = np.unique(bucket_ids[usable], return_inverse=True)
     kept = num_tokens.copy()
     grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
     kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
     return kept
-
-
-def learned_tokens(tokens: npt.NDArray[np.int64], sizes: Sequence[Size], spec: LatentSpec) -> npt.NDArray[np.int64]:
-    """Return the tokens of samples without those of added frames, which do not enter the loss."""
-    if not spec.added_frames:
-        return tokens
-    frames = np.array([spec.grid(size)[0] for size in sizes], np.int64)
-    return tokens * (frames - spec.added_frames // spec.patch[0]) // frames
 
 
 def _make_collator(
@@ -458,7 +522,12 @@ def _make_collator(
     resize: RandomResize | None,
 ) -> BucketCollator | PackCollator | CachedCollator:
     if prepared.cache is not None:
-        return CachedCollator(prepared.cache, caption_column=prepared.caption_column, seed=config.seed)
+        return CachedCollator(
+            prepared.cache,
+            caption_column=prepared.caption_column,
+            seed=config.seed,
+            null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
+        )
     replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))
     return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
 
@@ -484,7 +553,7 @@ def media_collator(
         "root": prepared.root,
         "other_roots": prepared.other_roots,
         "conditions": prepared.conditions,
-        "reference_multiples": prepared.spec.multiples,
+        "references": prepared.references,
         "views": config.views,
         "seed": config.seed,
         "replacements": replacements,

@@ -17,8 +17,8 @@ from accelerate.utils.memory import should_reduce_batch_size
 from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
-from ..media.conditions import FRAME_BY_FRAME, MASK
-from ..models.recipe import Recipe
+from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
+from ..models.recipe import REFERENCES, Recipe
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.settings import Precision
@@ -177,7 +177,8 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
-        sizes = data.sizes(plan.batch(int(costs.argmax())))
+        rows = plan.batch(int(costs.argmax()))
+        sizes, references = data.sizes(rows), data.reference_sizes(rows)
         beside = [expert.transformer for expert in recipe.experts[1:]]
         optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
         set_training(optimizer)
@@ -185,7 +186,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
             group["lr"] *= 0
         for step in experts.steps:
             step.texts = data.texts
-            batch = _random_batch(sizes, step.recipe, accelerator.device, data=data)
+            batch = _random_batch(sizes, references, step.recipe, accelerator.device, data=data)
             with accelerator.autocast():
                 losses = step(step.recipe.transformer, batch, epoch=0)
             losses.values.sum().backward()
@@ -247,13 +248,23 @@ def _free_bytes(accelerator: Accelerator) -> int:
 
 
 def _blank(condition: str, size: Size, device: torch.device) -> torch.Tensor:
-    """Return a condition of a sample of that size, all white; a reference is as large as its sample."""
+    """Return a condition of a sample of that size, all white."""
     frames = size.frames if condition in FRAME_BY_FRAME else 1
     return torch.ones(1 if condition == MASK else 3, frames, size.height, size.width, device=device)
 
 
-def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
-    """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
+def _random_batch(
+    sizes: list[Size],
+    references: list[tuple[Size, ...]],
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    data: TrainingData,
+) -> dict[str, Any]:
+    """Return a batch of the run's kind with random media or, where the run reads a cache, random latents.
+
+    `references` are the sizes of each sample's references.
+    """
     batch: dict[str, Any] = {
         "caption": ["a " * data.text_tokens] * len(sizes),  # as long as a caption can be where its length matters
         "index": list(range(len(sizes))),
@@ -263,16 +274,26 @@ def _random_batch(sizes: list[Size], recipe: Recipe, device: torch.device, *, da
     transformer, family = recipe.transformer, recipe.family
     name = "pixel_values" if recipe.modules("vae") else "latents"
     channels = 3 if name == "pixel_values" else recipe.latent_channels
-    shapes = sizes if name == "pixel_values" else [data.spec.latent_size(size) for size in sizes]
-    media = [torch.rand(channels, *shape, device=device) * 2 - 1 for shape in shapes]
+    in_front = recipe.references_in_front and name == "latents"
+
+    def random_media(size: Size, *, before: int = 0) -> torch.Tensor:
+        frames, *sides = size if name == "pixel_values" else data.spec.latent_size(size)
+        return torch.rand(channels, frames + before, *sides, device=device) * 2 - 1
+
+    pairs = zip(sizes, references, strict=True)
+    media = [random_media(size, before=len(shown) if in_front else 0) for size, shown in pairs]
+    shown = [tuple(map(random_media, own)) for own in references]
     batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
     if name == "pixel_values":
         batch["shown"] = {
-            condition: [_blank(condition, size, device) for size in sizes] for condition in data.conditions
+            condition: shown if condition == REFERENCE else [_blank(condition, size, device) for size in sizes]
+            for condition in data.conditions
         }
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
+        if REFERENCE in data.conditions and not recipe.references_in_front:
+            batch["conditions"][REFERENCES] = shown
     if not recipe.modules("text_encoders"):
         shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..columns.prepared import PreparedDataset
+from ..columns.prepared_stream import PreparedStream
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
@@ -16,14 +18,14 @@ from .experts import Experts
 from .held_out_loss import HeldOutLoss, in_evaluation
 from .opened import OpenedRun
 from .trained import TrainedModel
-from .validation import Validation, images_of, parse_sizes
+from .validation import Validation, images_of, parse_sizes, references_of
 
 
-def plan_validation(opened: OpenedRun) -> Validation | None:
-    """Return what is rendered, with its images and sizes, if prompts are given.
+def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStream) -> Validation | None:
+    """Return what is rendered, with its images, references and sizes, if prompts are given.
 
     Raises:
-        BucketingError: If images or sizes do not fit the prompts and the model.
+        BucketingError: If images, references or sizes do not fit the prompts and the model.
     """
     config, recipe = opened.config, opened.recipe
     if not config.validation.validation_prompts:
@@ -34,6 +36,8 @@ def plan_validation(opened: OpenedRun) -> Validation | None:
     return Validation(
         config=config.validation,
         images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
+        references=references_of(config.validation, recipe),
+        rule=prepared.references,
         sizes=sizes,
         seed=config.seed,
         folder=Path(config.output_dir) / "validation",

@@ -106,11 +106,13 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
-        validation = plan_validation(opened)
+        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
+        prepared = opened.prepared if stream is None else stream.prepared
+        assert prepared is not None, "a run has rows or a stream"
+        validation = plan_validation(opened, prepared)
         self.repository = None
         if config.hub.push_to_hub and not config.dry_run and self.accelerator.is_main_process:
             self.repository = open_repository(config.hub, folder=self.folder)
-        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
         self._load(opened)
         opened = replace(opened, config=add_trained_parts(self.recipe, opened.config, self.accelerator))
         self.recipe.to(self.accelerator.device, *opened.called)
@@ -265,8 +267,8 @@ class Trainer:
             load_state(self.accelerator, self.checkpoint.path)
         progress = self.checkpoint.progress
         self.global_step = progress.global_step
-        if self.trained.ema is not None:
-            self.trained.ema.to(self.accelerator.device)
+        for ema in self.trained.ema.values():
+            ema.to(self.accelerator.device)
         self.planned = self._count_steps()  # their number depends on the number of processes
         self.schedule_steps = self.planned.steps
         now, saved = self._checkpoint_settings(), progress.settings
@@ -311,7 +313,7 @@ class Trainer:
                 losses = self._train_on(batch, weights, epoch=epoch)
                 last = self.accelerator.sync_gradients
                 if last:
-                    factor = self.window.finish(self.trained.weights)
+                    factor = self.window.finish(self.trained.weights[self.step.recipe.trained])
                     norm = self.trained.clip_gradients()
                 self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, since=since)
                 if last:
@@ -341,7 +343,7 @@ class Trainer:
         """
         skipped = self.report.skipped.check(self.global_step + 1, metrics, epoch=epoch, step=step)
         if skipped is None:
-            self.trained.update()
+            self.trained.update(self.step.recipe.trained)
         else:
             self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()

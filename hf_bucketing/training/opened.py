@@ -17,6 +17,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..errors import BucketingError
+from ..media.row_references import sample_sizes
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
@@ -30,7 +31,7 @@ from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
 from ..placement.shards import SHARDED
 from .config import TrainingConfig
-from .data import counting_spec
+from .data import references_of
 
 logger = get_logger(__name__)
 
@@ -167,11 +168,13 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     """Count the samples of each size, with its tokens, in the data sets of a run."""
     sizes: Counter[tuple[Size, int]] = Counter()
     for prepared in filter(None, (opened.prepared, opened.held_out)):
-        ids, counts = np.unique(column_array(prepared.dataset, "bucket_id").astype(np.int64), return_counts=True)
-        tokens = prepared.table.num_tokens(ids, spec=counting_spec(prepared, opened.recipe.added_frames))
-        for bucket, count, length in zip(ids.tolist(), counts.tolist(), tokens.tolist(), strict=True):
-            if length:
-                sizes[prepared.table.size(bucket), length] += count
+        ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
+        tokens = prepared.table.num_tokens(ids, spec=prepared.spec)
+        if (references := references_of(prepared, in_front=opened.recipe.references_in_front)) is not None:
+            tokens += references.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
+        usable = np.stack([ids, tokens])[:, tokens > 0]
+        for (bucket, length), count in zip(*np.unique(usable.T, axis=0, return_counts=True), strict=True):
+            sizes[prepared.table.size(int(bucket)), int(length)] += int(count)
     return sizes
 
 

@@ -20,6 +20,7 @@ from ..command_line.config_file import CONFIG_FILE
 from ..files import complete_file, writing
 from ..loaders.collators import PLANNED
 from ..loaders.planned import StepCount
+from .base_targets import TARGETS
 from .config import TrainingConfig
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
@@ -61,7 +62,7 @@ class RunReport:
             accelerator,
             max_tokens=config.batches.token_limit,
             degree=degree,
-            sources=data.sources,
+            groups={"source": data.sources, "target": TARGETS if config.preservation.base_predictions else ()},
         )
         self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
 
@@ -117,7 +118,7 @@ class RunReport:
         """Add a batch to the metrics and to the log of samples.
 
         Args:
-            losses ([`StepLosses`]): Losses and noise levels of its samples.
+            losses ([`StepLosses`]): Losses, noise levels and targets of its samples.
             rows ([`StepRows`]): What its samples count for; those of weight 0 are not reported.
             weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the optimizer step.
             batch (mapping): The batch.
@@ -132,18 +133,23 @@ class RunReport:
         index = np.array(batch["index"])
         self.skipped.add(index.tolist(), loss)
         tokens = rows.tokens[counted]
-        sources = None if rows.sources is None else rows.sources[counted]
+        groups = {} if rows.sources is None else {"source": rows.sources[counted]}
+        if self.config.preservation.base_predictions:
+            groups["target"] = losses.targets[counted]
+        values, noise_levels = losses.values, losses.noise_levels
         if not counted.all():
-            losses, weights = StepLosses(*(values[counted] for values in losses)), weights[counted]
+            values, noise_levels, weights = values[counted], noise_levels[counted], weights[counted]
         cost = float(self.data.cost_model.cost(tokens).sum())
-        self.metrics.add(*losses, weights=weights, tokens=tokens, cost=cost, seconds=seconds, sources=sources)
+        self.metrics.add(
+            values, noise_levels, weights=weights, tokens=tokens, cost=cost, seconds=seconds, groups=groups
+        )
         self.log.write_samples(
             epoch=epoch,
             step=step,
             bucket_id=batch.get("bucket_id"),
             index=index[counted].tolist(),
             loss=loss[counted].tolist(),
-            sources=None if sources is None else sources.tolist(),
+            sources=groups["source"].tolist() if "source" in groups else None,
             planned=np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from ..buckets.table import BucketTable
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
+from ..media.references import ReferenceRule
 from ..models.recipe import Recipe, TextEmbeddings
 from .config import TrainingConfig
 
@@ -33,12 +33,12 @@ class ModelTokens:
         width (`int`): Channels of a token, which decide the cost of attention relative to all else.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its sample, as a
             [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
-        added_frames (mapping of `str` to `int`): Latent frames that each condition adds to a sample.
+        references_in_front (`bool`): Whether references are latent frames in front of a sample.
     """
 
     width: int
     text_tokens: int = 0
-    added_frames: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    references_in_front: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> ModelTokens:
@@ -46,8 +46,13 @@ class ModelTokens:
         return cls(
             width=recipe.family.width(recipe.transformer),
             text_tokens=recipe.text_tokens(recipe.max_sequence_length),
-            added_frames=recipe.added_frames,
+            references_in_front=recipe.references_in_front,
         )
+
+
+def counting_rule(rule: ReferenceRule, *, in_front: bool) -> ReferenceRule:
+    """Return the rule that counts the references of a data set: one in front of a sample has the sample's size."""
+    return ReferenceRule(downscale_factor=1, multiples=rule.multiples) if in_front else rule
 
 
 class StepRows(NamedTuple):
@@ -69,7 +74,12 @@ class StepRows(NamedTuple):
 
 
 class LargestStep(NamedTuple):
-    """The step of one process that takes the most tokens: sizes of its samples, and tokens with those of texts."""
+    """The step of one process that takes the most tokens.
+
+    Attributes:
+        sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
+        tokens (`int`): Tokens of its samples, their references and texts.
+    """
 
     sizes: list[Size]
     tokens: int
@@ -82,7 +92,7 @@ class RunData(ABC):
     Attributes:
         loader (`DataLoader`): Loader, not yet prepared by accelerate.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
-        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): How tokens are counted: with the frames that conditions add.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
         cost_model ([`CostModel`][hf_bucketing.CostModel]): Cost of a row by its tokens and those of its text.
         reduction (`"sample"` or `"token"`): Unit of equal weight in the loss.
@@ -144,6 +154,10 @@ class RunData(ABC):
     def check_buckets(self, check: Callable[[Mapping[int, int]], None]) -> None:
         """Call a function, which may raise, with the buckets of all samples, each with its number of samples."""
         check(self.bucket_counts())
+
+    @abstractmethod
+    def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
+        """Call a function, which may raise, with the numbers of references of samples, and the samples' names."""
 
     def cached_batch(self) -> Mapping[str, Any] | None:
         """Return a batch of one usable row of a cache; None where nothing is cached."""

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -162,22 +163,30 @@ class StepMetrics:
         accelerator (`Accelerator`): Accelerator that gathers the sums, in one call per optimizer step.
         max_tokens (`int`, *optional*): Tokens per process and batch, to compute the fill.
         degree (`int`): Neighbouring processes that take the same samples, which count once.
-        sources (sequence of `str`): Names of the sources of samples, whose losses are summed apart.
+        groups (mapping of `str` to sequences of `str`): Groups of samples whose losses are summed apart, by what
+            divides them, such as `{"source": ["clips", "faces"]}`.
     """
 
     def __init__(
-        self, accelerator: Accelerator, *, max_tokens: int | None, degree: int = 1, sources: Sequence[str] = ()
+        self,
+        accelerator: Accelerator,
+        *,
+        max_tokens: int | None,
+        degree: int = 1,
+        groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.accelerator = accelerator
-        self.sources = tuple(sources)
+        self.groups = groups
+        self._names = [f"noise/{level / _BINS:.1f}" for level in range(_BINS)]
+        self._names += [f"{division}/{name}" for division, names in groups.items() for name in names]
         self.degree = degree
         self.max_tokens = max_tokens
         self._start = time.perf_counter()
         self._reset()
 
     def _reset(self) -> None:
-        # The loss; and by noise level and by source, the sum of the losses and the number of samples.
-        self._sums = torch.zeros(1 + 2 * (_BINS + len(self.sources)), device=self.accelerator.device)
+        # The loss; and by noise level and by group, the sum of the losses and the number of samples.
+        self._sums = torch.zeros(1 + 2 * len(self._names), device=self.accelerator.device)
         self._counts = np.zeros(_COUNTS)  # samples, tokens, cost, batches, pairs of tokens, seconds
 
     def add(
@@ -189,7 +198,7 @@ class StepMetrics:
         tokens: npt.NDArray[np.int64],
         cost: float,
         seconds: float,
-        sources: npt.NDArray[np.int64] | None = None,
+        groups: Mapping[str, npt.NDArray[np.int64]] = MappingProxyType({}),
     ) -> None:
         """Add a batch.
 
@@ -200,16 +209,18 @@ class StepMetrics:
             tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
             seconds (`float`): Time from the arrival of the batch to the end of its backward pass on the device.
-            sources (array of `int`, shape `(n,)`, *optional*): Source of each sample.
+            groups (mapping of `str` to arrays of `int`, shape `(n,)`): Group of each sample, by what divides them.
         """
         values = values.detach().float()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
         self._sums[0] += (values * weights.to(values)).sum()
-        if sources is not None:
-            bins = torch.cat([bins, _BINS + to_device(torch.from_numpy(sources), bins.device, dtype=bins.dtype)])
-            values = torch.cat([values, values])
+        if groups:
+            first = dict(zip(self.groups, _BINS + np.cumsum([0, *map(len, self.groups.values())]), strict=False))
+            further = np.concatenate([first[division] + number for division, number in groups.items()])
+            bins = torch.cat([bins, to_device(torch.from_numpy(further), bins.device, dtype=bins.dtype)])
+            values = values.repeat(1 + len(groups))
         self._sums.index_add_(0, 1 + bins, values)
-        self._sums.index_add_(0, 1 + _BINS + len(self.sources) + bins, torch.ones_like(values))
+        self._sums.index_add_(0, 1 + len(self._names) + bins, torch.ones_like(values))
         pairs = np.square(tokens, dtype=np.float64).sum()
         self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, seconds)
 
@@ -223,7 +234,7 @@ class StepMetrics:
         the largest of all processes; they are among the metrics where there are any.
 
         `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
-        `loss_by_source/NAME` its mean over the samples of a source, where there are several.
+        `loss_by_source/NAME`, for a division of samples into groups by `source`, its mean over those of a group.
         `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
         since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
         the tokens divided by `max_tokens`. `busy_seconds`, `busy_tokens`, `busy_token_pairs` and `busy_batches` count
@@ -238,7 +249,7 @@ class StepMetrics:
         counted = to_device(torch.from_numpy(self._counts).float(), self._sums.device)
         mine = torch.cat([shared, self._sums, counted])
         rows = self.accelerator.gather(mine[None]).cpu().double()
-        bins = _BINS + len(self.sources)
+        bins = len(self._names)
         largest = dict(zip(("grad_norm", "stop"), rows[:, :2].amax(0).tolist(), strict=True))
         loss, sums, seen, counts = rows[:: self.degree, 2:].split([1, bins, bins, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
@@ -263,8 +274,7 @@ class StepMetrics:
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
         for level in torch.nonzero(seen.sum(0)).flatten().tolist():
-            name = f"noise/{level / _BINS:.1f}" if level < _BINS else f"source/{self.sources[level - _BINS]}"
-            metrics[f"loss_by_{name}"] = float(sums[:, level].sum() / seen[:, level].sum())
+            metrics[f"loss_by_{self._names[level]}"] = float(sums[:, level].sum() / seen[:, level].sum())
         self._reset()
         return metrics
 

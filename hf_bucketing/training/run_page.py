@@ -247,14 +247,21 @@ def _samples(runs: Sequence[Logs]) -> list[Block]:
         count, beyond, faults = 0, 0, []
         for stem, same in groupby(files, key=lambda file: file.stem):
             every = list(same)
-            size, prompt = _prompt_of(run, stem)
+            size, prompt, references = _prompt_of(run, stem)
             pictures: list[Picture] = []
+            for number, file in enumerate(references, 1):
+                if count < _MOST_PICTURES and left > 0 and Path(file).is_file():
+                    pictures.append(_picture(Path(file), f"Reference of “{prompt}”.", f"reference {number}"))
+                    count, left = count + 1, left - len(pictures[-1].source)
             for at in sorted({round(at) for at in np.linspace(0, len(every) - 1, min(len(every), _SHOWN_STEPS))}):
                 if count == _MOST_PICTURES or left <= 0:
                     beyond += 1
                     continue
                 try:
-                    pictures.append(_picture(every[at], prompt))
+                    step = _step_of(every[at])
+                    pictures.append(
+                        _picture(every[at], f"Rendering of “{prompt}” after step {step}.", f"step {step:,}")
+                    )
                 except MediaError as error:
                     faults.append(f"{every[at]} could not be shown: {error}")
                     continue
@@ -272,23 +279,31 @@ def _step_of(file: Path) -> int:
     return int(file.parent.name.removeprefix("step-"))
 
 
-def _prompt_of(run: Logs, stem: str) -> tuple[str, str]:
-    """Return the size and the prompt of a rendering by its file's name; the name's words if no prompt has it."""
+def _prompt_of(run: Logs, stem: str) -> tuple[str, str, Sequence[str]]:
+    """Return the size, the prompt and the references of a rendering by its file's name.
+
+    Where no prompt has this name, its words stand for one, without references.
+    """
     size, _, words = stem.partition("-")
     prompts = run.settings.get("validation_prompts") or []
     shape = Size(*map(int, size.split("x")))
-    named = {rendering_name(prompts, number, shape): prompt for number, prompt in enumerate(prompts)}
-    return size_label(shape), named.get(stem, words.replace("-", " "))
+    files = run.settings.get("validation_references") or []
+    each = len(files) // max(1, len(prompts))
+    named = {
+        rendering_name(prompts, number, shape): (prompt, files[each * number : each * (number + 1)])
+        for number, prompt in enumerate(prompts)
+    }
+    return size_label(shape), *named.get(stem, (words.replace("-", " "), []))
 
 
-def _picture(file: Path, prompt: str) -> Picture:
+def _picture(file: Path, alt: str, name: str) -> Picture:
     small = animation(MediaSource.from_cell(file))
     return Picture(
         source=small.uri,
         width=small.width,
         height=small.height,
-        alt=f"Rendering of “{prompt}” after step {_step_of(file)}.",
-        name=f"step {_step_of(file):,}",
+        alt=alt,
+        name=name,
     )
 
 

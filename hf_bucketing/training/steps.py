@@ -13,25 +13,26 @@ import numpy as np
 import torch
 
 from ..adapters.base import base_model
+from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
-from ..media.conditions import MASK
+from ..media.conditions import MASK, REFERENCE
 from ..media.sample import frame_rates
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, Objective
-from ..models.recipe import ModelInputs, Recipe, Samples, TextEmbeddings
+from ..models.recipe import REFERENCES, ModelInputs, Recipe, Samples, TextEmbeddings
 from ..packing.forward import packed_forward
 from ..packing.names import Grid
 from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
-from .base_targets import BaseTarget, base_targets
+from .base_targets import TARGETS, BaseTarget, base_targets
 from .config import TrainingConfig
 from .run_data import RunData
 from .settings.preservation import PreservationConfig
@@ -43,10 +44,13 @@ class StepLosses(NamedTuple):
     Attributes:
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
+        targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
+            [`TARGETS`][hf_bucketing.training.base_targets.TARGETS].
     """
 
     values: torch.Tensor
     noise_levels: torch.Tensor
+    targets: IntArray
 
 
 class Prediction(NamedTuple):
@@ -66,7 +70,8 @@ class Step(ABC):
     """Compute the per-sample losses of a batch.
 
     A share of the captions, `caption_dropout`, is replaced by the null text, for classifier-free guidance; it is drawn
-    from the seed, the epoch, the sample's index and its occurrence in the epoch. `preservation` chooses samples whose
+    from the seed, the epoch, the sample's index and its occurrence in the epoch. So is the share of the samples,
+    `reference_dropout`, that are shown no references. `preservation` chooses samples whose
     target is a prediction of the transformer without its adapters. `texts` are those of a cache, for its batches, by
     caption; `""` is the null text. With `sharded` weights, all processes run each forward pass together, whether one
     of their samples needs it or not.
@@ -75,6 +80,7 @@ class Step(ABC):
     recipe: Recipe
     objective: Objective
     caption_dropout: float = 0.0
+    reference_dropout: float = 0.0
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
@@ -83,15 +89,16 @@ class Step(ABC):
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
-        media = media_of(self.recipe, batch)
-        latents = media.pop("latents")
         indices: Sequence[int] = batch["index"]
         occurrences: Sequence[int] = batch.get(OCCURRENCE, [0] * len(indices))
-        noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         seeds = [
             sample_key(seed=self.seed, epoch=epoch, index=index, occurrence=before)
             for index, before in zip(indices, occurrences, strict=True)
         ]
+        batch = without_references(batch, self._references_dropped(seeds))
+        media = media_of(self.recipe, batch)
+        latents = media.pop("latents")
+        noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
         of_base = base_targets(self.preservation, batch, seeds)
         captions = [
@@ -109,7 +116,14 @@ class Step(ABC):
             values = prediction.losses(noised)
             if predicted is not None:
                 values = _replaced(values, prediction.losses(noised._replace(targets=predicted)), of_base)
-        return StepLosses(values, self.objective.noise_levels(noised.timesteps))
+        names = ["data" if target is None else target.name for target in of_base]
+        targets = np.array([TARGETS.index(name) for name in names], np.int64)
+        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets)
+
+    def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
+        """Return which samples are shown no references, by the keys of their draws."""
+        share = self.reference_dropout
+        return [generator(Purpose.REFERENCE_DROPOUT, *seed).random() < share for seed in seeds]
 
     @torch.no_grad()
     def _base_predictions(
@@ -160,7 +174,9 @@ class Step(ABC):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
             values = self._predict(transformer, samples, None).losses(noised)
-            found.append(StepLosses(values, self.objective.noise_levels(noised.timesteps)))
+            found.append(
+                StepLosses(values, self.objective.noise_levels(noised.timesteps), np.zeros(len(values), np.int64))
+            )
         return found
 
     @abstractmethod
@@ -177,7 +193,13 @@ class Step(ABC):
 
 
 class BucketStep(Step):
-    """Run one forward over a stack of samples of one size."""
+    """Run one forward over a stack of samples of one size.
+
+    Samples with references cannot be stacked with others: the first sample of a batch decides whether all drop them.
+    """
+
+    def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
+        return super()._references_dropped(seeds[:1]) * len(seeds)
 
     def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
         inputs = self.recipe.model_inputs(samples)
@@ -228,6 +250,7 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "recipe": recipe,
         "objective": objective,
         "caption_dropout": config.objective.caption_dropout,
+        "reference_dropout": config.objective.reference_dropout,
         "seed": config.seed,
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
@@ -266,6 +289,7 @@ def check_data(step: Step, data: RunData) -> None:
 
     data.check_buckets(check)
     step.recipe.check_conditions(data.conditions)
+    data.check_references(step.recipe.check_references)
     check_cached(step.recipe, data)
 
 
@@ -307,10 +331,22 @@ def loss_weights(inputs: ModelInputs, samples: Samples) -> Sequence[torch.Tensor
     return [weights * mask.to(weights) for weights, mask in zip(inputs.weights, masks, strict=True)]
 
 
-def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
+def without_references(batch: Mapping[str, Any], dropped: Sequence[bool]) -> Mapping[str, Any]:
+    """Return a batch of any collator in which some samples are shown no references."""
+    if not any(dropped):
+        return batch
+    changed = dict(batch)
+    for part, name in (("shown", REFERENCE), ("conditions", REFERENCES)):
+        if name in batch.get(part, {}):
+            pairs = zip(batch[part][name], dropped, strict=True)
+            changed[part] = {**batch[part], name: [() if drop else references for references, drop in pairs]}
+    return changed
+
+
+def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return `latents`, `(C, f, h, w)` of each sample of a batch of any collator, and its conditions.
 
-    They are read from its cache or encoded.
+    They are read from its cache or encoded. A condition of a sample is a tensor; its references are a tuple of them.
     """
     if "latents" in batch:
         return {"latents": list(batch["latents"]), **batch.get("conditions", {})}
@@ -344,17 +380,21 @@ def text_of(
     own = batch["caption"]
     captions = [None] * len(own) if captions is None else captions
     if "text_values" not in batch:
+        pictures = {"references": batch.get("shown", {}).get(REFERENCE)} if recipe.text_sees_references else {}
         if not recipe.null_as_long:
             pairs = zip(own, captions, strict=True)
-            return recipe.encode_text([caption if other is None else other for caption, other in pairs])
-        text = recipe.encode_text([other or caption for caption, other in zip(own, captions, strict=True)])
+            return recipe.encode_text([caption if other is None else other for caption, other in pairs], **pictures)
+        text = recipe.encode_text([other or caption for caption, other in zip(own, captions, strict=True)], **pictures)
         null = [other == "" for other in captions]
         return text.replaced(null, recipe.encode_null()) if any(null) else text
     text = TextEmbeddings.of_batch(batch)
     for chosen in dict.fromkeys(captions):
         if chosen is not None:
-            assert texts is not None, "make_data reads them from the cache"
-            text = text.replaced([other == chosen for other in captions], texts[chosen])
+            other_text = None if chosen or "null_text" not in batch else TextEmbeddings.of_batch(batch["null_text"])
+            if other_text is None:
+                assert texts is not None, "make_data reads them from the cache"
+                other_text = texts[chosen]
+            text = text.replaced([other == chosen for other in captions], other_text)
     return text
 
 
@@ -378,6 +418,8 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
             f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
         )
     needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
+    if REFERENCE in data.conditions and not recipe.references_in_front:
+        needed.add(REFERENCES)
     if missing := needed - batch.get("conditions", {}).keys():
         raise BucketingError(
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "

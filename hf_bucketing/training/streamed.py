@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -26,6 +27,9 @@ from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..loaders.workers import worker_options
 from ..losses.reduction import reduction_weights
+from ..media.conditions import REFERENCE
+from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.row_references import RowReferences, sample_sizes
 from ..packing.token_drop import TokenDrop
 from ..plans.packs import strip_tokens
 from ..randomness import Purpose, integer_seed
@@ -36,14 +40,13 @@ from ..units import format_bytes
 from .config import TrainingConfig
 from .data import (
     check_prepared,
+    check_reference_dropout,
     counted_tokens,
-    counting_spec,
-    learned_tokens,
     make_cost_model,
     media_collator,
     unreadable_log,
 )
-from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
+from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
 
 logger = get_logger(__name__)
 
@@ -110,8 +113,8 @@ def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_sh
 def _sample_of(prepared: PreparedDataset) -> StreamSample:
     """Return what the first rows of a prepared folder are like."""
     rows = prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset))))
-    names = ("num_frames", "height", "width", "bucket_id")
-    columns = {name: column_array(rows, name) for name in names}
+    names = ("num_frames", "height", "width", "bucket_id", REFERENCE_SIZES)
+    columns = {name: column_array(rows, name) for name in names if name in rows.column_names}
     return StreamSample.of(columns, row_bytes=sum(map(bytes_in, rows)) // len(rows))
 
 
@@ -123,11 +126,14 @@ class StreamedData(RunData):
         stream ([`StreamingBucketBatcher`]): The stream.
         sample ([`StreamSample`]): First rows of the stream.
         token_drop ([`TokenDrop`], *optional*): Tokens of packed samples that training drops.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): Sizes in which
+            references are counted, where samples have some.
     """
 
     stream: StreamingBucketBatcher
     sample: StreamSample
     token_drop: TokenDrop | None
+    references: ReferenceRule | None = None
     _on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
     _seen: set[int] = field(default_factory=set)
 
@@ -151,8 +157,9 @@ class StreamedData(RunData):
             self._on_new_buckets(new)
             self._seen |= new.keys()
         tokens = self._tokens(sizes)
-        learned = torch.from_numpy(learned_tokens(tokens, sizes, self.spec))
-        weights = reduction_weights(learned, self.reduction) * batch["weight"].cpu()
+        weights = reduction_weights(torch.from_numpy(tokens), self.reduction) * batch["weight"].cpu()
+        if self.references is not None:
+            tokens = tokens + self._reference_tokens(batch[REFERENCE_SIZES], sizes)
         sources = np.array(batch[SOURCE], np.int64) if self.sources else None
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
@@ -168,6 +175,12 @@ class StreamedData(RunData):
         each = -(-config.stream.steps_per_epoch // config.gradient_accumulation_steps)
         return StepCount(config.num_train_epochs * each - finished, True)
 
+    def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
+        """Call a function with the numbers of references that the first rows have."""
+        if self.references is not None:
+            counts = np.array([len(sizes) // 3 for sizes in self.sample.references], np.int64)
+            check(counts, ["one of the first"] * len(counts))
+
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
@@ -175,14 +188,15 @@ class StreamedData(RunData):
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            each = tokens + self.text_tokens
+            shown = self._most_shown(size)
+            each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
-                span = strip_tokens(tokens, grouping.strip_length) + self.text_tokens
+                span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
                 count = max(1, grouping.max_tokens // span)
             elif grouping.max_tokens is not None and each > grouping.max_tokens:
                 continue  # an error if such a row comes
             else:
-                count = grouping.size_of(bucket)
+                count = grouping.size_of(bucket, shown=shown)
             largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
         return largest
 
@@ -251,6 +265,20 @@ class StreamedData(RunData):
             return np.array(self.token_drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)
         return np.array(grids, np.int64).prod(axis=1)
 
+    def _most_shown(self, size: Size) -> int:
+        """Return the most tokens that the references of one of the first rows take beside a sample of a size."""
+        if self.references is None:
+            return 0
+        seen = self.sample.references
+        return int(self._reference_tokens(seen, [size] * len(seen)).max(initial=0))
+
+    def _reference_tokens(
+        self, stored: Sequence[Sequence[int]], sizes: Sequence[Size]
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the tokens of the references of samples, by the sizes of their files."""
+        assert self.references is not None, "else samples have none"
+        return RowReferences.of_lists(stored, rule=self.references).num_tokens(sizes, spec=self.spec)
+
     def _buckets_of(self, sizes: Sequence[Size]) -> list[int]:
         ids: list[int] = self.table.assign(*np.array(sizes).T).bucket_id.tolist()
         return ids
@@ -266,19 +294,26 @@ def make_streamed_data(
     """
     prepared, rows, sample = opened
     check_prepared(config, prepared, spec, folder=config.dataset_dir)
-    spec = counting_spec(prepared, tokens.added_frames)
+    check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
+    references = None
+    if REFERENCE in prepared.conditions:
+        references = counting_rule(prepared.references, in_front=tokens.references_in_front)
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping
     if batches.batching == "pack":
         table = prepared.open_table
-        if batches.token_drop is not None or spec.added_frames:
-            counted = _CountedTokens(drop=batches.token_drop, table=table, spec=spec)
+        if batches.token_drop is not None or references is not None:
+            counted = _CountedTokens(drop=batches.token_drop, table=table, spec=spec, references=references)
             rows = rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
         grouping = PackGrouping(**vars(batches.pack_limits), text_tokens=tokens.text_tokens)
     else:
         grouping = BucketGrouping(
-            **vars(batches.bucket_limits), table=prepared.table, spec=spec, text_tokens=tokens.text_tokens
+            **vars(batches.bucket_limits),
+            table=prepared.table,
+            spec=spec,
+            text_tokens=tokens.text_tokens,
+            references=references,
         )
         for bucket in sample.buckets:
             grouping.size_of(bucket)
@@ -288,7 +323,7 @@ def make_streamed_data(
         collate_fn=media_collator(config, prepared, table=table),
         config=stream,
         faults=config.faults.log(unreadable_log(config)),
-        kept=[SOURCE] if prepared.sources else [],
+        kept=[*([SOURCE] if prepared.sources else []), *([] if references is None else [REFERENCE_SIZES])],
     )
     workers = config.loader.dataloader_num_workers
     timeout = config.loader.dataloader_timeout if workers else 0
@@ -302,6 +337,7 @@ def make_streamed_data(
         cost_model=make_cost_model(config, width=tokens.width),
         reduction=config.objective.loss_reduction,
         token_drop=batches.token_drop,
+        references=references,
         conditions=tuple(prepared.conditions),
         sources=prepared.sources,
     )
@@ -309,13 +345,17 @@ def make_streamed_data(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CountedTokens:
-    """Replace the tokens of rows by those of [`counted_tokens`]; a batch function."""
+    """Replace the tokens of rows by those of [`counted_tokens`] and of their references; a batch function."""
 
     drop: TokenDrop | None
     table: OpenTable
     spec: LatentSpec
+    references: ReferenceRule | None
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
         counted = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
+        if self.references is not None:
+            shown = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
+            counted = counted + shown.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
         return {"num_tokens": counted.tolist()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from diffusers.training_utils import EMAModel
 
 from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
@@ -88,8 +89,8 @@ class TrainedModel:
             one or both experts; `recipe.transformer` is the first one bare.
         optimizer (`AcceleratedOptimizer`): The prepared optimizer.
         loader (`DataLoader`): The prepared loader.
-        weights (list of `torch.nn.Parameter`): What is trained.
-        ema (`EMAModel`, *optional*): Averages of `weights`.
+        weights (dict of `str` to lists of `torch.nn.Parameter`): What is trained of each transformer.
+        ema (dict of `str` to `EMAModel`): Averages of `weights`; empty without any.
         context_parallel ([`ContextParallel`][hf_bucketing.placement.context_parallel.ContextParallel]): How processes
             share the tokens of a sample.
     """
@@ -112,13 +113,15 @@ class TrainedModel:
         self.optimizer.train()  # as schedule-free optimizers demand
         packed = config.batches.batching == "pack"
         self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
-        self.weights = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        self.ema = None
-        if config.ema_decay is not None:
-            self.ema = averaged(self.weights, decay=config.ema_decay, accelerator=accelerator)
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return chain.from_iterable(transformer.parameters() for transformer in self.transformers.values())
+        self.weights = {
+            name: [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for name, model in self.transformers.items()
+        }
+        self.ema: dict[str, EMAModel] = {}
+        if (decay := config.ema_decay) is not None:
+            self.ema = {
+                name: averaged(weights, decay=decay, accelerator=accelerator) for name, weights in self.weights.items()
+            }
 
     @property
     def transformer(self) -> torch.nn.Module:
@@ -156,15 +159,21 @@ class TrainedModel:
 
     def clip_gradients(self) -> Any:
         """Clip the gradients by their norm over all weights, and return it as it was."""
-        return self.accelerator.clip_grad_norm_(self._parameters(), self.config.optimizer.max_grad_norm)
+        parameters = chain.from_iterable(model.parameters() for model in self.transformers.values())
+        return self.accelerator.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm)
 
-    def update(self) -> None:
-        """Change the weights by their gradients, and the learning rate and the averages with them."""
+    def update(self, trained: str) -> None:
+        """Change the weights of a transformer by their gradients, and its averages and the learning rate with them.
+
+        Args:
+            trained (`str`): The transformer that has gradients. Averages of the other one stay as they are, as the
+                decay depends on how many steps an average has seen.
+        """
         self.optimizer.step()
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
-            if self.ema is not None:
-                self.ema.step(self.weights)
+            if self.ema:
+                self.ema[trained].step(self.weights[trained])
 
     def leave(self) -> None:
         """Leave the weights as they are although gradients came."""
@@ -190,23 +199,22 @@ class TrainedModel:
         Enter it on every process, see [`optimizer_in_evaluation`].
         """
         with self.optimizer_in_evaluation():
-            if self.ema is None:
-                yield
-                return
-            self.ema.store(self.weights)
-            self.ema.copy_to(self.weights)
+            for name, ema in self.ema.items():
+                ema.store(self.weights[name])
+                ema.copy_to(self.weights[name])
             try:
                 yield
             finally:
-                self.ema.restore(self.weights)
+                for name, ema in self.ema.items():
+                    ema.restore(self.weights[name])
 
     def check(self, what: str) -> None:
         """Raise BucketingError on all processes unless the weights and their averages are finite.
 
         The message says `what` is not saved.
         """
-        averages = [] if self.ema is None else self.ema.shadow_params
-        check_finite([*self.weights, *averages], self.accelerator, what=what)
+        averages = (ema.shadow_params for ema in self.ema.values())
+        check_finite(chain.from_iterable([*self.weights.values(), *averages]), self.accelerator, what=what)
 
     def save_adapters(self, folder: Path) -> None:
         """Save the adapters, averaged if there are averages; call it on every process."""
@@ -226,8 +234,8 @@ class TrainedModel:
             self.save_adapters(folder)
             return
         self.optimizer.eval()
-        if self.ema is not None:
-            self.ema.copy_to(self.weights)
+        for name, ema in self.ema.items():
+            ema.copy_to(self.weights[name])
         weights = gather_weights(self.accelerator, self.transformer)
         if self.accelerator.is_main_process:
             self.context_parallel.remove()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -14,11 +15,15 @@ from accelerate import Accelerator
 
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
+from ..media.conditions import REFERENCE
 from ..media.probe import probe
-from ..media.sample import load_first_frame
+from ..media.references import ReferenceRule
+from ..media.sample import load_first_frame, load_references
 from ..media.source import MediaSource
 from ..media.write import write_image, write_video
+from ..models.first_frame import pictures
 from ..models.recipe import IMAGES, Recipe
+from ..models.rendering import Call, render_together
 from .settings.validation import ValidationConfig
 
 _FRAMES_SHOWN = 8
@@ -29,11 +34,14 @@ class Validation:
     """Render every prompt at every size with the pipeline as it would be saved now.
 
     The noise of all renderings is that of one seed; `folder` receives `step-{n}/{size}-{prompt}.mp4`, or `.png` at
-    sizes of one frame. `images` holds those of each prompt: none, a first frame, or a first and a last one.
+    sizes of one frame. `images` holds those of each prompt: none, a first frame, or a first and a last one;
+    `references` those of each prompt, which are shown at the sizes of the data set's `rule`.
     """
 
     config: ValidationConfig
     images: Sequence[Sequence[MediaSource]]
+    references: Sequence[Sequence[MediaSource]]
+    rule: ReferenceRule
     sizes: Sequence[Size]
     seed: int
     folder: Path
@@ -49,10 +57,9 @@ class Validation:
             transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
-            each = zip(self.config.validation_prompts or [], self.images, strict=True)
-            for size, (number, (prompt, images)) in product(self.sizes, enumerate(each)):
-                with torch.no_grad(), accelerator.autocast():
-                    frames = self._sample(recipe, prompt, size, images)
+            renderings = list(product(self.sizes, range(len(self.config.validation_prompts or []))))
+            pairs = zip(renderings, self._frames(recipe, accelerator, renderings), strict=True)
+            for (size, number), frames in pairs:
                 if not accelerator.is_main_process:
                     continue
                 file = self.file_of(number, size, step=step)
@@ -85,12 +92,35 @@ class Validation:
         files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in each}
         return {file: prompt for file, prompt in files.items() if file.is_file()}
 
-    def _sample(self, recipe: Recipe, prompt: str, size: Size, images: Sequence[MediaSource]) -> np.ndarray:
+    def _frames(
+        self, recipe: Recipe, accelerator: Accelerator, renderings: Sequence[tuple[Size, int]]
+    ) -> Iterable[np.ndarray]:
+        """Return the frames of prompts, given by their positions, at sizes: one by one, or all rendered together."""
+
+        def frames_of(recipe: Recipe, size: Size, number: int) -> np.ndarray:
+            with torch.no_grad(), accelerator.autocast():
+                return self._sample(recipe, size, number)
+
+        if self.config.validation_max_tokens is None:
+            return (frames_of(recipe, *rendering) for rendering in renderings)
+        calls = [
+            Call(recipe.spec.grid(size), partial(frames_of, size=size, number=number)) for size, number in renderings
+        ]
+        with accelerator.autocast():
+            return render_together(recipe, calls, max_tokens=self.config.validation_max_tokens)
+
+    def _sample(self, recipe: Recipe, size: Size, number: int) -> np.ndarray:
+        prompt = (self.config.validation_prompts or [])[number]
+        images, references = self.images[number], self.references[number]
         shown = {name: load_first_frame(image, size) for name, image in zip(IMAGES, images, strict=False)}
+        fps = self.config.validation_fps if size.frames > 1 else 0.0
         frames = recipe.render(
             prompt,
             size,
             **shown,
+            references=[
+                pictures(pixels.transpose(0, 1)) for pixels in load_references(references, size, self.rule, fps=fps)
+            ],
             num_inference_steps=self.config.validation_inference_steps,
             guidance_scale=self.config.validation_guidance_scale,
             generator=torch.Generator().manual_seed(self.seed),
@@ -121,6 +151,34 @@ def images_of(config: ValidationConfig, *, each: int, pipeline_class: str) -> li
         needs = f"{each} per prompt" if each else "none"
         raise BucketingError(
             f"{pipeline_class} takes {needs} in `validation_images` ({len(prompts)} prompts), got {len(files)}."
+        )
+    sources = [MediaSource.from_cell(file) for file in files]
+    for source in sources:
+        probe(source)
+    return [sources[each * row : each * (row + 1)] for row in range(len(prompts))]
+
+
+def references_of(config: ValidationConfig, recipe: type[Recipe]) -> list[list[MediaSource]]:
+    """Return the references of each validation prompt.
+
+    Args:
+        config ([`ValidationConfig`]): Prompts and files.
+        recipe (class of [`Recipe`]): What the model takes.
+
+    Raises:
+        BucketingError: If prompts would have unlike numbers of references, or the pipeline does not take as many, or a
+            file cannot be decoded.
+    """
+    prompts, files = config.validation_prompts or [], config.validation_references or []
+    if len(files) % len(prompts):
+        raise BucketingError(
+            f"`validation_references` shows each of the {len(prompts)} prompts as many files; got {len(files)}."
+        )
+    each = len(files) // len(prompts)
+    if each > recipe.max_references or (each and REFERENCE not in recipe.shown_as):
+        raise BucketingError(
+            f"The call of a {recipe.pipeline_class} takes {recipe.max_references or 'no'} references, and "
+            f"`validation_references` has {each} for each prompt."
         )
     sources = [MediaSource.from_cell(file) for file in files]
     for source in sources:

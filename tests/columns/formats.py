@@ -32,6 +32,7 @@ class Format:
         give (`str`): What to give as `--dataset`, relative to that folder, and further flags.
         files (tuple of `str`): Files in the order of the rows.
         options (`dict`): Further arguments of `load_source`.
+        references (`tuple` of `int`, *optional*): References of each row, where there are any.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Format:
     give: str = "FOLDER"
     files: tuple[str, ...] = ("a.mp4", "b.mp4")
     options: dict[str, str] = field(default_factory=dict)
+    references: tuple[int, ...] | None = None
 
     def dataset(self, folder: Path) -> str:
         """Return what to give as `--dataset`."""
@@ -51,7 +53,7 @@ def write_media(folder: Path, *files: str) -> None:
     for file in files:
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        width, height, frames = SIZES[path.name]
+        width, height, frames = SIZES.get(path.name, CLIP)
         pixels = [np.full((height, width, 3), 40 * frame, np.uint8) for frame in range(frames)]
         if frames == 1:
             write_image(path, pixels[0])
@@ -200,6 +202,28 @@ def urls(folder: Path) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def reference_rows(name: str, media: str, *columns: str) -> Callable[[Path], None]:
+    """Return a function that writes media and rows that show each file as references, the last row one fewer."""
+
+    def write(folder: Path) -> None:
+        write_media(folder, "a.mp4", "b.mp4")
+        rows = [{media: file, **dict.fromkeys(columns, file), "caption": TEXTS[file]} for file in ("a.mp4", "b.mp4")]
+        del rows[-1][columns[-1]]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        text = json.dumps(rows) if name.endswith(".json") else lines
+        (folder / name).write_text(text, encoding="utf-8")
+
+    return write
+
+
+def references_in_folders(folder: Path) -> None:
+    captions_beside(folder / "clips")
+    write_media(folder / "before", "a.mp4", "deep/b.mp4")
+    for number in range(2):
+        write_media(folder / "style" / "deep" / "er", "c.png")
+        (folder / "style/deep/er/c.png").rename(folder / f"style/deep/er/c_{number}.png")
+
+
 BESIDE = ("a.mp4", "b.mp4", "c.png")
 FORMATS: dict[str, Format] = {
     "captions beside": Format(
@@ -243,6 +267,28 @@ FORMATS: dict[str, Format] = {
         who="LTX-2 trainer",
         write=csv_rows("dataset.csv", "media_path", "caption"),
         give="FOLDER/dataset.csv",
+    ),
+    "musubi controls": Format(
+        title="jsonl of `image_path`, `control_path` (or `control_path_0`, `control_path_1`, …), `caption`",
+        who="musubi-tuner",
+        write=reference_rows("images.jsonl", "image_path", "control_path_0", "control_path_1"),
+        give="FOLDER/images.jsonl --reference_column control_path_0 control_path_1",
+        references=(2, 1),
+    ),
+    "LTX references": Format(
+        title="json, jsonl or csv of `video`, `reference_video`, `caption`",
+        who="LTX-2 trainer",
+        write=reference_rows("dataset.json", "video", "reference_video"),
+        give="FOLDER/dataset.json --reference_column reference_video",
+        references=(1, 0),
+    ),
+    "references in folders": Format(
+        title="folders of references with the names of the media, or `clip_0.png`, `clip_1.png`, …",
+        who="musubi-tuner, ai-toolkit, SimpleTuner, diffusion-pipe",
+        write=references_in_folders,
+        give="FOLDER/clips --reference_folder FOLDER/before FOLDER/style",
+        files=BESIDE,
+        references=(1, 1, 2),
     ),
     "DiffSynth": Format(
         title="folder with `metadata.csv`: `video` or `image`, `prompt`",

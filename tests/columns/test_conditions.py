@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from datasets import Dataset, Image
+from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
 
-from hf_bucketing import ColumnError, LatentSpec, MediaError
+from hf_bucketing import BucketingError, ColumnError, LatentSpec, MediaError, PackCollator
 from hf_bucketing.buckets.assignment import CONDITION_SIZE, count_rejections
 from hf_bucketing.columns import PreparedDataset, map_columns
-from hf_bucketing.columns.conditions import ConditionColumns
+from hf_bucketing.columns.conditions import ConditionColumns, describe_stored_references
 from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.media import MediaColumns, write_video
+from hf_bucketing.media.references import ReferenceRule
 from tests.conftest import run_script_here
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
@@ -59,6 +64,20 @@ def marked(media: Path, conditions: dict[str, Any], **row: Any) -> str:
     return fault
 
 
+def referenced(
+    media: Path, cells: dict[str, Any], *, rule: ReferenceRule | None = None, **row: Any
+) -> tuple[str, list[int]]:
+    """Return what is wrong with the references of a row of `clip.mp4` in two columns, and their sizes."""
+    sizes = {"width": 60, "height": 40, "num_frames": 17, "fps": 8.0}
+    conditions = {"reference": ",".join(cells)}
+    files = MediaColumns(
+        column="file", root=str(media), conditions=conditions, references=rule or ReferenceRule(multiples=(16, 16))
+    )
+    batch = {name: [cell] for name, cell in {"file": "clip.mp4", **sizes, **cells, **row}.items()}
+    result = ConditionColumns(files, on_error="reject")(batch)
+    return result["condition_fault"][0], result["reference_sizes"][0]
+
+
 @pytest.mark.parametrize("name", ["control", "mask"])
 @pytest.mark.parametrize("file", ["clip.mp4", "slower.mp4", "faster.mp4", "small.mp4", "image.png", "large.png"])
 def test_files_of_the_same_shape_and_length_fit(name: str, file: str, media: Path) -> None:
@@ -83,18 +102,67 @@ def test_files_of_another_shape_or_length_do_not(name: str, file: str, fault: st
     assert file in text
 
 
-@pytest.mark.parametrize("name", ["first_frame", "last_frame", "reference"])
-def test_a_video_is_not_a_first_or_last_frame_or_reference(name: str, media: Path) -> None:
+@pytest.mark.parametrize("name", ["first_frame", "last_frame"])
+def test_a_video_is_not_a_first_or_last_frame(name: str, media: Path) -> None:
     assert marked(media, {name: "image.png"}) == ""
     assert "is a video, but it must be an image" in marked(media, {name: "clip.mp4"})
-    assert (marked(media, {name: "square.png"}) == "") == (name == "reference")
+    assert "has 50×50 pixels" in marked(media, {name: "square.png"})
 
 
-def test_only_a_mask_may_be_missing(media: Path) -> None:
+def test_only_a_mask_and_references_may_be_missing(media: Path) -> None:
     for cell in (None, {"path": None, "bytes": None}):
         assert marked(media, {"mask": cell}) == ""
-        for name in ("first_frame", "last_frame", "control", "reference"):
-            assert f"The {name} of it is missing" in marked(media, {name: cell})
+        assert marked(media, {"reference": cell}) == ""
+        for name in ("first_frame", "last_frame", "control"):
+            fault = marked(media, {name: cell})
+            assert f"The {name} of it is missing" in fault
+            assert fault.endswith(f"(column {name}).")
+
+
+@pytest.mark.parametrize(
+    ("cells", "sizes"),
+    [
+        ({"a": None, "b": None}, []),
+        ({"a": "square.png", "b": None}, [1, 50, 50]),
+        ({"a": [], "b": "image.png"}, [1, 40, 60]),
+        ({"a": ["wide.mp4", "square.png"], "b": ["image.png", None]}, [17, 40, 80, 1, 50, 50, 1, 40, 60]),
+        ({"a": {"path": "long.mp4", "bytes": None}, "b": None}, [24, 40, 60]),
+    ],
+)
+def test_sizes_of_references_are_those_of_their_headers(cells, sizes: list[int], media: Path) -> None:
+    assert referenced(media, cells) == ("", sizes)
+
+
+@pytest.mark.parametrize(
+    ("cells", "row", "fault"),
+    [
+        ({"a": "square.png", "b": ["image.png", "none.mp4"]}, {}, r"none.mp4 does not exist.* \(column b\)\."),
+        ({"a": ["broken.mp4"], "b": None}, {}, r"broken.mp4 is neither an image nor a video.* \(column a\)\."),
+        ({"a": None, "b": "short.mp4"}, {}, r"has 16 frames at 8 fps, but the last .* \(column b\)\."),
+        ({"a": "clip.mp4", "b": None}, {"num_frames": 1, "fps": 0.0}, r"must be an image too.* \(column a\)\."),
+    ],
+)
+def test_faults_of_references_name_file_and_column(cells, row, fault: str, media: Path) -> None:
+    found, sizes = referenced(media, cells, **row)
+    assert re.fullmatch(f".*{fault}", found)
+    assert sizes == []
+
+
+@pytest.mark.parametrize(
+    ("file", "fault"), [("small.mp4", ""), ("square.png", "has 50×50 pixels"), ("long.mp4", "its sample ends at")]
+)
+def test_references_that_lie_over_their_sample_have_its_shape_and_length(file: str, fault: str, media: Path) -> None:
+    found, _ = referenced(media, {"a": file, "b": None}, rule=ReferenceRule(downscale_factor=2))
+    assert (fault in found) == (found != "" or fault == "")
+    assert referenced(media, {"a": file, "b": None})[0] == ""
+
+
+def test_a_sentence_says_how_many_references_there_are() -> None:
+    cells = [pa.array([[], [1, 64, 96], None]), pa.array([[1, 32, 32, 9, 64, 64]])]
+    assert describe_stored_references(cells) == (
+        "References: 2 rows have none, 1 has 1, 1 has 2; 2 pictures and 1 video of 32×32 to 96×64 pixels."
+    )
+    assert describe_stored_references([pa.array([[]], pa.list_(pa.int32()))]) == "References: 1 row has none."
 
 
 def test_conditions_of_an_image_are_images(media: Path) -> None:
@@ -122,7 +190,7 @@ ROWS = [
     {"file_name": "clip.mp4", "mask": "short.mp4", "ref": "square.png"},
     {"file_name": "image.png", "mask": None, "ref": "square.png"},
     {"file_name": "clip.mp4", "mask": "wide.mp4", "ref": "square.png"},
-    {"file_name": "clip.mp4", "mask": "image.png", "ref": None},
+    {"file_name": "clip.mp4", "mask": "image.png", "ref": "none.png"},
 ]
 
 
@@ -141,7 +209,9 @@ def test_faults_are_counted_and_named_by_row_and_file(listed: Path) -> None:
     assert text.startswith("3 of 5 rows have conditions that do not fit: row 1 (clip.mp4): The mask ")
     assert "short.mp4 has 16 frames" in text
     assert "row 3 (clip.mp4): The mask " in text
-    assert "row 4 (clip.mp4): The reference of it is missing: the column ref holds none" in text
+    assert "row 4 (clip.mp4): " in text
+    assert text.rstrip().splitlines()[0].count("(column mask)") == 2
+    assert "none.png does not exist" in text
 
 
 def test_rows_whose_conditions_do_not_fit_are_rejected_under_a_reason(listed: Path, tmp_path: Path) -> None:
@@ -161,7 +231,9 @@ def test_rows_whose_conditions_do_not_fit_are_rejected_under_a_reason(listed: Pa
     loaded = PreparedDataset.load(tmp_path / "prepared")
     assert loaded.files == prepared.files
     assert loaded.conditions == {"mask": "mask", "reference": "ref"}
-    assert loaded.files.reference_multiples == (16, 16)
+    assert loaded.references == ReferenceRule(multiples=(16, 16))
+    assert loaded.dataset["reference_sizes"][:] == [[1, 50, 50], [], [1, 50, 50], [], []]
+    assert any(line.startswith("References: 3 rows have none, 2 have 1; 2 pictures of 50×50 pixels") for line in said)
     assert "condition_fault" not in loaded.dataset.column_names
 
 
@@ -204,3 +276,102 @@ def test_the_flags_of_the_script(listed: Path, pipeline_dir: Path, tmp_path: Pat
     assert "row 1 (clip.mp4): The mask" in failed.stderr
     done = run_script_here("prepare_dataset.py", *common, "--on_error", "reject")
     assert "rejected: condition (what they would be shown is missing or does not fit)" in done.stdout
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps({"caption": "c", **row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def sources(media: Path, tmp_path: Path) -> list[SourceConfig]:
+    """A table with lists, one with two columns, one with bytes in a folder of its own, and one without references."""
+    pictures = [Pictures.open(media / name) for name in ("square.png", "image.png")]
+    bytes_of = [[{"bytes": (media / "square.png").read_bytes(), "path": None}], []]
+    rows = {"image": [str(media / "image.png")] * 2, "caption": ["c"] * 2, "reference": bytes_of}
+    features = Features({"image": Value("string"), "caption": Value("string"), "reference": List(Image())})
+    (tmp_path / "own").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "own" / "rows.parquet")
+    pictures[0].save(tmp_path / "own" / "local.png")
+    lists = [{"file_name": "clip.mp4", "shown": ["square.png", "wide.mp4"]}, {"file_name": "image.png", "shown": []}]
+    columns = [{"file_name": "image.png", "a": None, "b": "large.png"}, {"file_name": "clip.mp4", "a": "square.png"}]
+    return [
+        SourceConfig(
+            dataset=str(write_rows(media / "lists.jsonl", lists)),
+            table=TABLE,
+            reference_column=["shown"],
+            name="lists",
+        ),
+        SourceConfig(
+            dataset=str(write_rows(media / "columns.jsonl", columns)),
+            table=TABLE,
+            reference_column=["a", "b"],
+            name="two",
+        ),
+        SourceConfig(
+            dataset=str(tmp_path / "own" / "rows.parquet"), table=TABLE, reference_column=["reference"], name="bytes"
+        ),
+        SourceConfig(
+            dataset=str(write_rows(media / "none.jsonl", [{"file_name": "image.png"}])), table=TABLE, name="without"
+        ),
+    ]
+
+
+SIZES_OF_SOURCES = [
+    [1, 50, 50, 17, 40, 80],
+    [],
+    [1, 80, 121],
+    [1, 50, 50],
+    [1, 50, 50],
+    [],
+    [],
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1,), (2,), (1, 3)])
+def test_rows_and_streams_of_several_sources_have_the_same_references(order, sources, tmp_path: Path) -> None:
+    chosen = [sources[number] for number in order]
+    numbers = [2 * number + row for number in order for row in range(1 if number == 3 else 2)]
+    expected = [SIZES_OF_SOURCES[number] for number in numbers]
+    said: list[str] = []
+    prepare(chosen, spec=SPEC, say=said.append).save(tmp_path / "rows")
+    loaded = PreparedDataset.load(tmp_path / "rows")
+    assert loaded.dataset["reference_sizes"][:] == expected
+    prepare_stream(chosen, spec=SPEC, say=said.append)[0].save(tmp_path / "stream")
+    stream = PreparedStream.load(tmp_path / "stream")
+    streamed = list(stream.open())
+    assert sorted(row["reference_sizes"] for row in streamed) == sorted(expected)
+    for prepared, rows in ((loaded, loaded.dataset.with_format(None)), (stream, streamed)):
+        own = {"root": prepared.root, "other_roots": prepared.other_roots, "conditions": prepared.conditions}
+        collate = PackCollator(prepared.open_table, column=prepared.column, references=prepared.references, **own)
+        for row in rows:
+            (shown,) = collate([row])["shown"]["reference"]
+            assert [pixels.shape[1] == 1 for pixels in shown] == [
+                frames == 1 for frames in row["reference_sizes"][::3]
+            ]
+            assert all(side % 16 == 0 for pixels in shown for side in pixels.shape[2:])
+
+
+def test_settings_of_references_without_references_or_of_two_kinds_are_refused(sources) -> None:
+    lists, columns, _, without = sources
+    with pytest.raises(BucketingError, match="Omit `reference_pixels`: no effect without references"):
+        prepare(replace(without, reference_pixels=100), spec=SPEC, say=lambda text: None)
+    pair = [replace(lists, reference_pixels=100), replace(columns, reference_pixels=200)]
+    with pytest.raises(BucketingError, match="must be the same for all sources whose samples have references"):
+        prepare(pair, spec=SPEC, say=lambda text: None)
+    with pytest.raises(BucketingError, match="`reference_pixels`, or `reference_downscale_factor`"):
+        replace(lists, reference_pixels=100, reference_downscale_factor=2)
+    shown = prepare([replace(lists, reference_pixels=100), without], spec=SPEC, say=lambda text: None)
+    assert shown.references == ReferenceRule(max_pixels=100, multiples=(16, 16))
+
+
+def test_faults_of_references_in_streams_reject_their_rows(media: Path) -> None:
+    rows = [{"file_name": "clip.mp4", "shown": ["square.png", "none.png"]}, {"file_name": "clip.mp4", "shown": None}]
+    path = write_rows(media / "faults.jsonl", rows)
+    source = SourceConfig(dataset=str(path), table=TABLE, reference_column=["shown"], on_error="reject")
+    stream, columns = prepare_stream(source, spec=SPEC, say=lambda text: None)
+    assert columns["rejection"].tolist() == ["condition", "none"]
+    assert [(row["rejection"], row["reference_sizes"], row["reference"]) for row in stream.open()] == [
+        ("condition", [], ["square.png", "none.png"]),
+        ("none", [], []),
+    ]

@@ -235,6 +235,38 @@ def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path)
             load_source(str(tmp_path / "clips"), companions={"mask": str(tmp_path / folder)})
 
 
+def test_references_have_the_stem_of_their_sample_and_maybe_a_number(tmp_path: Path) -> None:
+    captions_beside(tmp_path / "clips")
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_media(first / "deep", "b.mp4")
+    for name in ("a_10.png", "a_2.png", "deep/b_0001.png", "deep/b_x.png", "c_0.png"):
+        write_media(tmp_path, "c.png")
+        (first / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "c.png").rename(first / name)
+    write_media(second, "a.mp4")
+    loaded = load_source(str(tmp_path / "clips"), companions={"reference": [str(first), str(second)]})
+    assert loaded.dataset["reference"][:] == [
+        ["first/a_2.png", "first/a_10.png", "second/a.mp4"],
+        ["first/deep/b.mp4", "first/deep/b_0001.png"],
+        [],
+    ], "deep/er/c.png has none"
+    assert loaded.layout.endswith("; 1 without a reference")
+    stream = load_source(str(tmp_path / "clips"), companions={"reference": [str(first), str(second)]}, streaming=True)
+    assert [row["reference"] for row in stream.dataset] == loaded.dataset["reference"][:]
+    write_media(first, "a_2.mp4")
+    with pytest.raises(MediaError, match=r"a_2\.(mp4|png) and a_2"):
+        load_source(str(tmp_path / "clips"), companions={"reference": [str(first)]})
+
+
+def test_a_numbered_reference_with_the_stem_of_another_sample_belongs_to_that_one(tmp_path: Path) -> None:
+    for folder in ("clips", "edits"):
+        write_media(tmp_path / folder, "a.mp4", "a_1.mp4")
+    for stem in ("a", "a_1"):
+        (tmp_path / "clips" / f"{stem}.txt").write_text("x")
+    loaded = load_source(str(tmp_path / "clips"), companions={"reference": str(tmp_path / "edits")})
+    assert loaded.dataset["reference"][:] == [["edits/a.mp4"], ["edits/a_1.mp4"]]
+
+
 def test_a_media_column_of_another_type_is_an_error_that_names_the_row(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"path": 1, "text": "x"}\n{"path": 2, "text": "y"}\n')
     loaded = load_source(str(tmp_path / "data.jsonl"))

@@ -47,4 +47,7 @@ def test_the_script_prepares_what_the_table_says(
     prepared = PreparedDataset.load(tmp_path / "out")
     assert prepared.dataset[prepared.caption_column][:] == [TEXTS[file] for file in case.files]
     assert min(prepared.dataset["bucket_id"]) >= 0
+    if case.references is not None:
+        assert [len(sizes) // 3 for sizes in prepared.dataset["reference_sizes"]] == list(case.references)
+        assert "References: " in result.stdout
     assert "row 0: " in result.stdout

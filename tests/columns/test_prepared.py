@@ -10,6 +10,7 @@ import pytest
 
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
+from hf_bucketing.media.references import ReferenceRule
 from tests.columns.test_map_columns import TABLE, WAN, sized
 
 
@@ -47,13 +48,27 @@ def test_a_folder_that_is_no_prepared_data_set_is_neither_read_nor_replaced(tmp_
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("version", [6, 8])
+@pytest.mark.parametrize("version", [6, 9])
 def test_folders_of_other_versions_are_refused_by_name(version: int, tmp_path: Path) -> None:
     prepared().save(tmp_path / "other")
     path = tmp_path / "other" / "bucketing.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
-    with pytest.raises(BucketingError, match=rf"has version {version}, but .* version 7; prepare it again"):
+    with pytest.raises(BucketingError, match=rf"has version {version}, but .* version 8; prepare it again"):
         PreparedDataset.load(tmp_path / "other")
+
+
+def test_folders_from_before_references_are_read_unless_they_have_some(tmp_path: Path) -> None:
+    data = replace(prepared(), references=ReferenceRule(multiples=prepared().spec.multiples))
+    for name, conditions in (("without", {"mask": "caption"}), ("with", {"reference": "caption"})):
+        replace(data, conditions=conditions).save(tmp_path / name)
+        path = tmp_path / name / "bucketing.json"
+        manifest = json.loads(path.read_text())
+        del manifest["references"]
+        manifest["open_table"]["spec"]["added_frames"] = 0
+        path.write_text(json.dumps({**manifest, "version": 7}))
+    assert PreparedDataset.load(tmp_path / "without").files == replace(data, conditions={"mask": "caption"}).files
+    with pytest.raises(BucketingError, match="before the sizes of references became a column; prepare it again"):
+        PreparedDataset.load(tmp_path / "with")
 
 
 def test_files_are_named_by_their_path_or_their_row() -> None:

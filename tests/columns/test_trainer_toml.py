@@ -119,6 +119,45 @@ def test_frame_extraction_becomes_clips(folder: Path, keys: str, clips: str | No
     assert source.get("clips") == clips
 
 
+def test_controls_of_images_and_numbered_ones_are_references(folder: Path) -> None:
+    json_rows("images.jsonl", "image_path", "caption", control_path="depth/a.mp4")(folder)
+    json_rows("edits.jsonl", "video_path", "caption", control_path_10="a", control_path_0="a", control_path_2="a")(
+        folder
+    )
+    sources, ignored = read(
+        folder,
+        """
+        [[datasets]]
+        image_directory = "clips"
+        control_directory = "depth"
+        control_resolution = [1024, 768]
+        no_resize_control = false
+
+        [[datasets]]
+        image_jsonl_file = "images.jsonl"
+
+        [[datasets]]
+        video_jsonl_file = "edits.jsonl"
+
+        [[directory]]
+        path = "clips"
+        control_path = ["depth", "depth"]
+        """,
+    )
+    shown = [
+        {name: value for name, value in source.items() if name.startswith(("reference", "control"))}
+        for source in sources
+    ]
+    depth = folder / "depth"
+    assert shown == [
+        {"reference_folder": [depth], "reference_column": ["reference"], "reference_pixels": 1024 * 768},
+        {"reference_column": ["control_path"]},
+        {"reference_column": ["control_path_0", "control_path_2", "control_path_10"]},
+        {"reference_folder": [depth, depth], "reference_column": ["reference"]},
+    ]
+    assert not ignored
+
+
 def test_sd_scripts(folder: Path) -> None:
     sources, ignored = read(
         folder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -71,6 +72,31 @@ def test_nested_settings_become_flags_of_their_type_help_and_default() -> None:
     assert "Way to run, as Outer says; see --limit, 50 % of all. (default: none)" in shown
     assert "Largest number. (default: 3)" in shown
     assert shown.index("Outer settings:") < shown.index("Inner settings:")
+
+
+def test_a_flag_of_a_list_may_be_repeated_and_replaces_the_list_of_a_file(tmp_path: Path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Listed:
+        """Listed settings.
+
+        Args:
+            names (`list` of `str`): Names.
+        """
+
+        names: list[str] = field(default_factory=lambda: ["default"])
+
+    parser = FlagParser(None, Listed)
+    parser.add_config("script", others=dict)
+    (tmp_path / "run.yaml").write_text("names: [of, file]\n")
+    file = ["--config", str(tmp_path / "run.yaml")]
+    for words, names in (
+        ([], ["default"]),
+        (["--names", "a", "b", "--names", "c"], ["a", "b", "c"]),
+        (["--names", "a"], ["a"]),
+        (file, ["of", "file"]),
+        ([*file, "--names", "a", "--names", "b"], ["a", "b"]),
+    ):
+        assert from_flags(Listed, parser.parse_args(words)) == Listed(names=names)
 
 
 def test_a_skipped_setting_has_no_flag_and_is_given_to_the_configuration() -> None:

@@ -19,10 +19,18 @@ from accelerate.utils import DataLoaderConfiguration, gather_object, set_seed
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketTable, Size
-from hf_bucketing.loaders import BucketBatchSampler, PackBatchSampler, ResumableLoader, resume, worker_options
+from hf_bucketing import BucketTable, MediaError, Size
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    FaultRule,
+    PackBatchSampler,
+    ResumableLoader,
+    resume,
+    worker_options,
+)
 from hf_bucketing.losses import global_mean
-from hf_bucketing.streaming import BucketGrouping, ResumableStream, StreamingBucketBatcher
+from hf_bucketing.streaming import BucketGrouping, PackGrouping, ResumableStream, StreamingBucketBatcher
+from hf_bucketing.streaming.grouping import Grouping
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 IDS = np.array([0, 1, 2, 1, -1] * 9 + [2, 2])
@@ -134,17 +142,21 @@ def check_every_step(output: Path, **options: Any) -> None:
         assert not differences, (options, saved, differences[0])
 
 
-def stream_rows(shard: list[int], shards: list[int], total: int):
-    """Yield rows of three buckets; one in ten is rejected, and the first shard is longer than the others."""
+def stream_rows(shard: list[int], shards: list[int], total: int, without_headers: tuple[int, ...] = ()):
+    """Yield rows of three buckets; one in ten is rejected, and the first shard is longer than the others.
+
+    The files of some have no header that can be read.
+    """
     for number in shard:
         for index in range(total):
             if number == (0 if index < total // 3 else index % shards[0]):
                 frames, height, width = TABLE.size(index % 3)
                 bucket, tokens = index % 3, (16, 32, 48)[index % 3]
-                if index % 10 == 9:
+                if index % 10 == 9 or index in without_headers:
                     frames, bucket, tokens = -1, -1, 0
                 yield {"index": index, "bucket_id": bucket, "num_tokens": tokens, "num_frames": frames,
-                       "height": height, "width": width}  # fmt: skip
+                       "height": height, "width": width,
+                       "rejection": "unreadable" if index in without_headers else "none"}  # fmt: skip
 
 
 def collate_rows(rows) -> dict[str, list]:
@@ -152,16 +164,49 @@ def collate_rows(rows) -> dict[str, list]:
     return {name: [row[name] for row in rows] for name in ("index", "bucket_id", "num_tokens")}
 
 
-def check_stream(output: Path, *, num_workers: int, shards: int = 6, total: int = 90) -> None:
-    """Read two epochs of a stream on all processes, saving at every step; from each, repeat the rest."""
+def collate_readable(rows, broken: tuple[int, ...]) -> dict[str, list]:
+    """Return the rows' numbers, or raise for the first one that is broken."""
+    for row in rows:
+        if row["index"] in broken:
+            raise MediaError(f"{row['index']}.mp4 is broken.")
+    return collate_rows(rows)
+
+
+def check_stream(
+    output: Path,
+    *,
+    num_workers: int,
+    shards: int = 6,
+    total: int = 90,
+    grouping: str = "bucket",
+    broken: int = 0,
+    resumes: int | None = None,
+) -> None:
+    """Read two epochs of a stream on all processes, saving at every step; from some or all, repeat the rest.
+
+    Of the `broken` rows, which later ones replace, half have no header.
+    """
+    groupings: dict[str, Grouping] = {
+        "bucket": BucketGrouping(table=TABLE, batch_size=4),
+        "pack": PackGrouping(max_tokens=120, strip_length=1, open_packs=3),
+    }
+    unreadable = np.random.default_rng(7).choice([i for i in range(total) if i % 10 != 9], broken, replace=False)
+    headers, bodies = (tuple(map(int, half)) for half in (unreadable[: broken // 2], unreadable[broken // 2 :]))
+    log = output / "unreadable.jsonl"
 
     def start() -> tuple[Accelerator, ResumableStream]:
         accelerator = Accelerator()
         dataset = IterableDataset.from_generator(
-            partial(stream_rows, total=total), gen_kwargs={"shard": list(range(shards)), "shards": [shards] * shards}
+            partial(stream_rows, total=total, without_headers=headers),
+            gen_kwargs={"shard": list(range(shards)), "shards": [shards] * shards},
         )
-        grouping = BucketGrouping(table=TABLE, batch_size=4)
-        stream = StreamingBucketBatcher(dataset, grouping, collate_fn=collate_rows, snapshot_every=8)
+        stream = StreamingBucketBatcher(
+            dataset,
+            groupings[grouping],
+            collate_fn=partial(collate_readable, broken=bodies),
+            faults=FaultRule(on_error="replace", max_errors=5, max_error_share=0.2).log(log) if broken else None,
+            snapshot_every=8,
+        )
         return accelerator, resume(accelerator, stream.make_loader(**worker_options(num_workers)))
 
     accelerator, whole = start()
@@ -169,21 +214,33 @@ def check_stream(output: Path, *, num_workers: int, shards: int = 6, total: int 
     for epoch in range(2):
         for batch in whole:
             assert accelerator.gradient_state.end_of_dataloader == whole.end_of_dataloader
-            lines.append([epoch, batch["index"], batch["weight"].tolist()])
+            planned = batch.get("planned_index", batch["index"])
+            lines.append([epoch, batch["index"], planned, batch["weight"].tolist()])
             accelerator.save_state(str(output / str(len(lines))))
         assert whole.end_of_dataloader
+        assert sum(gather_object([whole.unreadable])) == broken
     gathered = gather_object([lines])
     assert len(set(map(len, gathered))) == 1, "equal steps"
+    readable = [index for index in range(total) if index % 10 != 9 and index not in unreadable]
     for epoch in range(2):
-        mine = [line for process in gathered for line in process if line[0] == epoch]
-        seen = [index for _, rows, weight in mine for index in rows if weight[0]]
-        assert sorted(seen) == [index for index in range(total) if index % 10 != 9], "each row once"
-    assert any(not line[2][0] for process in gathered for line in process), "some process has less to read"
-    for saved in range(1, len(lines) + 1):
+        mine = [line for process in gathered for line in process if line[0] == epoch and line[3][0]]
+        assert sorted(index for _, rows, _, _ in mine for index in rows) == readable, "each row once"
+        replaced = [old for _, *pair, _ in mine for new, old in zip(*pair, strict=True) if new != old]
+        assert len(replaced) == len(set(replaced)) > len(bodies) / 2 or not broken
+        assert set(replaced) <= set(bodies)
+    if broken:
+        logged = [(line["epoch"], line["index"]) for line in map(json.loads, log.read_text().splitlines())]
+        assert sorted(logged) == [(epoch, index) for epoch in range(2) for index in sorted(unreadable)]
+    repeats = any(not line[3][0] for process in gathered for line in process)
+    assert repeats == (accelerator.num_processes > 1), "some process has less to read"
+    accelerator.wait_for_everyone()  # what is resumed is logged again
+    for saved in range(1, len(lines) + 1, 1 if resumes is None else len(lines) // resumes):
         accelerator, again = start()
         accelerator.load_state(str(output / str(saved)))
         rest = [
-            [epoch, batch["index"], batch["weight"].tolist()] for epoch in range(again.epoch, 2) for batch in again
+            [epoch, batch["index"], batch.get("planned_index", batch["index"]), batch["weight"].tolist()]
+            for epoch in range(again.epoch, 2)
+            for batch in again
         ]
         assert rest == lines[saved:], (saved, rest[:2], lines[saved : saved + 2])
 

@@ -203,7 +203,7 @@ def test_all_options_of_a_collator_are_listed_in_its_signature(make) -> None:
         "root",
         "other_roots",
         "conditions",
-        "reference_multiples",
+        "references",
         "views",
         "seed",
         "replacements",

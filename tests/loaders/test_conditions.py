@@ -24,12 +24,14 @@ from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import FaultRule, RandomResize, resume
 from hf_bucketing.media import MediaColumns, ViewRule, write_video
+from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
 from tests.columns.stream_cases import write_table
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+RULE = ReferenceRule(multiples=SPEC.multiples)
 HEIGHT, WIDTH, FRAMES, FPS = 68, 100, 24, 8
 CONDITIONS = {"first_frame": "first", "last_frame": "last", "control": "control", "mask": "mask", "reference": "ref"}
 SIZES = {"width": WIDTH, "height": HEIGHT, "num_frames": FRAMES, "fps": float(FPS)}
@@ -100,7 +102,7 @@ def rows_of(case: Case, **cells: Any) -> list[dict[str, Any]]:
 
 
 def options(folder: Path, case: Case) -> dict[str, Any]:
-    own = {"column": "file", "root": str(folder), "conditions": CONDITIONS, "reference_multiples": SPEC.multiples}
+    own = {"column": "file", "root": str(folder), "conditions": CONDITIONS, "references": RULE}
     return {**own, "views": case.views, "seed": 3}
 
 
@@ -133,7 +135,7 @@ def encoded(
         encode=lambda pixels, shown: {"latents": pixels, **shown},
         model="pixels",
         table=BucketTable(sizes=(case.size,)),
-        files=MediaColumns(column="file", root=str(folder), conditions=conditions, reference_multiples=SPEC.multiples),
+        files=MediaColumns(column="file", root=str(folder), conditions=conditions, references=RULE),
         config=CacheConfig(folder=str(tmp), views=case.views, seed=3, on_error=on_error),
     )
     return map_columns(Dataset.from_list(rows), latents), latents.counts
@@ -247,7 +249,7 @@ def test_marked_pixels_stay_together(load: Callable[..., dict[str, Any]], name: 
         for still in ("first_frame", "last_frame"):
             assert shown[still][row].shape == (3, 1, *red.shape[1:])
             assert lies_over((shown[still][row][1, 0] + 1) / 2, green[0])
-        reference = shown["reference"][row]
+        (reference,) = shown["reference"][row]
         height, width = reference.shape[2:]
         assert reference.shape[:2] == (3, 1)
         assert height % 16 == width % 16 == 0
@@ -309,7 +311,10 @@ def test_a_rounded_condition_takes_the_resized_size_of_its_sample(media: Path, t
     [
         ({"control": None}, "Cannot load row 0: The control of row 0 is missing: the column control holds none"),
         ({"first": "mask.mp4"}, "The first_frame .*mask.mp4 is a video, but it must be an image"),
-        ({"ref": "mask.mp4"}, "The reference .*mask.mp4 is a video, but it must be an image"),
+        ({"ref": ["ref.png", "broken.mp4"]}, "broken.mp4 is neither an image nor a video"),
+        ({"ref": ["ref.png", "none.png"]}, "Cannot load row 0: .*none.png does not exist"),
+        ({"reference_sizes": [1, 40, 100]}, "The references of .*clip.mp4 .*ref.png.* prepare the data set again"),
+        ({"reference_sizes": []}, "The references of .*clip.mp4 .*ref.png.* prepare the data set again"),
         ({"mask": "ref.png"}, r"The mask .*ref.png has 200×40 pixels, but its sample 100×68"),
         ({"control": "broken.mp4"}, "broken.mp4 is neither an image nor a video"),
     ],
@@ -356,13 +361,73 @@ def test_references_of_several_sizes_are_cached_in_one_stack(media: Path, tmp_pa
     rows = rows_of(case)
     rows[1]["ref"] = "image.png"
     references = from_cache(encoded(media, case, tmp_path, rows)[0], tmp_path)["shown"]["reference"]
-    assert [tuple(picture.shape) for picture in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
+    assert [tuple(picture.shape) for (picture,) in references] == [(3, 1, 16, 80), (3, 1, 32, 48)]
+
+
+def test_a_sample_has_any_number_of_references_from_lists_and_columns(media: Path, tmp_path: Path) -> None:
+    case = CASES["flip"]
+    own = {**options(media, case), "conditions": {"reference": "ref,more"}}
+    cells = [("ref.png", None), (None, {"path": None, "bytes": None}), (["image.png", None], ["ref.png", "clip.mp4"])]
+    rows = [{**rows_of(case)[0], "ref": ref, "more": more} for ref, more in cells]
+    batch = BucketCollator(BucketTable(sizes=(case.size,)), **own)(rows)["shown"]["reference"]
+    assert [[tuple(pixels.shape) for pixels in references] for references in batch] == [
+        [(3, 1, 16, 128)],
+        [],
+        [(3, 1, 48, 64), (3, 1, 16, 128), (3, 9, 48, 64)],
+    ]
+    assert batch[0][0].equal(batch[2][1])
+    pack = PackCollator(SPEC, **own)(rows)["shown"]["reference"]
+    assert [[tuple(pixels.shape[1:]) for pixels in references] for references in pack] == [
+        [(1, 32, 192)],
+        [],
+        [(1, 64, 96), (1, 32, 192), (21, 64, 96)],
+    ]
+
+
+def test_a_largest_area_makes_references_smaller_and_never_larger(media: Path) -> None:
+    case = CASES["resize"]
+    for pixels, size in ((2000, (16, 96)), (10**6, (32, 192)), (300, (16, 32))):
+        rule = replace(RULE, max_pixels=pixels)
+        collate = BucketCollator(BucketTable(sizes=(case.size,)), **{**options(media, case), "references": rule})
+        ((picture,), _) = collate(rows_of(case))["shown"]["reference"]
+        assert tuple(picture.shape) == (3, 1, *size)
+
+
+@pytest.mark.parametrize("name", ["crop", "flip", "random start", "uniform", "clip"])
+@pytest.mark.parametrize("file", ["control.mp4", "control_at_16.mp4"])
+def test_references_that_lie_over_their_sample_have_its_crop_flip_and_times(name: str, file: str, media: Path) -> None:
+    case = CASES[name]
+    collate = BucketCollator(
+        BucketTable(sizes=(case.size,)),
+        **{**options(media, case), "references": ReferenceRule(downscale_factor=2, multiples=(8, 8))},
+    )
+    batch = collate(rows_of(case, ref=[file], control=file))
+    shown = batch["shown"]
+    for control, (reference,) in zip(shown["control"], shown["reference"], strict=True):
+        assert reference.shape == (3, case.size.frames, case.size.height // 2, case.size.width // 2)
+        halved = torch.nn.functional.avg_pool2d(control.transpose(0, 1), 2).transpose(0, 1)
+        for channel in range(2):
+            for frame in range(case.size.frames):
+                assert lies_over((reference[channel, frame] + 1) / 2, (halved[channel, frame] + 1) / 2)
+
+
+def test_what_lies_over_a_sample_must_have_its_shape_and_kind(media: Path) -> None:
+    case = CASES["resize"]
+    rule = ReferenceRule(downscale_factor=2, multiples=(2, 2))
+    collate = BucketCollator(BucketTable(sizes=(case.size,)), **{**options(media, case), "references": rule})
+    with pytest.raises(MediaError, match=r"The reference .*ref.png has 200×40 pixels, but its sample 100×68"):
+        collate(rows_of(case))
+    image = Case(FIXED, size=Size(1, 48, 64), row={"num_frames": 1, "fps": 0.0})
+    collate = BucketCollator(BucketTable(sizes=(image.size,)), **options(media, image))
+    rows = rows_of(image, file="image.png", mask=None, control="image.png", ref="control.mp4")
+    with pytest.raises(MediaError, match=r"The reference .*control.mp4 is a video, but .* as its sample is one"):
+        collate(rows)
 
 
 def test_an_unreadable_condition_is_an_unreadable_sample_of_a_cache(media: Path, tmp_path: Path) -> None:
     case = CASES["resize"]
     rows = rows_of(case)
-    rows[0]["mask"], rows[1]["ref"] = "broken.mp4", None
+    rows[0]["mask"], rows[1]["ref"] = "broken.mp4", "none.png"
     keyed, counts = encoded(media, case, tmp_path, rows, on_error="reject")
     assert keyed["latents_key"][:] == ["", ""]
     assert counts == {"unreadable": 2}

@@ -58,7 +58,9 @@ def test_a_cell_may_not_name(cell: str, root: str, as_dict: bool) -> None:
     with pytest.raises(MediaError, match=r"HF_BUCKETING_ALLOWED_PATHS|leaves its root"):
         MediaSource.from_cell(value, root=root)
     with pytest.raises(MediaError, match=r"HF_BUCKETING_ALLOWED_PATHS|leaves its root"):
-        MediaColumns(column="media", root=root, conditions={"mask": "mask"}).condition("mask", value, name="row 0")
+        MediaColumns(column="media", root=root, conditions={"mask": "mask"}).condition(
+            "mask", {"mask": value}, name="row 0"
+        )
 
 
 def test_a_folder_and_its_files_may_be_named_behind_links(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class RecipeCase:
         one_size: Whether the model runs a single height and width, which files in packs do not have.
         shown: Sets of conditions that samples are tried with, beside none; a training run's files have the last.
         needs_shown: Whether the model cannot do without.
+        references: Frames, height and width of the references of each of the three samples, where they have some.
         tolerance: Largest difference of a loss by hand, relative and absolute.
     """
 
@@ -94,6 +95,7 @@ class RecipeCase:
     one_size: bool = False
     shown: tuple[tuple[str, ...], ...] = ()
     needs_shown: bool = False
+    references: tuple[tuple[tuple[int, int, int], ...], ...] = (((1, 20, 50), (1, 48, 16)),) * 3
     tolerance: float = 1e-6
 
 
@@ -106,19 +108,32 @@ CONTROL = (("control",),)
 FIRST_FRAME = (("first_frame",),)
 """What the data set shows an image-to-video model of a sample."""
 
+REFERENCE = (("reference",),)
+"""What the data set shows a model of other pictures and clips."""
+
 IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 """Sizes of samples for pipelines that make images."""
 
 
-def draw_shown(names: Sequence[str], size: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def draw_shown(
+    names: Sequence[str],
+    size: Sequence[int],
+    generator: torch.Generator,
+    *,
+    references: Sequence[tuple[int, int, int]] = (),
+) -> dict[str, Any]:
     """Draw conditions for a sample of a size, of pixels that 8 bits hold, as decoded media have them."""
     frames, height, width = size
-    sizes = {"control": (3, frames, height, width), "mask": (1, frames, height, width), "reference": (3, 1, 20, 50)}
+    sizes = {"control": (3, frames, height, width), "mask": (1, frames, height, width)}
 
-    def draw(name: str) -> torch.Tensor:
-        shape = sizes.get(name, (3, 1, height, width))
-        levels = torch.randint(0, 256, shape, generator=generator) / 255
+    def draw(name: str) -> Any:
+        if name == "reference":
+            return tuple(draw_levels((3, *reference)) * 2 - 1 for reference in references)
+        levels = draw_levels(sizes.get(name, (3, 1, height, width)))
         return levels if name == "mask" else levels * 2 - 1
+
+    def draw_levels(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(0, 256, shape, generator=generator) / 255
 
     return {name: draw(name) for name in names}
 

@@ -19,7 +19,7 @@ from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
 
-FAST = ("wan-2.2-ti2v", "wan-vace")
+FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
 """Recipes that are tried with conditions in every run of the tests; the others with them in the slow ones."""
 RUNS = [
     pytest.param(
@@ -44,7 +44,10 @@ def batch_of(case: RecipeCase, shown: Sequence[str], *, stacked: bool) -> dict[s
     generator = torch.Generator().manual_seed(0)
     sizes = case.sizes[:1] * 2 if stacked else case.sizes
     pixels = [torch.rand(3, *size, generator=generator) * 2 - 1 for size in sizes]
-    drawn = [draw_shown(shown, size, generator) for size in sizes]
+    references = case.references[:1] * 2 if stacked else case.references
+    drawn = [
+        draw_shown(shown, size, generator, references=shapes) for size, shapes in zip(sizes, references, strict=True)
+    ]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,
         "caption": list(case.captions[: len(sizes)]),

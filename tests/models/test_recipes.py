@@ -215,6 +215,7 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:
     ("WanPipeline", {"height": 64, "width": 96, "num_frames": 5}),
     ("LattePipeline", {"height": 64, "width": 96, "video_length": 5}),
     ("FluxPipeline", {"height": 64, "width": 96}),
+    ("FluxKontextPipeline", {"height": 64, "width": 96, "max_area": 64 * 96}),
     ("Cosmos2TextToImagePipeline", {"height": 64, "width": 96}),
     ("CogVideoXFunControlPipeline", {"height": 64, "width": 96}),
     ("ChronoEditPipeline", {"height": 64, "width": 96}),

@@ -66,7 +66,8 @@ def test_caches_of_vace_are_not_those_of_other_pipelines_with_its_vae(folder) ->
 def test_a_reference_is_a_latent_frame_in_front_that_does_not_count(folder) -> None:
     recipe, pixels = load(folder("wan-vace")), torch.rand(2, 3, 5, 32, 48) * 2 - 1
     references = [torch.rand(3, 1, 16, 48) * 2 - 1, torch.rand(3, 1, 64, 16) * 2 - 1]
-    alone, media = recipe.encode_media(pixels), recipe.encode_media(pixels, {"reference": references})
+    shown = {"reference": [(reference,) for reference in references]}
+    alone, media = recipe.encode_media(pixels), recipe.encode_media(pixels, shown)
     assert media["latents"].shape == (2, 4, 3, 4, 6)
     assert media["latents"][:, :, 1:].equal(alone["latents"])
     assert media[CONTROL][:, :, 1:].equal(alone[CONTROL])
@@ -77,6 +78,13 @@ def test_a_reference_is_a_latent_frame_in_front_that_does_not_count(folder) -> N
     canvas[:, :, 8:24] = references[0]
     expected = recipe.encode_latents(canvas[None])[0]
     assert torch.allclose(media["latents"][0, :, :1], expected, atol=0.05), "8 bits of colour"
+    both = recipe.encode_media(pixels, {"reference": [tuple(references)] * 2})
+    assert both["latents"][0, :, 1:].equal(media["latents"][0])
+    assert both["latents"][1, :, 0].equal(media["latents"][1, :, 0])
+    assert both[LOSS_MASK].mean((0, 1, 3, 4)).tolist() == [0, 0, 1, 1]
+    without = recipe.encode_media(pixels, {"reference": [(), ()]})
+    assert without.keys() == alone.keys()
+    assert without["latents"].equal(alone["latents"])
 
 
 def test_vace_renders_with_a_control_as_it_is_trained(folder) -> None:
@@ -116,7 +124,8 @@ def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     names = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
     table = BucketTable.parse("32,48", frames=[1])
     data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names)
-    batch = _random_batch([Size(1, 32, 48)] * 2, recipe, torch.device("cpu"), data=data)
+    references = [(Size(1, 32, 48),)] * 2
+    batch = _random_batch([Size(1, 32, 48)] * 2, references, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert len(media["latents"]) == len(media[LOSS_MASK]) == 2
     assert {*recipe.blank_conditions(media["latents"][0])} <= {*media}

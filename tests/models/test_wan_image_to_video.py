@@ -15,6 +15,7 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
@@ -183,7 +184,15 @@ def validation(recipe: Recipe, files: list[str], tmp_path: Path, size: Size) -> 
     )  # fmt: skip
     count = recipe.num_images(recipe.config)
     images = images_of(config, each=count, pipeline_class=recipe.pipeline_class)
-    return Validation(config=config, images=images, sizes=[size], seed=0, folder=tmp_path)
+    return Validation(
+        config=config,
+        images=images,
+        references=[()] * len(images),
+        rule=ReferenceRule(),
+        sizes=[size],
+        seed=0,
+        folder=tmp_path,
+    )
 
 
 @pytest.mark.parametrize("name", ["wan-flf2v", "wan-2.2-ti2v"])

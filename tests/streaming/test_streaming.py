@@ -21,7 +21,7 @@ from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.plans.packs import packs_of
 from hf_bucketing.settings import names_of
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher, StreamLimits
-from tests.loaders.loader_worker import collate_rows, stream_rows
+from tests.loaders.loader_worker import collate_readable, collate_rows, stream_rows
 from tests.loaders.test_resume_launch import launch
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
@@ -161,13 +161,6 @@ def test_a_row_that_closes_two_packs_can_be_resumed_between_them() -> None:
         assert [batch["index"] for batch in again] == wanted[finished:]
 
 
-def collate_readable(rows, broken: tuple[int, ...]) -> dict[str, list]:
-    for row in rows:
-        if row["index"] in broken:
-            raise MediaError(f"{row['index']}.mp4 is broken.")
-    return collate_rows(rows)
-
-
 @groupings
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"max_buffered": 5, "snapshot_every": 3}, {"dataset": "shuffled"}])
@@ -232,6 +225,23 @@ def test_too_many_unreadable_rows_end_a_stream(limits, broken, message: str, tmp
         list(source(FaultLog(log=tmp_path / "unreadable.jsonl", faults=faults)))
     with pytest.raises(MediaError, match=r"\.mp4 is broken"):
         list(source(None))
+
+
+def test_the_share_of_unreadable_rows_counts_the_row_that_is_unreadable_itself(tmp_path: Path) -> None:
+    def drawn(share: float) -> list[int]:
+        rows = partial(stream_rows, total=4, without_headers=(1, 3))
+        dataset = IterableDataset.from_generator(rows, gen_kwargs={"shard": [0], "shards": [1]})
+        faults = FaultLog(
+            log=tmp_path / "unreadable.jsonl",
+            faults=FaultRule(on_error="replace", max_errors=1, max_error_share=share),
+        )
+        grouping = BucketGrouping(table=TABLE, batch_size=1)
+        stream = batcher(grouping, dataset=dataset, faults=faults)
+        return [index for batch in resume(Accelerator(cpu=True), stream.make_loader()) for index in batch["index"]]
+
+    assert drawn(0.5) == [0, 2]
+    with pytest.raises(MediaError, match=r"2 of 4 samples .* share of 49\.00%"):
+        drawn(0.49)
 
 
 def test_memory_is_bounded_by_flushing_the_oldest_group() -> None:
@@ -464,3 +474,13 @@ def test_what_cannot_work_is_an_error() -> None:
 @pytest.mark.slow
 def test_processes_take_equal_steps_and_resume_at_every_one(tmp_path: Path) -> None:
     launch("stream", tmp_path, [{"num_workers": 0}, {"num_workers": 2, "shards": 5}], num_processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_rows_that_workers_of_processes_cannot_read_are_counted_and_replaced_and_resume_exactly(
+    num_processes: int, tmp_path: Path
+) -> None:
+    common = {"num_workers": 2, "shards": 9, "total": 600, "broken": 30, "resumes": 6}
+    groupings = [{**common, "grouping": grouping} for grouping in ("bucket", "pack")]
+    launch("stream", tmp_path, groupings, num_processes=num_processes)

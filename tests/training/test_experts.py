@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from safetensors.torch import load_file
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.experts import loading_options
-from hf_bucketing.adapters.lora import LORA_WEIGHTS, check_component, start_adapters
+from hf_bucketing.adapters.experts import loading_options, own_folder
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, PEFT_FILES
+from hf_bucketing.adapters.kinds import adapters_of as adapters_in
+from hf_bucketing.adapters.lora import add_lora, check_component, save_lora, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.models.experts import TrainedComponent, transformers_of
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
 from hf_bucketing.report import render_page
@@ -30,8 +34,19 @@ from hf_bucketing.training.review import losses_of, review_experts, review_run
 from hf_bucketing.training.run_log import read_log
 from hf_bucketing.training.run_page import run_page
 from hf_bucketing.training.steps import Step
+from hf_bucketing.training.trained import TrainedModel
 from tests.conftest import run_script_here
-from tests.training.training_cases import BATCHING, STABLE, count_samples, in_process, run, train, train_until
+from tests.training.test_kinds_and_optimizers import check_resume
+from tests.training.training_cases import (
+    BATCHING,
+    STABLE,
+    count_samples,
+    in_process,
+    run,
+    run_card,
+    train,
+    train_until,
+)
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 EXPERTS = ("transformer", "transformer_2")
@@ -203,6 +218,7 @@ def test_a_run_trains_both_experts_and_every_sample_once_per_epoch(
     assert saved["transformer"].keys() == saved["transformer_2"].keys()
     assert not any(torch.equal(value, saved["transformer_2"][name]) for name, value in saved["transformer"].items())
     card = (tmp_path / "README.md").read_text()
+    assert f"`transformer/{COMFYUI_WEIGHTS}` and `transformer_2/{COMFYUI_WEIGHTS}`, each under a name" in card
     for name, second in zip(EXPERTS, ("", ", load_into_transformer_2=True"), strict=True):
         assert f'"{tmp_path.name}", subfolder="{name}", weight_name="{LORA_WEIGHTS}"{second})' in card
     assert len(list((tmp_path / "validation" / "step-3").glob("*.mp4"))) == 1
@@ -229,6 +245,66 @@ def test_what_is_rendered_while_training_is_what_the_stock_pipeline_renders_with
     clip = tmp_path / "clip.mp4"
     run_script_here("sample_video.py", expert_dir, "--lora_weights", tmp_path, *flags, "--output", clip)
     assert clip.is_file()
+
+
+def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepared_dir, tmp_path: Path) -> None:
+    settings = {**LORA, "ema_decay": 0.2, "weighting_scheme": "uniform", "shift": 5.0, "max_train_steps": 7}
+    trainer = Trainer(in_process(expert_dir, prepared_dir, tmp_path, **settings))
+    trained = trainer.trained
+    steps, averages = Counter[str](), {name: [value.clone() for value in trained.weights[name]] for name in EXPERTS}
+    update = trained.update
+
+    def updated(name: str) -> None:
+        update(name)
+        decay = min(0.2, (1 + steps[name]) / (10 + steps[name])) if steps[name] else 0.0
+        averages[name] = [
+            decay * average + (1 - decay) * weight.detach()
+            for average, weight in zip(averages[name], trained.weights[name], strict=True)
+        ]
+        steps[name] += 1
+
+    trained.update = updated
+    trainer.run()
+    assert steps == Counter(experts_in(tmp_path))
+    assert min(steps.values()) > 2
+    for name in EXPERTS:
+        assert trained.ema[name].optimization_step == steps[name]
+        for value, by_hand in zip(trained.ema[name].shadow_params, averages[name], strict=True):
+            torch.testing.assert_close(value, by_hand, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("component", ["transformer", "transformer_2", "both"])
+def test_the_script_renders_the_same_from_a_folder_that_has_only_files_for_comfyui(
+    component: TrainedComponent, expert_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PartialState()  # the main process writes
+    pipeline = WanPipeline.from_pretrained(expert_dir)
+    torch.manual_seed(0)
+    for name in transformers_of(component):
+        add_lora(pipeline, AdapterConfig(lora_rank=2, lora_alpha=6), component=name)
+        for value in adapters_in(getattr(pipeline, name)).values():
+            torch.nn.init.normal_(value, std=0.2)
+        for lora_format in ("diffusers", "comfyui"):
+            folder = tmp_path / lora_format / own_folder(name, trained=component)
+            save_lora(pipeline, folder, component=name, lora_format=lora_format)
+    frames, call = [], WanPipeline.__call__
+
+    @functools.wraps(call)
+    def noted(self: WanPipeline, *args: Any, **options: Any) -> Any:
+        result = call(self, *args, **options)
+        frames.append(torch.from_numpy(result.frames))
+        return result
+
+    monkeypatch.setattr(WanPipeline, "__call__", noted)
+    common = (expert_dir, "--prompt", "red", "--height", 32, "--width", 48, "--num_frames", 5)
+    common += ("--num_inference_steps", 10, "--output", tmp_path / "clip.mp4")
+    run_script_here("sample_video.py", *common)
+    for lora_format in ("diffusers", "comfyui"):
+        folder = tmp_path / lora_format
+        run_script_here("sample_video.py", *common, "--lora_weights", folder, "--trained_component", component)
+    plain, expected, found = frames
+    assert float((expected - plain).abs().max()) > 1e-3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, pytest.param(PACK, marks=pytest.mark.slow)])
@@ -264,6 +340,46 @@ def test_a_killed_run_of_two_processes_resumes_exactly(expert_dir, prepared_dir,
     for name, saved in adapters_of(whole).items():
         for key, value in saved.items():
             torch.testing.assert_close(adapters_of(parts)[name][key], value, rtol=1e-4, atol=1e-6)
+
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "preservation": {"preservation": "prior", "preservation_share": 0.5, "slider": ["red|blue"]},
+    "dora": {"adapter": "dora", "ema_decay": 0.5},
+    "loha": {"adapter": "loha"},
+    "lokr": {"adapter": "lokr", "offload_idle_expert": True},
+    "comfyui": {"lora_format": "comfyui"},
+    "schedule-free": {"optimizer": "schedulefree:AdamWScheduleFree", "optimizer_args": ["warmup_steps=2"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combined", COMBINED)
+def test_what_both_experts_combine_with_resumes_exactly_and_is_what_a_stock_pipeline_renders(
+    combined: str, expert_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if combined == "schedule-free":
+        pytest.importorskip("schedulefree")
+    rendered, save = [], TrainedModel.save
+
+    def rendering(self: TrainedModel, *args: Any, **options: Any) -> None:
+        with self.averages():
+            rendered.append(render(self.recipe.pipeline))
+        save(self, *args, **options)
+
+    monkeypatch.setattr(TrainedModel, "save", rendering)
+    folder = check_resume(expert_dir, prepared_dir, tmp_path, **LORA, **COMBINED[combined])
+    assert torch.equal(*rendered)
+    assert set(experts_in(folder)) == set(EXPERTS)
+    assert [(epoch.seen, epoch.repeated) for epoch in count_samples(folder)] == [(20, 0)] * 2
+    kinds = {"dora": [LORA_WEIGHTS], "loha": PEFT_FILES, "lokr": PEFT_FILES, "comfyui": [COMFYUI_WEIGHTS]}
+    for name in EXPERTS:
+        files = {file.name for file in (folder / name).iterdir()}
+        assert files == set(kinds.get(combined, [LORA_WEIGHTS, COMFYUI_WEIGHTS]))
+    (tmp_path / expert_dir.name).symlink_to(expert_dir)
+    monkeypatch.chdir(tmp_path)
+    found = render(run_card(folder, dtype="float32")["pipeline"])
+    assert float((found - render(WanPipeline.from_pretrained(expert_dir))).abs().max()) > 1e-3
+    torch.testing.assert_close(found, rendered[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True, "offload_blocks": 2}])

@@ -14,12 +14,13 @@ from pathlib import Path
 import diffusers
 import numpy as np
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
+from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, read_lora
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
@@ -29,7 +30,7 @@ from hf_bucketing.training.hub import open_repository, upload
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import TRAINING_SCRIPT, as_flags, launch, run_script_here
 from tests.training.hub_server import TOKEN, Hub, serving
-from tests.training.training_cases import in_process
+from tests.training.training_cases import in_process, run_card
 
 
 @pytest.fixture
@@ -189,18 +190,20 @@ def counts_in(card: ModelCard, title: str) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows}
 
 
-def call(card: ModelCard) -> None:
-    """Run the code that a card shows, on the CPU and with one step of the scheduler."""
-    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
-    code = code.replace('"cuda"', '"cpu"').replace("num_frames=", "num_inference_steps=1, num_frames=")
-    written = []
-    with pytest.MonkeyPatch.context() as patch:  # diffusers writes videos with packages that are not installed here
-        patch.setattr(
-            diffusers.utils, "export_to_video", lambda frames, path, fps: written.append((frames, path, fps))
-        )
-        exec(compile(code, "README.md", "exec"), {})
-    ((frames, path, fps),) = written
-    assert (np.shape(frames), path, fps) == ((17, 64, 112, 3), "video.mp4", 8)
+def test_the_code_of_a_card_loads_adapters_that_are_saved_for_comfyui_alone(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    Trainer(in_process(pipeline_dir, prepared_dir, output, lora_rank=2, lora_format="comfyui")).run()
+    os.symlink(pipeline_dir, tmp_path / pipeline_dir.name)
+    monkeypatch.chdir(tmp_path)
+    transformer = run_card(output)["pipeline"].transformer
+    saved = read_lora(diffusers.WanPipeline, transformer, output / COMFYUI_WEIGHTS).folded()
+    loaded = dict(transformer.named_parameters())
+    for layer, pair in saved.items():
+        for value, matrix in zip(pair, "AB", strict=True):
+            (name,) = [name for name in loaded if name.startswith(f"{layer}.lora_{matrix}.")]
+            assert torch.equal(loaded[name], value.bfloat16())
 
 
 @pytest.mark.slow
@@ -254,7 +257,8 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     assert "output_dir" not in shown_settings
     os.symlink(pipeline_dir, tmp_path / "elsewhere" / pipeline_dir.name)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    call(card)
+    ((frames, path, fps),) = run_card(copy)["written"]
+    assert (np.shape(frames), path, fps) == ((17, 64, 112, 3), "video.mp4", 8)
 
 
 @pytest.mark.slow

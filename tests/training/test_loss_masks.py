@@ -188,11 +188,11 @@ def test_a_condition_that_the_model_is_not_shown_is_refused(masked, pipeline_dir
     prepared, recipe = PreparedDataset.load(masked["control"]), load_recipe(pipeline_dir)
     with pytest.raises(BucketingError, match=refusal):
         cache_dataset(prepared, recipe, CacheConfig(folder=str(tmp_path / "cache")))
-    needing = type("NeedsControl", (type(recipe),), {"shown": ("control", "reference"), "required": ("control",)})
+    needing = type("NeedsControl", (type(recipe),), {"shown": ("control",), "required": ("control",)})
     check = needing.check_conditions
     check(recipe_like(needing), ["control", "mask"])
     with pytest.raises(BucketingError, match=r"must be shown `control`, which the data set lacks; .*--control_column"):
-        check(recipe_like(needing), ["reference"])
+        check(recipe_like(needing), ["mask"])
 
 
 def recipe_like(kind: type):

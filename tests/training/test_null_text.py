@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -71,6 +72,13 @@ def texts_of(case: RecipeCase, pipeline: Any) -> list[Given]:
     return given
 
 
+def references_of(case: RecipeCase) -> tuple[torch.Tensor, ...]:
+    """Return the pictures that the case renders with as references, `(3, 1, h, w)` in [−1, 1]."""
+    given = case.render.get("image", [])
+    images = given if isinstance(given, list) else [given]
+    return tuple(torch.from_numpy(np.array(image)).permute(2, 0, 1)[:, None] / 127.5 - 1 for image in images)
+
+
 def real_tokens(text: TextEmbeddings) -> torch.Tensor:
     return text.values[0] if text.mask is None else text.values[0][text.mask[0].bool()]
 
@@ -90,8 +98,8 @@ def test_a_dropped_caption_is_the_empty_negative_prompt_of_the_pipeline(
 ) -> None:
     folder = str(tiny_folder(case.tiny))
     recipe = recipe_of(folder).load(folder, max_sequence_length=case.max_sequence_length)
-    own = recipe.encode_text([PROMPT])
-    null = text_of(recipe, {"caption": [PROMPT]}, captions=[""])
+    batch = {"caption": [PROMPT], "shown": {"reference": [references_of(case)]}}
+    own, null = text_of(recipe, batch), text_of(recipe, batch, captions=[""])
     masked = own.mask is not None
     pipeline = stock_pipeline(Path(folder), **case.components)
     given = texts_of(case, pipeline)

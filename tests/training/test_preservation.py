@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -27,7 +28,7 @@ from hf_bucketing.training.base_targets import base_targets
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer, train
 from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import read_sample_logs
+from hf_bucketing.training.run_log import read_log, read_sample_logs
 from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, make_step, media_of, text_of
 from tests.caching.test_caching import cached, collator_of, first, load_recipe, prepared
@@ -171,6 +172,27 @@ def test_the_base_model_stays_and_a_resumed_run_repeats_the_whole_one(
 def test_adapters_that_change_nothing_are_on_target(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> None:
     settings = {**LORA, "preservation": "prior", "preservation_share": 1.0, "max_train_steps": 1}
     assert run(in_process(pipeline_dir, prepared_dir, tmp_path / "out", **settings)) == [0.0]
+
+
+def test_the_losses_of_learned_and_of_preserved_samples_are_logged_apart(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    settings = {**LORA, **PRIOR, "gradient_accumulation_steps": 2}
+    run(in_process(pipeline_dir, prepared_dir, tmp_path / "plain", **LORA, max_train_steps=1))
+    run(in_process(pipeline_dir, prepared_dir, tmp_path / "out", **settings))
+    (log,), lines = read_sample_logs(tmp_path / "out"), read_log(tmp_path / "out", "losses")
+    by_hand: list[dict[str, list[float]]] = [{"data": [], "preservation": []} for _ in lines]
+    for batch in log:
+        keys = [(0, batch["epoch"], index) for index in batch["index"]]
+        for target, loss in zip(base_targets(CASES["prior"], {}, keys), batch["loss"], strict=True):
+            by_hand[batch["batch"] // 2]["data" if target is None else "preservation"].append(loss)
+    assert any(all(parts.values()) for parts in by_hand)
+    for line, parts in zip(lines, by_hand, strict=True):
+        means = {f"loss_by_target/{name}": np.mean(losses) for name, losses in parts.items() if losses}
+        assert {name: value for name, value in line.items() if "target" in name} == pytest.approx(means, abs=1e-6)
+        assert line["train_loss"] == pytest.approx(np.mean([*parts["data"], *parts["preservation"]]), abs=1e-6)
+    (plain,) = read_log(tmp_path / "plain", "losses")
+    assert not [name for name in plain if "target" in name]
 
 
 def test_captions_beside_those_of_rows_come_from_the_cache_or_are_refused(

@@ -1,28 +1,35 @@
-"""The latent frame that a reference adds to a sample counts wherever tokens are counted."""
+"""References of a sample count wherever its tokens do: frames in front of it, or grids of their own."""
 
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Sequence as Cells, Value
 
-from hf_bucketing import BucketingError, LatentSpec, Size, open_table
+from hf_bucketing import BucketingError, Size
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
+from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
-from hf_bucketing.training.opened import open_run
+from hf_bucketing.training.opened import _stacked_sizes, open_run
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
@@ -30,7 +37,11 @@ from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
-COUNTING = ModelTokens(width=96, added_frames={"reference": 1})
+COUNTING = ModelTokens(width=96, references_in_front=True)
+GRIDS = ModelTokens(width=96)
+SIZES = Cells(Value("int32"))
+STORED = [[], [1, 40, 72], [1, 40, 72, 1, 20, 20]]
+"""References of rows one after another: none, one, two."""
 MODES = {
     "bucket": {"max_tokens": 640, "loss_reduction": "token"},
     "pack": {"batching": "pack", "max_tokens": 640, "strip_length": 16, "loss_reduction": "token"},
@@ -49,10 +60,132 @@ def referenced(prepared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("referenced")
     write_image(folder / "reference.png", np.full((40, 72, 3), 128, np.uint8))
     prepared = PreparedDataset.load(prepared_dir)
-    paths = [str(folder / "reference.png")] * len(prepared.dataset)
-    dataset = prepared.dataset.add_column("ref", paths)
-    replace(prepared, dataset=dataset, conditions={"reference": "ref"}).save(folder / "prepared")
+    count = len(prepared.dataset)
+    dataset = prepared.dataset.add_column("ref", [str(folder / "reference.png")] * count)
+    dataset = dataset.add_column(REFERENCE_SIZES, [[1, 40, 72]] * count, feature=SIZES)
+    rule = ReferenceRule(multiples=prepared.spec.multiples)
+    replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(folder / "prepared")
     return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def several(prepared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared media with none, one or two references of other sizes, whose files nobody opens."""
+    prepared = PreparedDataset.load(prepared_dir)
+    dataset = prepared.dataset.add_column("ref", [None] * len(prepared.dataset))
+    cells = [STORED[row % 3] for row in range(len(dataset))]
+    dataset = dataset.add_column(REFERENCE_SIZES, cells, feature=SIZES)
+    folder = tmp_path_factory.mktemp("several") / "prepared"
+    rule = ReferenceRule(multiples=prepared.spec.multiples)
+    replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(folder)
+    return folder
+
+
+def shown_tokens(prepared: PreparedDataset, sizes: list[Size]) -> list[int]:
+    """Return the tokens of the references of rows of some sizes, one by one."""
+    tokens = []
+    for row, size in enumerate(sizes):
+        files = np.array(STORED[row % 3]).reshape(-1, 3)
+        shown = prepared.references.sizes(files, [size] * len(files))
+        tokens.append(sum(prepared.spec.num_tokens(Size(*own)) for own in shown.tolist()))
+    return tokens
+
+
+@modes
+def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, prepared_dir: Path, tmp_path) -> None:
+    prepared, rows = PreparedDataset.load(several), np.arange(20)
+    configs = [in_process(tmp_path, folder, tmp_path, **settings) for folder in (several, prepared_dir)]
+    data, without = (make_data(config, prepared.spec, GRIDS) for config in configs)
+    shown = shown_tokens(prepared, data.sizes(rows))
+    assert {*shown} == {0, 8, 9}
+    assert (data.num_tokens - without.num_tokens).tolist() == shown
+    assert data.loss_weights(rows, epoch=0).equal(without.loss_weights(rows, epoch=0))
+    assert [len(sizes) for sizes in data.reference_sizes(rows)] == [row % 3 for row in range(20)]
+    for epoch in range(2):
+        plan = data.sampler.plan(epoch)
+        spans = in_strips(data.lengths_of(plan.indices, epoch=epoch), settings)
+        assert 400 < np.add.reduceat(spans, plan.offsets[:-1]).max() <= 640
+        if "batching" not in settings:
+            sizes = data.reference_sizes(plan.indices)
+            batches = zip(plan.offsets[:-1], plan.offsets[1:], strict=True)
+            assert all(len({*sizes[start:stop]}) == 1 for start, stop in batches)
+    plan = data.sampler.plan()
+    lengths = np.add.reduceat(data.num_tokens[plan.indices], plan.offsets[:-1])
+    assert data.largest_step().tokens == lengths.max()
+    with pytest.raises(BucketingError, match=r"exceeds `max_tokens"):
+        make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, GRIDS)
+
+
+@modes
+def test_references_count_in_a_stream_as_in_a_plan(settings, several: Path, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(several)
+    config = in_process(tmp_path, several, tmp_path, streaming=True, **settings)
+    data = make_streamed_data(config, prepared.spec, GRIDS, opened=open_stream(config, Accelerator(cpu=True)))
+    plan = make_data(changed(config, streaming=False), prepared.spec, GRIDS)
+    assert data.largest_step().tokens <= 640
+    stored = list(prepared.dataset[REFERENCE_SIZES])
+    batch = {"size": plan.sizes(np.arange(20)), REFERENCE_SIZES: stored, "weight": torch.ones(20)}
+    counted = data.rows_of(None, batch, epoch=0)
+    assert counted.tokens.tolist() == plan.num_tokens.tolist()
+    assert counted.weights.equal(plan.loss_weights(np.arange(20), epoch=0))
+
+
+def test_references_follow_the_size_that_is_drawn_for_their_sample(several: Path, tmp_path: Path) -> None:
+    prepared, rows = PreparedDataset.load(several), np.arange(20)
+    config = in_process(tmp_path, several, tmp_path, **MODES["pack"], random_resize=16)
+    data = make_data(config, prepared.spec, GRIDS)
+    first, second = (data.tokens_of(rows, epoch=epoch) for epoch in (0, 1))
+    assert (first != second).any()
+    learned = data.loss_weights(rows, epoch=1).numpy()
+    without = rows[rows % 3 == 0]
+    assert learned[without].tolist() == second[without].tolist()
+    assert (learned[rows % 3 > 0] < second[rows % 3 > 0]).all()
+
+
+def test_dropped_tokens_are_never_those_of_references(several: Path, prepared_dir: Path, tmp_path: Path) -> None:
+    prepared, rows = PreparedDataset.load(several), np.arange(20)
+    settings = {**MODES["pack"], "token_drop_rate": 0.5}
+    data, without = (
+        make_data(in_process(tmp_path, folder, tmp_path, **settings), prepared.spec, GRIDS)
+        for folder in (several, prepared_dir)
+    )
+    assert (data.num_tokens - without.num_tokens).tolist() == shown_tokens(prepared, data.sizes(rows))
+    assert data.loss_weights(rows, epoch=0).tolist() == without.num_tokens.tolist()
+
+
+def test_data_whose_references_a_model_does_not_take_is_refused(several: Path, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(several)
+    data = make_data(in_process(tmp_path, several, tmp_path, **MODES["pack"]), prepared.spec, GRIDS)
+    kind = partial(type, "Edits", (Recipe,))
+    none, one, any_number, needing = (
+        object.__new__(kind({"pipeline_class": "EditPipeline", "max_references": count, "required": required}))
+        for count, required in ((0, ()), (1, ()), (sys.maxsize, ()), (sys.maxsize, ("reference",)))
+    )
+    data.check_references(any_number.check_references)
+    with pytest.raises(BucketingError, match="A EditPipeline is not shown `reference`"):
+        none.check_conditions(data.conditions)
+    with pytest.raises(BucketingError, match=r"6 of 20 .*: more than the 1 that it takes, such as row 2, 5, 8"):
+        data.check_references(one.check_references)
+    with pytest.raises(BucketingError, match=r"7 of 20 .*: none, which it needs, such as row 0, 3, 6"):
+        data.check_references(needing.check_references)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_references_that_cannot_be_dropped_are_refused(
+    streaming: bool, several: Path, prepared_dir: Path, tmp_path
+) -> None:
+    def make(folder: Path, counting: ModelTokens) -> object:
+        config = in_process(tmp_path, folder, tmp_path, **MODES["pack"], reference_dropout=0.2, streaming=streaming)
+        spec = PreparedDataset.load(folder).spec
+        if streaming:
+            return make_streamed_data(config, spec, counting, opened=open_stream(config, Accelerator(cpu=True)))
+        return make_data(config, spec, counting)
+
+    make(several, GRIDS)
+    with pytest.raises(BucketingError, match=r"Omit `reference_dropout`: the samples of .* have no references"):
+        make(prepared_dir, GRIDS)
+    with pytest.raises(BucketingError, match="Omit `reference_dropout`: references of this model are frames"):
+        make(several, COUNTING)
 
 
 def in_strips(tokens: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
@@ -90,7 +223,7 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
     source: str, settings, pipeline: Path, referenced: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), max_sequence_length=32)
-    assert recipe.added_frames == COUNTING.added_frames
+    assert recipe.references_in_front
     config = in_process(pipeline, referenced, tmp_path, **settings)
     step, accelerator = make_step(config, recipe), Accelerator(cpu=True)
     data: Any
@@ -126,17 +259,29 @@ def test_cached_latents_of_a_step_that_is_tried_out_have_the_frame_of_a_referenc
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), loading=Loading(parts=("trained",)))
     data = make_data(in_process(pipeline, referenced, tmp_path, **MODES["pack"]), recipe.spec, COUNTING)
-    batch = _random_batch([Size(9, 32, 48)], recipe, torch.device("cpu"), data=data)
+    batch = _random_batch([Size(9, 32, 48)], [(Size(1, 32, 48),)], recipe, torch.device("cpu"), data=data)
     assert batch["latents"][0].shape[1:] == (4, 4, 6)
 
 
-def test_added_frames_count_in_grids_and_tables_alone() -> None:
-    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
-    longer, size = replace(spec, added_frames=1), Size(9, 32, 48)
-    assert longer.grid(size) == (4, 2, 3)
-    assert longer.size_of(4, 2, 3) == longer.snap(size) == size
-    table = open_table(spec)
-    ids = table.assign([9, 9], [32, 0], [48, 0]).bucket_id
-    assert table.num_tokens(ids, spec=longer).tolist() == [24, 0]
-    with pytest.raises(BucketingError, match="whole patches of 2"):
-        replace(longer, patch=(2, 2, 2))
+@modes
+def test_a_replacement_can_be_stacked_with_the_others_of_its_batch(settings, several: Path, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(several)
+    config = in_process(tmp_path, several, tmp_path, on_error="replace", **settings)
+    data = make_data(config, prepared.spec, GRIDS)
+    collator, sizes = data.loader.collate_fn, data.reference_sizes(np.arange(20))
+    for number in range(20):
+        others = collator.candidates(data.dataset[number], collator.replacements)
+        assert number in others
+        if "batching" in settings:
+            assert (data.num_tokens[others] <= data.num_tokens[number]).all()
+        else:
+            assert {sizes[row] for row in others} == {sizes[number]}
+
+
+def test_the_stacks_that_processes_share_have_the_tokens_of_references(several: Path) -> None:
+    prepared = PreparedDataset.load(several)
+    opened: Any = SimpleNamespace(prepared=prepared, held_out=None, recipe=SimpleNamespace(references_in_front=False))
+    ids = np.array(prepared.dataset["bucket_id"])
+    sizes = [prepared.table.size(int(bucket)) for bucket in ids]
+    tokens = zip(prepared.dataset["num_tokens"], shown_tokens(prepared, sizes), strict=True)
+    assert _stacked_sizes(opened) == Counter(zip(sizes, map(sum, tokens), strict=True))

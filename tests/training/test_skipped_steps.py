@@ -33,12 +33,13 @@ def spoiled(pipeline: Path, prepared: Path, output: Path, *, steps: set[int], wh
 
     class Spoiled(type(step)):  # type: ignore[misc]
         def __call__(self, *args: Any, **options: Any) -> StepLosses:
-            values, noise_levels = super().__call__(*args, **options)
+            losses = super().__call__(*args, **options)
+            values = losses.values
             if trainer.global_step + 1 in steps and what == "gradient":
                 values.register_hook(lambda gradient: gradient * math.nan)
             elif trainer.global_step + 1 in steps:
                 values = values * torch.tensor([1.0, math.nan])[: len(values)]
-            return StepLosses(values, noise_levels)
+            return losses._replace(values=values)
 
     step.__class__ = Spoiled
     return trainer
@@ -53,10 +54,8 @@ def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     finish = trainer._finish_step
 
     def note(entry: dict[str, Any]) -> None:
-        assert trainer.trained.ema is not None
-        before[trainer.global_step + 1] = [
-            weight.detach().clone() for weight in (*trainer.trained.weights, *trainer.trained.ema.shadow_params)
-        ]
+        (weights,), (ema,) = trainer.trained.weights.values(), trainer.trained.ema.values()
+        before[trainer.global_step + 1] = [weight.detach().clone() for weight in (*weights, *ema.shadow_params)]
         finish(entry)
 
     trainer._finish_step = note  # type: ignore[method-assign]
@@ -113,7 +112,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_rotate_a_good_checkpo
     def spoil() -> None:
         step()
         if trainer.global_step == 1:
-            trainer.trained.weights[0].data[0, 0] = math.inf
+            trainer.trained.weights["transformer"][0].data[0, 0] = math.inf
 
     trainer.trained.optimizer.step = spoil
     with pytest.raises(BucketingError, match=r"2 of 128 .* not finite, so checkpoint-2 is not saved and earlier ones"):

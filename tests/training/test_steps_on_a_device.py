@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from hf_bucketing.adapters.kinds import adapters_of
+from hf_bucketing.adapters.lora import add_adapters
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.devices import to_device
+from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.base_targets import TARGETS
 from hf_bucketing.training.run_log import StepMetrics
+from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES, VARIANTS
 from tests.models.recipe_cases import RecipeCase
@@ -67,28 +73,63 @@ def test_a_training_step_waits_for_its_device_at_the_end_alone(name: str, batchi
     case, stacked = RECIPES[name], batching == "bucket"
     batch = batch_of(case, case.shown[-1] if case.shown else (), stacked=stacked)
     step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
+    check_step(step, step_there, batch, named=STACKED_WAITS if stacked else STOCK_WAITS, limit=LIMITS.get(name, 1e-4))
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(batching: str, folder_of) -> None:
+    case, stacked = RECIPES["wan"], batching == "bucket"
+    batch = batch_of(case, (), stacked=stacked)
+    others = len(batch["index"]) - 1
+    batch[REGULARIZATION] = [True, *[False] * others]
+    config = PreservationConfig(preservation="prior", preservation_weight=0.5, slider=["red|blue"])
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked, preservation=config) for _ in range(2))
+    logged = check_step(step, step_there, batch, named=STACKED_WAITS if stacked else STOCK_WAITS, limit=1e-4)
+    by_target = {name: value for name, value in logged.items() if "target" in name}
+    assert by_target.keys() == {"loss_by_target/preservation", "loss_by_target/slider"}
+    preserved, slid = by_target.values()
+    assert (preserved + others * slid) / (1 + others) == pytest.approx(logged["train_loss"])
+
+
+def check_step(
+    step: Step, step_there: Step, batch: Mapping[str, Any], *, named: Mapping[str, str], limit: float
+) -> dict[str, float]:
+    """Check that a step on the device has the CPU's numbers, and waits at its end alone; return what it logs."""
     metrics = train(step, batch, device=torch.device("cpu"))
     for module in step_there.recipe.modules(*PARTS):
         module_on_device(module)
     with pretended_device() as waits:
         encoded = encode(step_there.recipe, batch)
+        step_there.texts = {
+            caption: step_there.recipe.encode_text([caption]) for caption in step.preservation.captions
+        }
         waits.clear()  # pipelines wait where they tokenize and encode; a step that reads a cache does neither
         metrics_there = train(step_there, encoded, device=DEVICE)
-    named = STACKED_WAITS if stacked else STOCK_WAITS
     assert set(waits) - named.keys() == AT_THE_END
     assert waits.keys() >= AT_THE_END
     assert metrics_there == pytest.approx(metrics, rel=1e-4)
-    limit = LIMITS.get(name, 1e-4)
     assert_same_gradients(step.recipe.transformer, step_there.recipe.transformer, limit=limit)
+    return metrics_there
 
 
-def make_step(case: RecipeCase, folder: Path, *, stacked: bool) -> Step:
+def make_step(
+    case: RecipeCase, folder: Path, *, stacked: bool, preservation: PreservationConfig | None = None
+) -> Step:
+    """Return a step, which trains adapters if it has a base model to preserve."""
     recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
-    objective = recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0)
+    common: dict[str, Any] = {
+        "recipe": recipe,
+        "objective": recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0),
+    }
+    if preservation is not None:
+        common["preservation"] = preservation
+        torch.manual_seed(0)
+        add_adapters(recipe.transformer, AdapterConfig(lora_rank=2))
+        for value in adapters_of(recipe.transformer).values():
+            torch.nn.init.normal_(value, std=0.1)
     if stacked:
-        return BucketStep(recipe=recipe, objective=objective)
-    packing = enable_packing(recipe.transformer, strip_length=8)
-    return PackStep(recipe=recipe, objective=objective, packing=packing)
+        return BucketStep(**common)
+    return PackStep(**common, packing=enable_packing(recipe.transformer, strip_length=8))
 
 
 def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +137,7 @@ def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
     media = media_of(recipe, on_device({name: batch[name] for name in ("pixel_values", "shown")}))
     text = recipe.encode_text(batch["caption"])
     masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}
-    about = {name: batch[name] for name in ("fps", "index", "caption")}
+    about = {name: batch[name] for name in ("fps", "index", "caption", REGULARIZATION) if name in batch}
     mask = {} if text.mask is None else {"text_mask": on_cpu(text.mask).numpy()}
     latents = media.pop("latents")
     others = {**text.others, **masks}
@@ -113,14 +154,25 @@ def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
 def train(step: Step, batch: Mapping[str, Any], *, device: torch.device) -> dict[str, float]:
     """Run an optimizer step as the loop does; return what is logged of it, but for times."""
     transformer = step.recipe.transformer
-    metrics = StepMetrics(SimpleNamespace(device=device, gather=lambda sums: sums), max_tokens=None)
-    optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-4)
+    accelerator = SimpleNamespace(device=device, gather=lambda sums: sums)
+    metrics = StepMetrics(accelerator, max_tokens=None, groups={"target": TARGETS})
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
     losses = step(transformer, batch, epoch=1)
     losses.values.mean().backward()
-    torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
     optimizer.step()
     weights = to_device(torch.full((len(batch["index"]),), 1 / len(batch["index"])), device)
     tokens = np.full(len(batch["index"]), 8)
-    metrics.add(*losses, weights=weights, tokens=tokens, cost=1.0, seconds=1.0)
+    values, noise_levels, targets = losses
+    metrics.add(
+        values,
+        noise_levels,
+        weights=weights,
+        tokens=tokens,
+        cost=1.0,
+        seconds=1.0,
+        groups={"target": targets},
+    )
     logged = metrics.finish()
     return {name: value for name, value in logged.items() if "second" not in name}

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from PIL import Image
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.settings.validation import ValidationConfig
@@ -52,6 +54,8 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
             validation_fps=8,
         ),
         images=[()],
+        references=[()],
+        rule=ReferenceRule(),
         sizes=[Size(frames, 32, 64)],
         seed=0,
         folder=tmp_path,
@@ -71,8 +75,45 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
 def test_prompts_that_begin_alike_are_rendered_to_files_of_their_own(tmp_path: Path) -> None:
     size, prompts = Size(1, 32, 64), ["a dog " * 20, "a dog " * 30, "a cat", "a dog " * 20]
     config = ValidationConfig(validation_prompts=prompts)
-    validation = Validation(config=config, images=[()] * 4, sizes=[size], seed=0, folder=tmp_path)
+    validation = Validation(
+        config=config,
+        images=[()] * 4,
+        references=[()] * 4,
+        rule=ReferenceRule(),
+        sizes=[size],
+        seed=0,
+        folder=tmp_path,
+    )
     files = [validation.file_of(number, size, step=1) for number in range(4)]
     assert len({*files}) == 4
     assert files[2].name == "1x32x64-a-cat.png"
     assert files[3].stem == f"{files[0].stem}-3"
+
+
+def test_prompts_and_sizes_that_render_together_are_those_rendered_one_by_one(pipeline_dirs, tmp_path: Path) -> None:
+    accelerator, recipe = Accelerator(cpu=True), load(pipeline_dirs["wan"])
+
+    def rendered(name: str, max_tokens: int | None) -> dict[str, np.ndarray]:
+        validation = Validation(
+            config=ValidationConfig(
+                validation_prompts=["red", "a blue square"],
+                validation_inference_steps=2,
+                validation_guidance_scale=2.0,
+                validation_max_tokens=max_tokens,
+            ),
+            images=[(), ()],
+            references=[(), ()],
+            rule=ReferenceRule(),
+            sizes=[Size(1, 32, 64), Size(1, 64, 32)],
+            seed=0,
+            folder=tmp_path / name,
+        )
+        validation.render(recipe, accelerator, step=1)
+        files = sorted((tmp_path / name).rglob("*.png"))
+        return {file.name: np.array(Image.open(file), np.int64) for file in files}
+
+    alone, together = rendered("alone", None), rendered("together", 64)
+    assert len(alone) == 4
+    assert alone.keys() == together.keys()
+    for name, picture in alone.items():
+        assert np.abs(picture - together[name]).max() <= 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import diffusers
 import pytest
 
 from hf_bucketing.training import TrainingConfig
@@ -75,6 +77,24 @@ def _common(pipeline: Path, prepared: Path, output: Path) -> list[object]:
         report_to="none",
         learning_rate=5e-3,
     )
+
+
+def run_card(folder: Path, *, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Run the code that the card of a run shows, on the CPU and with one step of the scheduler.
+
+    Returns its names, and with them what it has `written`: frames, path and frame rate of each video.
+    """
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    code = code.replace('"cuda"', '"cpu"').replace("torch.bfloat16", f"torch.{dtype}")
+    code = code.replace("num_frames=", "num_inference_steps=1, num_frames=")
+    names: dict[str, Any] = {}
+    written = []
+    with pytest.MonkeyPatch.context() as patch:  # diffusers writes videos with packages that are not installed here
+        patch.setattr(
+            diffusers.utils, "export_to_video", lambda frames, path, fps: written.append((frames, path, fps))
+        )
+        exec(compile(code, "README.md", "exec"), names)
+    return {**names, "written": written}
 
 
 class SampleCount(NamedTuple):

@@ -20,6 +20,7 @@ class ChromaFamily(FluxFamily):
     transformer_class = "ChromaTransformer2DModel"
     tested_forwards = ("3cdf1b3fa10c",)
     text = replace(FluxFamily.text, padding="masked")
+    max_references = 0  # no pipeline of Chroma places any
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add the mask of text and tokens, if there is one.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ...buckets.sizes import Size
 from ..control import ControlRecipe
 from ..recipe import Recipe
 from .packing import FAMILY
@@ -17,7 +19,7 @@ class FluxRecipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 512
-    native_sizes = ((1024, 1024),)
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((1024, 1024),)
     guidance_factor: ClassVar[float | None] = 1.0
     prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "pooled_projections")
 
@@ -32,4 +34,39 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
     shown_as = MappingProxyType({"control": "control_image"})
 
 
-RECIPES = (FluxRecipe, FluxControlRecipe)
+_SIDES = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+)
+"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
+
+
+class FluxKontextRecipe(FluxRecipe):
+    """Recipe of `FluxKontextPipeline`, for FLUX.1 Kontext [dev], whose samples have one reference or none.
+
+    The pipeline makes its reference and its image one of its preferred sizes; training and [`render`] keep theirs.
+    """
+
+    pipeline_class = "FluxKontextPipeline"
+    native_sizes = (*_SIDES, (1024, 1024), *((width, height) for height, width in _SIDES))
+    max_references = 1
+    shown_as = MappingProxyType({"reference": "image"})
+
+    @classmethod
+    def size_arguments(cls, size: Size) -> dict[str, Any]:
+        """Return the size as arguments of the pipeline's call, with the area that it would change it to."""
+        return {**super().size_arguments(size), "max_area": size.height * size.width}
+
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+        """Return the reference, which keeps its own size."""
+        return {**super().reference_arguments(references, size), "_auto_resize": False}
+
+
+RECIPES = (FluxRecipe, FluxControlRecipe, FluxKontextRecipe)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 
+from ...packing.family import UNLIMITED
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
 from .packing import FAMILY
@@ -12,6 +15,8 @@ from .packing import FAMILY
 
 class Flux2Recipe(FluxRecipe):
     """Recipe of `Flux2Pipeline`, for FLUX.2 [dev]; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
+
+    A sample may have references of any sizes; the pipelines take images of at least 64 pixels on each side.
 
     Text follows a system message in the chat that the text encoder reads, and both count as text tokens.
 
@@ -23,6 +28,8 @@ class Flux2Recipe(FluxRecipe):
 
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
+    max_references = UNLIMITED
+    shown_as = MappingProxyType({"reference": "image"})
     prompt_outputs = ("values",)
 
     @torch.no_grad()
@@ -42,3 +49,10 @@ class Flux2KleinRecipe(Flux2Recipe):
 
 
 RECIPES = (Flux2Recipe, Flux2KleinRecipe)
+
+REFUSED = {
+    "Flux2KleinKVPipeline": (
+        "its references attend to themselves alone, at a timestep of their own, while all tokens of a sample attend "
+        "to each other in packs and in stacks"
+    )
+}

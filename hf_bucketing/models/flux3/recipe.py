@@ -29,6 +29,8 @@ class Flux3Recipe(ModularRecipe, Flux2Recipe):
     family = FAMILY
     default_sequence_length = 640
     guidance_factor = None
+    max_references = 0
+    shown_as = MappingProxyType({})
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -180,7 +180,7 @@ class Kandinsky5Family(JointFamily):
         conditioning["text_rope_pos"] = layout.joint.fill_slots(torch.cat(slots))
         return replace(rows, conditioning=conditioning)
 
-    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    def laid_out(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
         return output.movedim(-1, 1)
 
 

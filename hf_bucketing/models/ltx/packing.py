@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,20 +88,32 @@ def _reference_locations(
     patch: Grid, rope: torch.nn.Module, grids: tuple[Grid, ...], device: torch.device
 ) -> tuple[torch.Tensor]:
     """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
-    steps = torch.tensor([[1.0, factor, factor] for factor in reference_factors(grids)], device=device)
     located = [_locations(patch, None, rope, grid, device)[0] for grid in grids[1:]]
-    return (torch.cat([tokens * step for tokens, step in zip(located, steps, strict=True)]),)
+    return (over_sample(located, grids),)
 
 
-def reference_factors(grids: tuple[Grid, ...]) -> list[int]:
+def over_sample(references: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+    """Return coordinates of the tokens of references, `(tokens, 3, …)` each, in those of their sample, one by one."""
+    pairs = zip(references, reference_factors(grids), strict=True)
+    return torch.cat([torch.cat([tokens[:, :1], tokens[:, 1:] * factor], 1) for tokens, factor in pairs])
+
+
+def reference_factors(grids: Sequence[Grid]) -> list[int]:
     """Return how many times a sample is as high and wide as each of its references, `reference_downscale_factor`.
 
+    It is the smallest factor that gives the reference's height and width, rounded down. A reference that is no
+    smaller copy of its sample has 1.
+
     Example:
-        >>> reference_factors(((7, 16, 22), (7, 8, 11), (1, 16, 16)))
-        [2, 1]
+        >>> reference_factors([(7, 23, 31), (7, 5, 7), (1, 23, 31), (1, 16, 16)])
+        [4, 1, 1]
     """
-    own, *shown = (math.prod(grid[1:]) for grid in grids)
-    return [max(1, round(math.sqrt(own / area))) for area in shown]
+    (_, height, width), *shown = grids
+    factors = [1 + max(height // (rows + 1), width // (columns + 1)) for _, rows, columns in shown]
+    return [
+        factor if (height // factor, width // factor) == grid[1:] else 1
+        for factor, grid in zip(factors, shown, strict=True)
+    ]
 
 
 def _locate(tables: Tables, references: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

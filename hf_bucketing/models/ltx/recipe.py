@@ -8,17 +8,23 @@ from typing import Any, ClassVar
 import torch
 
 from ...media.sample import frame_rates
-from ...packing.family import Family
+from ...packing.family import UNLIMITED, Family
 from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe, Samples
 from .packing import FAMILY, SCALES
 
 
 class LTXRecipe(Recipe):
-    """Recipe of `LTXPipeline`; see [`Recipe`]."""
+    """Recipe of `LTXPipeline`; see [`Recipe`].
+
+    Samples with references train in-context adapters: references are clean, have timestep 0 and lie over their
+    sample, at an equal or smaller size (`--reference_downscale_factor` when the data set is prepared). LTX-Video's own
+    trainer trains these; the calls of diffusers' pipelines take no references.
+    """
 
     pipeline_class = "LTXPipeline"
     family: ClassVar[Family] = FAMILY
+    max_references = UNLIMITED
     default_sequence_length = 128
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
@@ -45,6 +51,7 @@ class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
     """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
 
     pipeline_class = "LTXImageToVideoPipeline"
+    max_references = 0
 
 
 class LTXConditionRecipe(LTXRecipe):

@@ -20,7 +20,7 @@ from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
 from ...packing.processors import PackedAttnProcessor, Rotary
 from ...packing.texts import TextTokens
-from ..ltx.packing import reference_factors
+from ..ltx.packing import over_sample
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
@@ -158,9 +158,8 @@ def _coordinates(transformer: Any, grid: Grid, *, device: torch.device) -> tuple
 
 def _reference_coordinates(transformer: Any, grids: tuple[Grid, ...], *, device: torch.device) -> tuple[torch.Tensor]:
     """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
-    steps = torch.tensor([[[1.0], [factor], [factor]] for factor in reference_factors(grids)], device=device)
     located = [_coordinates(transformer, grid, device=device)[0] for grid in grids[1:]]
-    return (torch.cat([pixels * step for pixels, step in zip(located, steps, strict=True)]),)
+    return (over_sample(located, grids),)
 
 
 def _in_seconds(pixels: torch.Tensor, fps: torch.Tensor) -> torch.Tensor:

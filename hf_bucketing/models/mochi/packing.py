@@ -47,6 +47,7 @@ class MochiFamily(JointFamily):
     stock_processors = ("MochiAttnProcessor2_0",)
     text = TextTokens(rows="slots", channels="text_embed_dim")
     attention_kwargs = "attention_kwargs"
+    negates = True
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return none: the model pools the text itself."""
@@ -66,9 +67,6 @@ class MochiFamily(JointFamily):
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Turn timesteps round, and add the text mask; in a pack, the layout takes the mask's place."""
         return {**super().inputs(rows), "timestep": 1000 - rows.timesteps, "encoder_attention_mask": rows.known_mask}
-
-    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
-        return -super().restored(output, grid, patch)
 
 
 def _in_order(embed: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

@@ -115,6 +115,7 @@ class QwenImageFamily(JointFamily):
         hooks = [
             block.txt_mod.register_forward_pre_hook(embeddings_of_text) for block in transformer.transformer_blocks
         ]
+        hooks.append(transformer.pos_embed.register_forward_pre_hook(_one_shape))
         return [*super().hook_positions(transformer, base_size), *hooks]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -134,6 +135,12 @@ class QwenImageFamily(JointFamily):
         own_tokens = batch.layout.own_tokens_by_strip
         shapes = [[(1, 1, own), (1, 1, length - own)] for own in own_tokens]
         return replace(rows, conditioning={**rows.conditioning, "img_shapes": shapes})
+
+
+def _one_shape(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give the position module the shape of one part: its output is replaced, and it takes no strips of several."""
+    (first, *_), *others = args
+    return [first[:1]], *others
 
 
 def _first_position(grids: Sequence[Grid]) -> int:

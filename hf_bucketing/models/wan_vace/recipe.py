@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...media.conditions import REFERENCE
+from ...packing.family import UNLIMITED
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
 from ..recipe import Conditions, Samples, Shown
@@ -25,15 +27,17 @@ class WanVACERecipe(WanRecipe):
     - `mask` is white where the video is generated, and black where the control's own pixels stay. The loss counts
       where it is white. Without a mask, all is generated. A mask without a control is for inpainting: the control is
       the sample itself, grey where the mask is white.
-    - `reference` is an image of any size, fitted onto white and encoded as a latent frame in front of the video. The
-      noisy latents have it too, as the pipeline generates it again and drops it; it does not enter the loss.
+    - `reference` is one or more images of any size, each fitted onto white and encoded as a latent frame in front of
+      the video. The noisy latents have it too, as the pipeline generates it again and drops it; it does not enter the
+      loss.
       (DiffSynth-Studio and VideoX-Fun count it as any frame.)
     """
 
     pipeline_class = "WanVACEPipeline"
     family = FAMILY
-    shown = ("control", "reference")
-    added_frames = MappingProxyType({"reference": 1})
+    shown = ("control",)
+    max_references = UNLIMITED
+    references_in_front = True
     shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
 
     @property
@@ -49,14 +53,15 @@ class WanVACERecipe(WanRecipe):
             `(B, …, f, h, w)`; references add a latent frame in front of each.
         """
         encoded = super().encode_media(pixel_values, shown)
-        if "reference" not in shown:
+        references = shown.get(REFERENCE, [()])
+        if not references[0]:
             return encoded
-        reference, (first, *_) = self._reference(pixel_values, shown["reference"]), encoded["latents"]
-        weights = encoded.get(LOSS_MASK, first.new_ones(len(reference), 1, *first.shape[1:]))
+        frames, (first, *_) = self._frames_of(pixel_values, references), encoded["latents"]
+        weights = encoded.get(LOSS_MASK, first.new_ones(len(frames), 1, *first.shape[1:]))
         return {
-            "latents": _in_front(reference, encoded["latents"]),
-            CONTROL: _in_front(reference, encoded[CONTROL]),
-            LOSS_MASK: _in_front(reference[:, :0], weights),
+            "latents": _in_front(frames, encoded["latents"]),
+            CONTROL: _in_front(frames, encoded[CONTROL]),
+            LOSS_MASK: _in_front(frames[:, :0], weights),
         }
 
     @torch.no_grad()
@@ -77,14 +82,15 @@ class WanVACERecipe(WanRecipe):
         return F.interpolate(channels, size=latents.shape[2:], mode="nearest-exact")
 
     @torch.no_grad()
-    def _reference(self, pixel_values: torch.Tensor, references: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the latents of each sample's reference `(3, 1, h, w)` on white, `(B, C, 1, h, w)`."""
-        images = [pictures(reference.transpose(0, 1)) for reference in references]
+    def _frames_of(self, pixel_values: torch.Tensor, references: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Return the latents of each sample's k references `(3, 1, h, w)` on white, `(B, C, k, h, w)`."""
+        images = [[image for shown in own for image in pictures(shown.transpose(0, 1))] for own in references]
         (height, width), device = pixel_values.shape[-2:], pixel_values.device
         *_, canvases = self.pipeline.preprocess_conditions(
             reference_images=images, batch_size=len(images), height=height, width=width, num_frames=1, device=device
         )
-        return self.encode_latents(torch.stack([canvas for (canvas,) in canvases])[:, :, None].to(pixel_values))
+        stacks = [torch.stack(canvas)[:, :, None].to(pixel_values) for canvas in zip(*canvases, strict=True)]
+        return torch.cat([self.encode_latents(stack) for stack in reversed(stacks)], 2)  # the pipeline's order
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros of the shapes of [`encode_conditions`]."""
@@ -101,7 +107,7 @@ class WanVACERecipe(WanRecipe):
 
 
 def _in_front(first: torch.Tensor, values: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put a latent frame `(B, C, 1, h, w)`, with zeros for further channels, in front of each sample's values."""
+    """Put latent frames `(B, C, k, h, w)`, with zeros for further channels, in front of each sample's values."""
     stack = torch.stack(list(values))
     return torch.cat([F.pad(first, (0,) * 7 + (stack.shape[1] - first.shape[1],)), stack], 2)
 

@@ -27,3 +27,9 @@ class ZImageRecipe(Recipe):
 
 
 RECIPES = (ZImageRecipe,)
+
+REFUSED = {
+    "ZImageOmniPipeline": (
+        "it fills up each reference with learned tokens, and adds what SigLIP sees in it to the sequence of its sample"
+    )
+}

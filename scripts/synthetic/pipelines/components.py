@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -60,26 +61,45 @@ def clip_tokenizer() -> CLIPTokenizer:
         return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
 
 
-def template_tokenizer(prefix: str, count: int, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+def template_tokenizer(
+    prefix: str, count: int, *, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes that makes `count` tokens of what a pipeline's template puts before a prompt.
 
-    Pipelines crop that many tokens. All of them but the first are single characters.
+    Pipelines crop that many tokens. All of them but the first are single characters. `special_tokens` are further
+    tokens by the name of the tokenizer's attribute.
     """
     letters = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(prefix[: len(prefix) - count + 1], normalized=False)])
-    options = {"chat_template": chat_template, "pad_token": "<|pad|>", "padding_side": "right"}
+    options: dict[str, Any] = {"chat_template": chat_template, "pad_token": "<|pad|>", "padding_side": "right"}
+    if special_tokens is not None:
+        options["extra_special_tokens"] = dict(special_tokens)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
+VISION_TOKENS = {
+    "vision_start_token": "<|vision_start|>",
+    "image_token": "<|image_pad|>",
+    "vision_end_token": "<|vision_end|>",
+}
+"""Tokens around a picture and of its parts in a prompt of Qwen2.5-VL."""
+
+
 def qwen_components(pipeline: Any) -> dict[str, Any]:
-    """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers."""
+    """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers.
+
+    Pipelines that have a processor also get one, which shows the model pictures of at most six tokens.
+    """
     empty = pipeline(**dict.fromkeys(signature(pipeline).parameters))
     template = getattr(empty, "prompt_template_encode", None) or empty.prompt_template
     prefix, _, _ = template.partition("{}")
-    tokenizer = template_tokenizer(prefix, empty.prompt_template_encode_start_idx)
+    prefix, _, _ = prefix.partition(VISION_TOKENS["vision_start_token"])
+    vision_tokens = VISION_TOKENS if "processor" in empty.components else None
+    tokenizer = template_tokenizer(prefix, empty.prompt_template_encode_start_idx, special_tokens=vision_tokens)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in (vision_tokens or {}).items()}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1, "rope_parameters": rope}
     shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -87,8 +107,18 @@ def qwen_components(pipeline: Any) -> dict[str, Any]:
     config = Qwen2_5_VLConfig(
         text_config={"vocab_size": len(tokenizer), **shape, **heads},
         vision_config={**vision, "fullatt_block_indexes": [0]},
+        **ids,
     )
-    return {"tokenizer": tokenizer, "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval()}
+    encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
+    processor = {} if vision_tokens is None else {"processor": _picture_processor(tokenizer)}
+    return {"tokenizer": tokenizer, "text_encoder": encoder, **processor}
+
+
+def _picture_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Return a processor that does with pictures what Qwen2-VL's does, whose part for videos needs torchvision."""
+    from transformers import PaddleOCRVLProcessor, Qwen2VLImageProcessor
+
+    return PaddleOCRVLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=6 * 28 * 28), tokenizer)
 
 
 def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxControlPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
 )
@@ -48,4 +49,5 @@ TINY = {
         in_channels=2 * CHANNELS * BLOCK**2,
         out_channels=CHANNELS * BLOCK**2,
     ),
+    "flux-kontext": partial(_pipeline, FluxKontextPipeline),
 }

@@ -11,6 +11,7 @@ from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     LTX2ImageToVideoPipeline,
+    LTX2InContextPipeline,
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
@@ -118,4 +119,8 @@ def _vae() -> AutoencoderKLLTX2Video:
     return vae
 
 
-TINY = {"ltx2": partial(_ltx2, LTX2Pipeline), "ltx2-i2v": partial(_ltx23, LTX2ImageToVideoPipeline)}
+TINY = {
+    "ltx2": partial(_ltx2, LTX2Pipeline),
+    "ltx2-i2v": partial(_ltx23, LTX2ImageToVideoPipeline),
+    "ltx2-in-context": partial(_ltx23, LTX2InContextPipeline),
+}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from diffusers import (
     AutoencoderKLQwenImage,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
@@ -15,9 +20,9 @@ from hf_bucketing.models.qwen_image.packing import BLOCK
 from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, qwen_components
 
 
-def _text_to_image() -> DiffusionPipeline:
-    return QwenImagePipeline(
-        **qwen_components(QwenImagePipeline),
+def _pipeline(pipeline: type[DiffusionPipeline], **config: Any) -> DiffusionPipeline:
+    return pipeline(
+        **qwen_components(pipeline),
         vae=_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64, base_shift=0.5, max_shift=0.9
@@ -30,6 +35,7 @@ def _text_to_image() -> DiffusionPipeline:
             num_attention_heads=2,
             joint_attention_dim=TEXT_DIM,
             axes_dims_rope=(4, 6, 6),
+            **config,
         ),
     )
 
@@ -42,4 +48,9 @@ def _vae() -> AutoencoderKLQwenImage:
     return vae
 
 
-TINY = {"qwen-image": _text_to_image}
+TINY = {
+    "qwen-image": partial(_pipeline, QwenImagePipeline),
+    "qwen-image-edit": partial(_pipeline, QwenImageEditPipeline),
+    "qwen-image-edit-2509": partial(_pipeline, QwenImageEditPlusPipeline),
+    "qwen-image-edit-2511": partial(_pipeline, QwenImageEditPlusPipeline, zero_cond_t=True),
+}

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from diffusers import Flux2Pipeline, Flux2Transformer2DModel
+from PIL import Image
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
-from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
+from tests.models.recipe_cases import IMAGES, REFERENCE, Drawn, RecipeCase
 
 
 def make_flux2(**config: Any) -> Flux2Transformer2DModel:
@@ -26,19 +27,26 @@ def make_flux2(**config: Any) -> Flux2Transformer2DModel:
 
 
 def flux2_call(
-    model: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
+    model: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    shown: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **conditioning: torch.Tensor,
 ) -> torch.Tensor:
-    """Call the model on `(1, C, h, w)` as the pipelines do."""
+    """Call the model on `(1, C, h, w)`, and tokens and positions of references, as the pipelines do."""
     blocks = Flux2Pipeline._patchify_latents(latents)
-    ids = Flux2Pipeline._prepare_latent_ids(blocks)
+    ids, tokens = Flux2Pipeline._prepare_latent_ids(blocks), Flux2Pipeline._pack_latents(blocks)
+    shown_tokens, shown_ids = (tokens[:, :0], ids[:, :0]) if shown is None else shown
     output = model(
-        hidden_states=Flux2Pipeline._pack_latents(blocks),
+        hidden_states=torch.cat([tokens, shown_tokens], 1),
         encoder_hidden_states=text,
         timestep=timestep / 1000,
-        img_ids=ids,
+        img_ids=torch.cat([ids, shown_ids], 1),
         txt_ids=Flux2Pipeline._prepare_text_ids(text),
         **conditioning,
-    ).sample
+    ).sample[:, : tokens.shape[1]]
     return Flux2Pipeline._unpatchify_latents(Flux2Pipeline._unpack_latents_with_ids(output, ids))
 
 
@@ -55,7 +63,10 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     embeds, _ = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
     guidance = {"guidance": torch.tensor([drawn.guidance])} if isinstance(pipeline, Flux2Pipeline) else {}
     noisy = (1 - sigma) * clean + sigma * noise
-    velocity = flux2_call(pipeline.transformer, noisy, drawn.timestep[None], embeds, **guidance)
+    references, shown = [pixels[None, :, 0] for pixels in drawn.shown.get("reference", ())], None
+    if references:
+        shown = pipeline.prepare_image_latents(references, 1, generator=None, device="cpu", dtype=torch.float32)
+    velocity = flux2_call(pipeline.transformer, noisy, drawn.timestep[None], embeds, shown=shown, **guidance)
     return (velocity - (noise - clean)).square().mean()
 
 
@@ -69,6 +80,13 @@ CASES = {
 }
 RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
 RECIPES = {
-    tiny: RecipeCase(tiny=tiny, loss=text_to_image_loss, sizes=IMAGES, render=RENDER)
+    tiny: RecipeCase(
+        tiny=tiny,
+        loss=text_to_image_loss,
+        sizes=IMAGES,
+        render={**RENDER, "image": [Image.new("RGB", size, "white") for size in ((64, 80), (96, 64))]},
+        shown=REFERENCE,
+        references=(((1, 32, 16), (1, 16, 48)), (), ((1, 48, 48), (1, 16, 16), (1, 32, 64))),
+    )
     for tiny in ("flux2", "flux2-klein")
 }

@@ -7,11 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+from PIL import Image
 
+from hf_bucketing.models.first_frame import pictures
 from tests.models.cases import FamilyCase
-from tests.models.families.ltx import image_to_video_loss, text_to_video_loss, tokens
-from tests.models.recipe_cases import BLOCKS_OF_32, FIRST_FRAME, Drawn, RecipeCase
+from tests.models.families.ltx import IN_CONTEXT, image_to_video_loss, text_to_video_loss, tokens
+from tests.models.recipe_cases import BLOCKS_OF_32, FIRST_FRAME, REFERENCE, Drawn, RecipeCase
 
 
 def make_ltx2(**config: Any) -> LTX2VideoTransformer3DModel:
@@ -78,9 +82,15 @@ def predict(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Te
     )
     text, audio_text, mask = pipeline.connectors(states, mask, padding_side="left")
     size = dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True))
-    rope, sigma = pipeline.transformer.rope, drawn.timestep[None]
+    rope, sigma, own = pipeline.transformer.rope, drawn.timestep[None], tokens(pipeline, noisy)
+    located, shown = rope.prepare_video_coords(1, *size.values(), "cpu", fps=drawn.fps), own[:, :0]
+    for pixels in drawn.shown.get("reference", ()):
+        latents, places, _, _ = encode_reference(pipeline, pixels, drawn)
+        shown, located = torch.cat([shown, latents], 1), torch.cat([located, places], 2)
+    if shown.shape[1]:
+        timestep = F.pad(timestep[:, None].expand(-1, own.shape[1]), (0, shown.shape[1]))
     return pipeline.transformer(
-        hidden_states=tokens(pipeline, noisy),
+        hidden_states=torch.cat([own, shown], 1),
         audio_hidden_states=torch.randn(1, 9, pipeline.transformer.config.audio_in_channels),
         encoder_hidden_states=text,
         audio_encoder_hidden_states=audio_text,
@@ -92,11 +102,26 @@ def predict(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Te
         **size,
         fps=drawn.fps,
         audio_num_frames=9,
-        video_coords=rope.prepare_video_coords(1, *size.values(), "cpu", fps=drawn.fps),
+        video_coords=located,
         isolate_modalities=True,
         use_cross_timestep=True,
         return_dict=False,
-    )[0]
+    )[0][:, : own.shape[1]]
+
+
+def encode_reference(pipeline: Any, pixels: torch.Tensor, drawn: Drawn) -> Any:
+    """Return tokens and positions of a reference `(3, F, h, w)` as the pipeline makes them."""
+    frames, height, width = drawn.pixels.shape[1:]
+    return pipeline._encode_reference_conditions(
+        [LTX2ReferenceCondition(frames=pictures(pixels.transpose(0, 1)))],
+        height,
+        width,
+        frames,
+        reference_downscale_factor=height // pixels.shape[2],
+        frame_rate=drawn.fps,
+        dtype=torch.float32,
+        device="cpu",
+    )
 
 
 LTX2 = FamilyCase(
@@ -159,5 +184,17 @@ RECIPES = {
         render={**RENDER, "image_crf": 0},
         **STRIDES,
         shown=FIRST_FRAME,
+    ),
+    "ltx2-in-context": RecipeCase(
+        tiny="ltx2-in-context",
+        loss=partial(text_to_video_loss, predict=predict),
+        render={
+            **RENDER,
+            "reference_conditions": [LTX2ReferenceCondition(frames=[Image.new("RGB", (32, 16), "white")])],
+            "reference_downscale_factor": 2,
+        },
+        **STRIDES,
+        shown=REFERENCE,
+        references=IN_CONTEXT,
     ),
 }

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import (
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from PIL import Image
 
+from hf_bucketing.models.first_frame import pictures
 from tests.models.cases import IMAGE_SIZES, FamilyCase
 from tests.models.families.wan import clean_latent
-from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
+from tests.models.recipe_cases import IMAGES, REFERENCE, Drawn, RecipeCase
 
 
 def make(**config: Any) -> QwenImageTransformer2DModel:
@@ -57,17 +68,54 @@ CASES["qwen-image clean condition"] = replace(
 )
 
 
-def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+@contextmanager
+def of_small_pictures() -> Iterator[None]:
+    """Let pipelines of Qwen-Image-Edit make pictures 64×64 pixels in area inside a `with` block, not 1024×1024."""
+    with ExitStack() as stack:
+        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+            stock = module.calculate_dimensions
+
+            def small(area: int, ratio: float, stock: Callable[..., Any] = stock) -> Any:
+                return stock(64**2 if area == 1024**2 else area, ratio)
+
+            stack.enter_context(mock.patch.object(module, "calculate_dimensions", small))
+        yield
+
+
+def text_seen_with(pipeline: Any, caption: str, references: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the text `(1, length, dim)` that a pipeline of Qwen-Image-Edit makes of a caption and pictures."""
+    if not references:
+        return QwenImageEditPlusPipeline(**pipeline.components).encode_prompt(caption)[0]
+    shown = []
+    for pixels in references:
+        (picture,) = pictures(pixels.transpose(0, 1))
+        if isinstance(pipeline, QwenImageEditPipeline):
+            width, height, _ = pipeline_qwenimage_edit.calculate_dimensions(1024**2, picture.width / picture.height)
+        else:
+            area = pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
+            width, height = pipeline_qwenimage_edit_plus.calculate_dimensions(area, picture.width / picture.height)
+        shown.append(pipeline.image_processor.resize(picture, height, width))
+    return pipeline.encode_prompt(caption, image=shown[0] if isinstance(pipeline, QwenImageEditPipeline) else shown)[0]
+
+
+def loss_by_hand(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
+    references = drawn.shown.get("reference", ())
+    if isinstance(pipeline, QwenImagePipeline):
+        embeds, mask = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
+    else:
+        embeds, mask = text_seen_with(pipeline, drawn.caption, references), None
+    latents = [(1 - sigma) * clean + sigma * noise]
+    latents += [pipeline._encode_vae_image(pixels[None], generator=None) for pixels in references]
     _, channels, _, height, width = clean.shape
-    embeds, mask = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
+    tokens = [pipeline._pack_latents(latent, 1, channels, *latent.shape[3:]) for latent in latents]
     output = pipeline.transformer(
-        hidden_states=pipeline._pack_latents((1 - sigma) * clean + sigma * noise, 1, channels, height, width),
+        hidden_states=torch.cat(tokens, 1),
         timestep=drawn.timestep[None] / 1000,
         encoder_hidden_states_mask=mask,
         encoder_hidden_states=embeds,
-        img_shapes=[[(1, height // 2, width // 2)]],
-    ).sample
+        img_shapes=[[(1, latent.shape[3] // 2, latent.shape[4] // 2) for latent in latents]],
+    ).sample[:, : tokens[0].shape[1]]
     velocity = pipeline._unpack_latents(output, 8 * height, 8 * width, 8)
     return (velocity - (noise - clean)).square().mean()
 
@@ -75,8 +123,24 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
 RECIPES = {
     "qwen-image": RecipeCase(
         tiny="qwen-image",
-        loss=text_to_image_loss,
+        loss=loss_by_hand,
         sizes=IMAGES,
         render={"num_inference_steps": 2, "max_sequence_length": 64},
     )
 }
+PICTURES = [Image.new("RGB", size, "white") for size in ((64, 80), (96, 64))]
+RECIPES["qwen-image-edit"] = replace(
+    RECIPES["qwen-image"],
+    tiny="qwen-image-edit",
+    render={**RECIPES["qwen-image"].render, "image": PICTURES[0]},
+    shown=REFERENCE,
+    references=(((1, 48, 48),), (), ((1, 32, 64),)),
+    max_tokens=4096,
+)
+RECIPES["qwen-image-edit-2509"] = replace(
+    RECIPES["qwen-image-edit"],
+    tiny="qwen-image-edit-2509",
+    render={**RECIPES["qwen-image"].render, "image": PICTURES},
+    references=(((1, 32, 16), (1, 16, 48)), (), ((1, 48, 48), (1, 16, 16), (1, 32, 64))),
+)
+RECIPES["qwen-image-edit-2511"] = replace(RECIPES["qwen-image-edit-2509"], tiny="qwen-image-edit-2511")

@@ -67,7 +67,7 @@ CASES = {
 def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     """Take the control channels of the pipeline's own preparation, called as a person would."""
     shown, (_, frames, height, width) = drawn.shown, drawn.pixels.shape
-    video, mask, reference = (shown.get(name) for name in ("control", "mask", "reference"))
+    video, mask, references = (shown.get(name) for name in ("control", "mask", "reference"))
     if video is None and mask is not None:
         video = torch.where(mask > 0.5, 0.0, drawn.pixels)
     clips = {
@@ -75,16 +75,17 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
         "mask": None if mask is None else [mask.expand(3, -1, -1, -1).unbind(1)],
     }
     clips = {name: None if clip is None else torch.stack(clip[0])[None] for name, clip in clips.items()}
-    images = None if reference is None else picture(reference[:, 0])
+    images = [picture(reference[:, 0]) for reference in references or ()] or None
+    added = len(references or ())
     made = pipeline.preprocess_conditions(
         **clips, reference_images=images, height=height, width=width, num_frames=frames,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     control = pipeline.prepare_video_latents(*made, device=torch.device("cpu"))
-    control = torch.cat([control, pipeline.prepare_masks(made[1], made[2])], 1)
+    masks = pipeline.prepare_masks(made[1])[:, :, 1:]  # for images of several references, it makes too few zeros
+    control = torch.cat([control, torch.nn.functional.pad(masks, (0, 0, 0, 0, added, 0))], 1)
     clean = clean_latent(pipeline, drawn.pixels)
-    if reference is not None:
-        clean = torch.cat([clean_latent(pipeline, made[2][0][0][:, None]), clean], 2)
+    clean = torch.cat([*(clean_latent(pipeline, canvas[:, None]) for canvas in made[2][0][::-1] if added), clean], 2)
     output = pipeline.transformer(
         noisy_latent(drawn, clean),
         timestep=drawn.timestep[None],
@@ -92,10 +93,10 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
         control_hidden_states=control,
         control_hidden_states_scale=torch.ones(2),
     ).sample
-    error = (output - (drawn.noise[None] - clean)).square()[:, :, reference is not None :]
+    error = (output - (drawn.noise[None] - clean)).square()[:, :, added:]
     if mask is None:
         return error.mean()
-    frames = [mask[0, :1], *mask[0, 1:].split(4)][: clean.shape[2] - (reference is not None)]
+    frames = [mask[0, :1], *mask[0, 1:].split(4)][: clean.shape[2] - added]
     weights = torch.stack([group.mean(0) for group in frames])
     weights = torch.nn.functional.avg_pool2d(weights, 8).expand_as(error)
     return (error * weights).sum() / weights.sum()

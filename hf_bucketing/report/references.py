@@ -1,0 +1,112 @@
+"""What references do to batches: samples are grouped by the sizes of theirs too, and groups fill fewer batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..buckets.arrays import IntArray
+from ..buckets.assignment import has_bucket
+from ..buckets.sizes import LatentSpec
+from ..buckets.table import BucketTable
+from ..media.row_references import RowReferences
+from .measure import ReportConfig, plan_batches
+
+_FILLED = 0.9
+"""Share of samples in full batches above which buckets serve as well as packs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceReport:
+    """What the references of a data set cost in bucketed batches; shares of nothing are 0.
+
+    Attributes:
+        num_samples (`int`): Samples with a bucket.
+        shown (`int`): Samples among them with references.
+        most (`int`): Most references of a sample.
+        token_share (`float`): Tokens of references ÷ tokens of samples and references.
+        buckets (`int`): Buckets in use.
+        groups (`int`): Groups of samples that can be stacked: of one bucket, and with references of equal sizes.
+        batch_size (`int`): Samples of a full batch.
+        in_full_batches (`float`): Share of the samples of an epoch that are in full batches.
+        without (`float`): The same share if there were no references.
+        num_steps (`int`): Steps of an epoch, on each process.
+        steps_without (`int`): Steps if there were no references.
+    """
+
+    num_samples: int
+    shown: int
+    most: int
+    token_share: float
+    buckets: int
+    groups: int
+    batch_size: int
+    in_full_batches: float
+    without: float
+    num_steps: int
+    steps_without: int
+
+
+def measure_references(
+    bucket_ids: IntArray,
+    references: RowReferences | None,
+    *,
+    table: BucketTable,
+    spec: LatentSpec,
+    config: ReportConfig,
+) -> ReferenceReport | None:
+    """Plan an epoch of buckets with and without references and compare them; None if no sample has any.
+
+    Args:
+        bucket_ids (array of `int`, shape `(n,)`): Bucket of each row, negative for a rejected one.
+        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
+            rows.
+        table ([`BucketTable`][hf_bucketing.BucketTable]): Table of the buckets.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+        config ([`ReportConfig`]): Samples per batch and processes.
+    """
+    ids = np.asarray(bucket_ids, np.int64)
+    usable = has_bucket(ids)
+    if references is None or not references.counts[usable].any():
+        return None
+    parts = references.parts(ids, table=table, spec=spec)
+    shown = int(parts.shown_tokens[parts.ids[usable]].sum())
+    own = int(table.num_tokens(ids, spec=spec).sum())
+    (full, steps), (full_without, steps_without) = (_filled(groups, config) for groups in (parts.ids, ids))
+    return ReferenceReport(
+        num_samples=int(usable.sum()),
+        shown=int(np.count_nonzero(references.counts[usable])),
+        most=int(references.counts[usable].max()),
+        token_share=shown / (shown + own),
+        buckets=len(np.unique(ids[usable])),
+        groups=len(parts.bucket_ids),
+        batch_size=config.batch_size,
+        in_full_batches=full,
+        without=full_without,
+        num_steps=steps,
+        steps_without=steps_without,
+    )
+
+
+def _filled(groups: IntArray, config: ReportConfig) -> tuple[float, int]:
+    """Return the share of an epoch's samples in full batches of one group, and its steps."""
+    plan = plan_batches(groups, config)
+    sizes = np.diff(plan.offsets)
+    return float(sizes[sizes == config.batch_size].sum() / max(1, sizes.sum())), plan.num_steps
+
+
+def describe_references(report: ReferenceReport) -> str:
+    """Return what references cost in buckets, and whether packs would serve better, as text."""
+    advice = (
+        'Train packs (batching="pack"), which hold samples and references of any sizes.'
+        if report.in_full_batches < _FILLED
+        else "Buckets serve as well as packs here."
+    )
+    return (
+        f"References: {report.shown:,} of {report.num_samples:,} samples are shown some, at most {report.most}, which "
+        f"are {report.token_share:.0%} of all tokens. A stack needs references of equal sizes: there are "
+        f"{report.groups:,} groups in {report.buckets:,} buckets, and full batches of {report.batch_size} hold "
+        f"{report.in_full_batches:.0%} of the samples (without references {report.without:.0%}) in "
+        f"{report.num_steps:,} steps ({report.steps_without:,}). {advice}"
+    )

@@ -1,0 +1,83 @@
+"""References of rows: how many tokens they take, and which rows can be stacked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from hf_bucketing import BucketTable, LatentSpec, open_table
+from hf_bucketing.media.references import ReferenceRule
+from hf_bucketing.media.row_references import RowReferences, sample_sizes, tokens_of_key
+
+IMAGES = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
+VIDEOS = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
+RULE = ReferenceRule(multiples=(16, 16))
+
+sides = st.tuples(st.sampled_from([1, 9]), st.integers(16, 90), st.integers(16, 90))
+rows = st.lists(st.tuples(sides, st.lists(sides, max_size=4)), max_size=12)
+
+
+def references_of(lists: list[list[tuple[int, int, int]]]) -> RowReferences:
+    return RowReferences.of_lists([[side for size in sizes for side in size] for sizes in lists], rule=RULE)
+
+
+@given(rows)
+def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> None:
+    samples = [VIDEOS.snap_arrays(*map(np.int64, sample)) for sample, _ in given_rows]
+    references = references_of([sizes for _, sizes in given_rows])
+    grids = []
+    for sample, (_, sizes) in zip(samples, given_rows, strict=True):
+        shown = RULE.sizes(sizes, [sample] * len(sizes)) if sizes else []
+        grids.append(tuple(tuple(int(side) for side in VIDEOS.grid_of(*size)) for size in shown))
+    tokens = references.num_tokens(samples, spec=VIDEOS)
+    assert tokens.tolist() == [sum(int(np.prod(grid)) for grid in lists) for lists in grids]
+    sizes = references.sizes(samples)
+    assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
+    assert [tokens_of_key(key) for key in references.grid_keys(samples, spec=VIDEOS)] == tokens.tolist()
+    signatures = references.signatures(samples, spec=VIDEOS).tolist()
+    for lists, signature in zip(grids, signatures, strict=True):
+        assert (signature == 0) == (not lists)
+        for others, other in zip(grids, signatures, strict=True):
+            assert (lists == others) == (signature == other)
+
+
+def test_a_picture_has_one_latent_frame_and_a_video_those_of_its_sample() -> None:
+    references = references_of([[(1, 64, 64), (90, 64, 64)], [(90, 64, 64)], []])
+    samples = [(9, 64, 64), (17, 64, 64), (9, 64, 64)]
+    assert references.sizes(samples) == [((1, 64, 64), (9, 64, 64)), ((17, 64, 64),), ()]
+    assert references.num_tokens(samples, spec=VIDEOS).tolist() == [64, 80, 0]
+
+
+def test_the_same_file_takes_fewer_tokens_beside_a_smaller_sample() -> None:
+    references = references_of([[(1, 128, 128)], [(1, 128, 128)]])
+    assert references.num_tokens([(1, 128, 128), (1, 64, 64)], spec=IMAGES).tolist() == [64, 16]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 2**20])
+def test_the_references_that_are_computed_at_once_change_nothing(chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr("hf_bucketing.media.row_references._COUNTED", chunk)
+    references = references_of([[(1, 64, 96)], [], [(1, 96, 64), (1, 32, 32), (1, 64, 96)]])
+    assert references.num_tokens([(1, 64, 64)] * 3, spec=IMAGES).tolist() == [12, 0, 12 + 4 + 12]
+
+
+def test_parts_divide_buckets_by_the_grids_of_references() -> None:
+    table = BucketTable.parse("64,64;64,96", frames=[1])
+    lists = [[], [(1, 64, 64)], [(1, 60, 60)], [(1, 64, 64)], [(1, 64, 64), (1, 64, 64)], []]
+    ids = [0, 0, 1, 0, 0, -1]
+    parts = references_of(lists).parts(ids, table=table, spec=IMAGES)
+    assert parts.ids.tolist() == [0, 1, 3, 1, 2, -1]
+    assert parts.bucket_ids.tolist() == [0, 0, 0, 1]
+    assert parts.shown_tokens.tolist() == [0, 16, 32, 9]
+
+
+def test_rejected_rows_count_nothing_and_rows_can_be_selected() -> None:
+    table = open_table(IMAGES)
+    references = references_of([[(1, 64, 64)], [(1, 64, 64)], [], [(1, 32, 32), (1, 64, 64)]])
+    ids = table.assign([1, -1, 1, 1], [64] * 4, [64] * 4).bucket_id
+    samples = sample_sizes(ids, table)
+    assert samples.tolist() == [[1, 64, 64], [0, 0, 0], [1, 64, 64], [1, 64, 64]]
+    assert references.num_tokens(samples, spec=IMAGES).tolist() == [16, 0, 0, 20]
+    some = references.select([3, 2, 0])
+    assert some.counts.tolist() == [2, 0, 1]
+    assert some.num_tokens(samples[[3, 2, 0]], spec=IMAGES).tolist() == [20, 0, 16]

@@ -1,0 +1,156 @@
+"""Calls of a pipeline that render together give what they give one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_bucketing import Size
+from hf_bucketing.models import rendering
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.rendering import Call, render_together
+from hf_bucketing.packing import PackedBatch
+
+SIZES = (Size(9, 32, 64), Size(17, 32, 32), Size(9, 64, 32))
+PROMPTS = ('a square that says "red"', "x", "a large blue circle on grey")
+TOGETHER = {
+    "wan": {"guidance_scale": 3.0},
+    "flux": {"guidance_scale": 3.5},
+    "qwen-image": {"true_cfg_scale": 3.0, "negative_prompt": "grey"},
+}
+SLOW = {
+    "cogvideox": {"guidance_scale": 6.0},
+    "cogview4": {"guidance_scale": 3.0},
+    "flux2": {},
+    "hunyuan-video": {},
+    "ltx": {"guidance_scale": 3.0},
+    "lumina2": {"guidance_scale": 3.0, "negative_prompt": "grey"},
+    "mochi": {"guidance_scale": 1.0},
+    "pixart-alpha": {"guidance_scale": 3.0},
+    "pixart-sigma": {"guidance_scale": 1.0},
+    "sd3": {"guidance_scale": 3.0},
+    "skyreels-v2": {"guidance_scale": 3.0},
+    "wan-2.2-t2v-5b": {"guidance_scale": 3.0},
+}
+"""Pipelines, with arguments of their calls."""
+
+
+def loaded(folder: Path) -> Recipe:
+    recipe = recipe_of(str(folder)).load(str(folder))
+    recipe.pipeline.set_progress_bar_config(disable=True)
+    for component in recipe.pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.double().eval()
+    return recipe
+
+
+def calls_of(recipe: Recipe, **options: Any) -> list[Call]:
+    calls = []
+    for number, (prompt, size) in enumerate(zip(PROMPTS, SIZES, strict=True)):
+        made = recipe.spec.snap(size._replace(frames=1) if recipe.family.images_only else size)
+
+        @torch.no_grad()
+        def run(recipe: Recipe, prompt: str = prompt, size: Size = made, seed: int = number) -> np.ndarray:
+            noise = torch.Generator().manual_seed(seed)
+            return recipe.render(prompt, size, generator=noise, num_inference_steps=3, **options)
+
+        calls.append(Call(recipe.spec.grid(made), run))
+    return calls
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Receives the number of samples of each pack that is run."""
+    counts: list[int] = []
+    forward = rendering.packed_forward
+
+    def record(transformer: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+        counts.append(len(batch.layout))
+        return forward(transformer, batch)
+
+    monkeypatch.setattr(rendering, "packed_forward", record)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*TOGETHER.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+)
+def test_calls_together_give_what_they_give_alone(
+    name: str, options: dict[str, Any], tiny_folder: Callable[[str], Path], packs: list[int], caplog: Any
+) -> None:
+    recipe = loaded(tiny_folder(name))
+    calls = calls_of(recipe, **options)
+    alone = [call.run(recipe) for call in calls]
+    assert not packs
+    with caplog.at_level(logging.WARNING):
+        together = render_together(recipe, calls, strip_length=8)
+    assert "one by one" not in caplog.text
+    assert len(packs) >= 3, "one per step"
+    assert min(packs) >= len(calls)
+    for frames, expected in zip(together, alone, strict=True):
+        assert np.abs(frames - expected).max() < 1e-6
+    again = calls[0].run(recipe)
+    assert np.array_equal(again, alone[0]), "the transformer is the stock one again"
+
+
+def test_packs_hold_at_most_max_tokens(tiny_folder: Callable[[str], Path], packs: list[int]) -> None:
+    recipe = loaded(tiny_folder("wan"))
+    calls = calls_of(recipe, guidance_scale=1.0)
+    largest = max(t * h * w for t, h, w in (call.grid for call in calls))
+    one_by_one = render_together(recipe, calls, strip_length=8, max_tokens=largest)
+    assert set(packs) == {1}
+    for frames, call in zip(one_by_one, calls, strict=True):
+        assert np.abs(frames - call.run(recipe)).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("z-image", "passes no"), pytest.param("chroma", "changes its forward", marks=pytest.mark.slow)],
+)
+def test_a_pipeline_that_does_more_renders_one_by_one(
+    name: str, reason: str, tiny_folder: Callable[[str], Path], caplog: Any
+) -> None:
+    recipe = loaded(tiny_folder(name))
+    calls = calls_of(recipe)
+    alone = [call.run(recipe) for call in calls]
+    with caplog.at_level(logging.WARNING):
+        together = render_together(recipe, calls, strip_length=8)
+    assert recipe.pipeline_class in caplog.text
+    assert reason in caplog.text
+    for frames, expected in zip(together, alone, strict=True):
+        assert np.array_equal(frames, expected)
+
+
+def test_an_error_of_one_call_ends_all(tiny_folder: Callable[[str], Path]) -> None:
+    recipe = loaded(tiny_folder("wan"))
+    ended = []
+
+    def fails_at_the_end(step: int) -> Callable[..., Any]:
+        def after_step(pipeline: Any, number: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            if number == step:
+                raise ValueError("no more")
+            return values
+
+        return after_step
+
+    def run(recipe: Recipe, step: int) -> np.ndarray:
+        try:
+            return recipe.render(
+                "x", SIZES[0], num_inference_steps=3, callback_on_step_end=fails_at_the_end(step), guidance_scale=1.0
+            )
+        finally:
+            ended.append(step)
+
+    grid = recipe.spec.grid(SIZES[0])
+    with pytest.raises(ValueError, match="no more"):
+        render_together(recipe, [Call(grid, lambda recipe, step=step: run(recipe, step)) for step in (9, 1, 9)])
+    assert len(ended) == 3
+    calls = calls_of(recipe, guidance_scale=1.0)
+    assert np.abs(render_together(recipe, calls)[0] - calls[0].run(recipe)).max() < 1e-6, "it can be packed again"

@@ -1,0 +1,72 @@
+"""What a report says about references: how many batches they cost, and when to pack."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Sequence, Value
+
+from hf_bucketing import BucketTable, LatentSpec
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
+from hf_bucketing.media.row_references import RowReferences
+from hf_bucketing.report import ReportConfig, describe_references, measure_references
+from tests.conftest import run_script_here
+
+SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
+TABLE = BucketTable.parse("64,64;64,96", frames=[1])
+CONFIG = ReportConfig(batch_size=2, num_processes=1)
+
+
+def references_of(cells: list[list[int]]) -> RowReferences:
+    return RowReferences.of_lists(cells, rule=ReferenceRule(multiples=(16, 16)))
+
+
+def test_batches_are_counted_with_references_and_without() -> None:
+    ids = np.array([0, 0, 0, 0, 1, 1, -1])
+    cells = [[1, 64, 64], [1, 64, 64], [1, 32, 64], [], [], [], [1, 64, 64] * 3]
+    found = measure_references(ids, references_of(cells), table=TABLE, spec=SPEC, config=CONFIG)
+    assert found is not None
+    assert (found.num_samples, found.shown, found.most) == (6, 3, 1)
+    assert (found.buckets, found.groups) == (2, 4)
+    assert found.token_share == pytest.approx((16 + 16 + 8) / (16 + 16 + 8 + 4 * 16 + 2 * 24))
+    assert (found.in_full_batches, found.without) == (pytest.approx(4 / 6), 1.0)
+    assert (found.num_steps, found.steps_without) == (4, 3)
+    text = describe_references(found)
+    assert "3 of 6 samples are shown some, at most 1, which are 26% of all tokens" in text
+    assert "there are 4 groups in 2 buckets" in text
+    assert "hold 67% of the samples (without references 100%) in 4 steps (3)" in text
+    assert "Train packs" in text
+
+
+def test_equal_references_need_no_packs() -> None:
+    references = references_of([[1, 64, 64]] * 8)
+    found = measure_references(np.zeros(8, np.int64), references, table=TABLE, spec=SPEC, config=CONFIG)
+    assert found is not None
+    assert "Buckets serve as well as packs here." in describe_references(found)
+
+
+def test_nothing_is_said_where_no_usable_sample_has_references() -> None:
+    for references in (None, references_of([[], [1, 64, 64]])):
+        assert measure_references(np.array([0, -1]), references, table=TABLE, spec=SPEC, config=CONFIG) is None
+
+
+def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(prepared_dir)
+    cells = [[1, 40, 72] if row % 2 else [] for row in range(len(prepared.dataset))]
+    dataset = prepared.dataset.add_column(REFERENCE_SIZES, cells, feature=Sequence(Value("int32")))
+    dataset = dataset.add_column("ref", [None] * len(dataset))
+    rule = ReferenceRule(multiples=prepared.spec.multiples)
+    replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(tmp_path / "shown")
+    for folder in (prepared_dir, tmp_path / "shown"):
+        files = {"json": tmp_path / "report.json", "html": tmp_path / "report.html"}
+        result = run_script_here("report_buckets.py", folder, num_processes=1, **files)
+        said = "samples are shown some"
+        shown = json.loads(files["json"].read_text())["references"]
+        texts = (" ".join(result.stdout.split()), files["html"].read_text())
+        assert [said in text for text in texts] == [folder != prepared_dir] * 2
+        assert (shown is not None) == (folder != prepared_dir)

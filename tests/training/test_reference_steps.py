@@ -1,0 +1,106 @@
+"""Steps on samples with references: stacks and packs agree, and a share of samples is shown none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.recipe import REFERENCES
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
+
+OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_folder: Callable[[str], Path]) -> Any:
+    """FLUX.2 that takes references, in float64."""
+    folder = str(tiny_folder("flux2"))
+    kind: Any = type("Edits", (recipe_of(folder),), {"max_references": 9})
+    recipe = kind.load(folder, max_sequence_length=32)
+    for name in ("transformer", "text_encoder", "vae"):
+        getattr(recipe.pipeline, name).double()
+    return recipe
+
+
+def make_batch(*counts: int) -> dict[str, Any]:
+    """Make samples of one size with some references each, of two sizes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sides: int) -> torch.Tensor:
+        return torch.rand(3, 1, *sides, generator=generator) * 2 - 1
+
+    return {
+        "pixel_values": torch.stack([draw(32, 64) for _ in counts]),
+        "shown": {"reference": [(draw(32, 32), draw(64, 32))[:count] for count in counts]},
+        "caption": [f"number {number}" for number in range(len(counts))],
+        "index": list(range(len(counts))),
+        "fps": [0.0] * len(counts),
+    }
+
+
+def as_pack(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "pixel_values": list(batch["pixel_values"])}
+
+
+@pytest.fixture
+def step(recipe) -> Iterator[PackStep]:
+    packing = enable_packing(recipe.transformer, strip_length=8)
+    yield PackStep(recipe=recipe, objective=recipe.objective(**OPTIONS), packing=packing)
+    disable_packing(recipe.transformer)
+
+
+def losses(step: Step, batch: dict[str, Any], *, epoch: int = 0) -> torch.Tensor:
+    with torch.no_grad():
+        return step(step.recipe.transformer, batch, epoch=epoch).values
+
+
+def test_a_stack_and_a_pack_of_samples_with_references_lose_the_same(recipe, step) -> None:
+    batch = make_batch(2, 2, 2)
+    packed = losses(step, as_pack(batch))
+    with step.unpacked():
+        stacked = losses(BucketStep(recipe=recipe, objective=step.objective), batch)
+        alone = losses(BucketStep(recipe=recipe, objective=step.objective), {**batch, "shown": {}})
+    assert torch.allclose(packed, stacked, rtol=1e-9)
+    assert not torch.isclose(stacked, alone, rtol=1e-5).any()
+
+
+def test_media_has_a_tuple_of_references_for_each_sample(recipe) -> None:
+    batch = make_batch(0, 1, 2)
+    stacked, packed = media_of(recipe, batch), media_of(recipe, as_pack(batch))
+    assert [len(references) for references in stacked[REFERENCES]] == [0, 1, 2]
+    assert [tuple(latent.shape[1:]) for latent in stacked[REFERENCES][2]] == [(1, 4, 4), (1, 8, 4)]
+    for pair in zip(sum(stacked[REFERENCES], ()), sum(packed[REFERENCES], ()), strict=True):
+        assert torch.equal(*pair)
+
+
+def test_references_are_dropped_by_the_samples_own_seed(step) -> None:
+    batch = as_pack(make_batch(2, 0, 1, 2))
+    none = {**batch, "shown": {"reference": [()] * 4}}
+    seen = set()
+    for epoch in range(6):
+        kept, dropped = (losses(step, rows, epoch=epoch) for rows in (batch, none))
+        drawn, again = (losses(replace(step, reference_dropout=0.5), batch, epoch=epoch) for _ in range(2))
+        assert torch.equal(drawn, again)
+        without = torch.isclose(drawn, dropped, rtol=1e-9)
+        assert (without | torch.isclose(drawn, kept, rtol=1e-9)).all()
+        assert without[1], "it has no references anyway"
+        seen |= {*without[[0, 2, 3]].tolist()}
+    assert seen == {True, False}
+    assert torch.allclose(losses(replace(step, reference_dropout=1.0), batch), losses(step, none), rtol=1e-9)
+
+
+def test_a_stack_drops_the_references_of_all_its_samples_or_of_none(recipe) -> None:
+    batch, stacked = make_batch(2, 2, 2), BucketStep(recipe=recipe, objective=recipe.objective(**OPTIONS))
+    none = {**batch, "shown": {"reference": [()] * 3}}
+    counts = set()
+    for epoch in range(8):
+        drawn = losses(replace(stacked, reference_dropout=0.5), batch, epoch=epoch)
+        counts.add(int(torch.isclose(drawn, losses(stacked, none, epoch=epoch), rtol=1e-9).sum()))
+    assert counts == {0, 3}
