@@ -9,7 +9,6 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 """
 
 import argparse
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -105,17 +104,22 @@ def make_parser() -> FlagParser:
 def main(args: argparse.Namespace) -> None:
     import diffusers
     import torch
-    from diffusers import DiffusionPipeline
 
     from hf_bucketing.media import write_image, write_video
-    from hf_bucketing.models.loading import dtypes, tile
+    from hf_bucketing.models.index import read_index
+    from hf_bucketing.models.loading import Loading, call_parameters, load_pipeline, tile
+    from hf_bucketing.models.recipe import Recipe
+    from hf_bucketing.models.registry import recipes
 
     check_writable(args.output)
     if args.offload != "none" and not torch.accelerator.is_available():
         raise FlagError("Omit --offload: this machine has no accelerator, so that everything is on the CPU already.")
-    with from_hub(args.pipeline):
-        pipeline_class = getattr(diffusers, DiffusionPipeline.load_config(args.pipeline)["_class_name"])
-    parameters = inspect.signature(pipeline_class.__call__).parameters
+    index = read_index(args.pipeline)
+    pipeline_class, recipe = getattr(diffusers, index.class_name), recipes().get(index.class_name, Recipe)
+    if index.is_modular and args.offload != "none":
+        raise FlagError(f"Omit --offload: a {index.class_name}, as a modular pipeline, has no such offload.")
+    blocks = recipe.blocks()
+    parameters = call_parameters(pipeline_class, blocks)
     given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
     given |= shown_of(args, given, pipeline_class.__name__)
     if "guidance_scale" in parameters:
@@ -124,8 +128,8 @@ def main(args: argparse.Namespace) -> None:
         raise FlagError(f"Omit --guidance_scale: a {pipeline_class.__name__} takes none.")
     if args.max_sequence_length:
         given["max_sequence_length"] = args.max_sequence_length
-    with from_hub(args.pipeline):
-        pipeline = DiffusionPipeline.from_pretrained(args.pipeline, **dtypes(getattr(torch, DTYPES[args.dtype])))
+    loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]))
+    pipeline = load_pipeline(pipeline_class, args.pipeline, trained=(), loading=loading, replaced={}, blocks=blocks)
     if args.lora_weights:
         from peft import PeftModel
         from peft.utils import CONFIG_NAME
@@ -164,7 +168,7 @@ def main(args: argparse.Namespace) -> None:
         output_type="np",
         **given,
     )
-    frames = result.images if "images" in result else result.frames[0]
+    frames = recipe.frames_of(result)
     levels = (frames * 255).round().astype("uint8")
     if args.output.endswith(".png"):
         write_image(args.output, levels[0])
@@ -173,7 +177,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"Wrote {len(frames)} frames of {args.width}×{args.height} pixels to {args.output}")
 
 
-def duration_of(args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:
+def duration_of(args: argparse.Namespace, parameters: Mapping[str, bool]) -> dict[str, int]:
     """Return the argument of the pipeline's call for the number of frames, if it has one."""
     name = next((name for name in ("num_frames", "video_length") if name in parameters), None)
     is_png = args.output.endswith(".png")
@@ -187,9 +191,7 @@ def duration_of(args: argparse.Namespace, parameters: Mapping[str, inspect.Param
     return {name: frames}
 
 
-def images_of(
-    args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
-) -> "dict[str, Image.Image]":
+def images_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> "dict[str, Image.Image]":
     """Return the images given, cropped to the size of the clip, as arguments of the pipeline's call."""
     from hf_bucketing.media import MediaSource, load_first_frame
     from hf_bucketing.models.recipe import IMAGES
@@ -205,9 +207,7 @@ def images_of(
     return {name: load_first_frame(MediaSource.from_cell(file), size) for name, file in given.items()}
 
 
-def images_needed(
-    args: argparse.Namespace, parameters: Mapping[str, inspect.Parameter], class_name: str
-) -> Sequence[str]:
+def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> Sequence[str]:
     """Return the arguments of the pipeline's call for the images without which it cannot run."""
     from hf_bucketing.models.loading import read_config
     from hf_bucketing.models.recipe import IMAGES
@@ -216,7 +216,7 @@ def images_needed(
     if class_name in recipes():  # some pipelines that need an image have a default of None
         recipe = recipes()[class_name]
         return IMAGES[: recipe.num_images(read_config(args.pipeline, "transformer"))] if recipe.takes_image else ()
-    return [name for name in IMAGES if name in parameters and parameters[name].default is inspect.Parameter.empty]
+    return [name for name in IMAGES if parameters.get(name)]
 
 
 def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:

@@ -84,9 +84,12 @@ class LatentSpec:
         patch (`tuple[int, int, int]`): Latent frames, rows and columns per token.
         repeats_first (`bool`): Whether the first latent frame is repeated until it fills a patch, as in CogVideoX 1.5:
             valid frame counts are then `k * temporal_stride * patch[0] + 1`, images included.
+        chunk_frames (`int`): Frames of the chunks in which a VAE encodes videos, each chunk as a video of its own, and
+            the last one shorter: valid frame counts are then 1 and `k * chunk_frames + temporal_stride + 1`, as for
+            MiniMax-H3. 0 for VAEs that encode a video as a whole.
 
     Raises:
-        BucketingError: If a stride or a patch side is below 1.
+        BucketingError: If a stride or a patch side is below 1, or a chunk is no valid video.
 
     Example:
         >>> wan = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -95,22 +98,33 @@ class LatentSpec:
         >>> pairs = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(2, 2, 2), repeats_first=True)
         >>> pairs.latent_size(Size(81, 480, 832)), pairs.grid(Size(81, 480, 832))
         ((22, 60, 104), (11, 30, 52))
+        >>> chunks = LatentSpec(temporal_stride=4, spatial_stride=16, patch=(1, 2, 2), chunk_frames=17)
+        >>> [chunks.latent_size(Size(frames, 768, 1344))[0] for frames in (1, 5, 22, 124)]
+        [1, 2, 7, 37]
     """
 
     temporal_stride: int
     spatial_stride: int
     patch: tuple[int, int, int] = (1, 1, 1)
     repeats_first: bool = False
+    chunk_frames: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patch", tuple(int(side) for side in self.patch))
         if len(self.patch) != 3 or min(self.temporal_stride, self.spatial_stride, *self.patch) < 1:
             raise BucketingError(f"Strides and the three patch sides must be at least 1, got {self}.")
+        whole = self.patch[0] == 1 and self.chunk_frames % self.temporal_stride == 1 % self.temporal_stride
+        if self.chunk_frames and not (whole and self.chunk_frames > self.temporal_stride + 1):
+            raise BucketingError(
+                f"`chunk_frames` must be k·{self.temporal_stride} + 1 with k of at least 2, and patches of one frame; "
+                f"got {self.chunk_frames} and patches of {self.patch[0]}."
+            )
 
     def __repr__(self) -> str:
-        """Write the last only where it is set: fingerprints of prepared folders are made of this text."""
+        """Write the last ones only where they are set: fingerprints of prepared folders are made of this text."""
         strides = f"temporal_stride={self.temporal_stride}, spatial_stride={self.spatial_stride}"
         others = ", repeats_first=True" if self.repeats_first else ""
+        others += f", chunk_frames={self.chunk_frames}" if self.chunk_frames else ""
         return f"LatentSpec({strides}, patch={self.patch}{others})"
 
     @property
@@ -157,15 +171,23 @@ class LatentSpec:
             BucketingError: If a mode is unknown.
         """
         step_height, step_width = self.multiples
-        period = self.temporal_stride * self.patch[0]
-        # frames = temporal_stride * (latent_frames - num_repeats - 1) + 1
-        shift = self.temporal_stride * (1 + self.num_repeats) - 1
-        whole = round_to_multiple(np.asarray(frames, np.int64) + shift, period, mode=frames_mode)
         return (
-            whole - shift,
+            self._snap_frames(np.asarray(frames, np.int64), mode=frames_mode),
             round_to_multiple(np.asarray(heights, np.int64), step_height, mode=mode),
             round_to_multiple(np.asarray(widths, np.int64), step_width, mode=mode),
         )
+
+    def _snap_frames(self, frames: IntArray, *, mode: RoundMode) -> IntArray:
+        if self.chunk_frames:
+            shortest = self.temporal_stride + 1
+            offset = self.chunk_frames - shortest
+            videos = round_to_multiple(frames + offset, self.chunk_frames, mode=mode) - offset
+            longest_image = {"up": 1, "nearest": shortest // 2, "down": shortest - 1}[mode]
+            return np.where(frames <= longest_image, 1, videos)
+        period = self.temporal_stride * self.patch[0]
+        # frames = temporal_stride * (latent_frames - num_repeats - 1) + 1
+        shift = self.temporal_stride * (1 + self.num_repeats) - 1
+        return round_to_multiple(frames + shift, period, mode=mode) - shift
 
     def latent_size(self, size: Size) -> tuple[int, int, int]:
         """Return `(latent_frames, latent_height, latent_width)` of a valid size.
@@ -197,14 +219,29 @@ class LatentSpec:
     def size_of(self, t: int, h: int, w: int) -> Size:
         """Return the valid size with the token grid `(t, h, w)`."""
         step_height, step_width = self.multiples
-        first_to_last = t * self.patch[0] - self.num_repeats - 1
-        return Size(first_to_last * self.temporal_stride + 1, h * step_height, w * step_width)
+        chunks, latent_frames = self._in_chunks(t * self.patch[0] - self.num_repeats, self._chunk_latent_frames)
+        frames = chunks * self.chunk_frames + (latent_frames - 1) * self.temporal_stride + 1
+        return Size(frames, h * step_height, w * step_width)
+
+    @property
+    def _chunk_latent_frames(self) -> int:
+        """Latent frames of a whole chunk; 0 without chunks."""
+        return (self.chunk_frames - 1) // self.temporal_stride + 1 if self.chunk_frames else 0
+
+    def _in_chunks(self, frames: IntOrArray, chunk: int) -> tuple[IntOrArray, IntOrArray]:
+        """Return the whole chunks of frames, and the frames after them."""
+        return (frames // chunk, frames % chunk) if chunk else (frames * 0, frames)
 
     def _latent(
         self, frames: IntOrArray, height: IntOrArray, width: IntOrArray
     ) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
-        latent_frames = (frames - 1) // self.temporal_stride + 1 + self.num_repeats
-        return latent_frames, height // self.spatial_stride, width // self.spatial_stride
+        chunks, rest = self._in_chunks(frames, self.chunk_frames)
+        of_video = chunks * self._chunk_latent_frames + (rest - 1) // self.temporal_stride + 1
+        return (
+            of_video + self.num_repeats,
+            height // self.spatial_stride,
+            width // self.spatial_stride,
+        )
 
     def num_tokens(self, size: Size) -> int:
         """Return the number of tokens of a valid size: the product of its grid.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import compare_versions
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..errors import BucketingError
 from ..hub import from_hub
+from .index import read_index
 
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
@@ -55,7 +58,13 @@ class Loading:
 
 
 def load_pipeline(
-    pipeline_class: Any, name_or_path: str, *, trained: Sequence[str], loading: Loading, replaced: Mapping[str, Any]
+    pipeline_class: Any,
+    name_or_path: str,
+    *,
+    trained: Sequence[str],
+    loading: Loading,
+    replaced: Mapping[str, Any],
+    blocks: Any = None,
 ) -> Any:
     """Load a pipeline from the hub or a folder, and freeze all but the components to train.
 
@@ -65,27 +74,41 @@ def load_pipeline(
         trained (sequence of `str`): Names of the components to train.
         loading ([`Loading`]): What is loaded, and how.
         replaced (mapping of `str` to any): Components that replace those of the pipeline.
+        blocks (`ModularPipelineBlocks`, *optional*): Those of a modular pipeline that are called; components of others
+            are not loaded.
 
     Returns:
-        `DiffusionPipeline`: The pipeline; components of parts that are not loaded are None.
+        `DiffusionPipeline` or `ModularPipeline`: The pipeline; components of parts that are not loaded are None.
 
     Raises:
         BucketingError: If the pipeline lacks one of these components, or cannot be loaded.
     """
     import diffusers
 
+    index = read_index(name_or_path)
+    for name in trained:
+        index.check_has(name)
+    replaced = {
+        **replaced,
+        **({name: empty_transformer(name_or_path, name) for name in trained} if loading.empty else {}),
+    }
+    omitted = {name for name in index.components if not _is_loaded(name, trained, loading)}
+    options = dtypes(loading.dtype, **dict.fromkeys(trained, loading.trained_dtype))
+    quantized = {} if loading.quantization is None else dict.fromkeys(trained, loading.quantization)
     with from_hub(name_or_path):
-        index = pipeline_class.load_config(name_or_path)
-        for name in trained:
-            check_has(index, name, name_or_path=name_or_path)
-        options: dict[str, Any] = dict.fromkeys(_omitted_components(index, trained, loading))
-        if loading.quantization is not None:
-            mapping = dict.fromkeys(trained, loading.quantization)
-            options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
-        if loading.empty:
-            options |= {name: empty_transformer(name_or_path, name) for name in trained}
-        options |= {**replaced, **dtypes(loading.dtype, **dict.fromkeys(trained, loading.trained_dtype))}
-        pipeline = pipeline_class.from_pretrained(name_or_path, **options)
+        if index.is_modular:
+            pipeline = pipeline_class(blocks=blocks, pretrained_model_name_or_path=name_or_path)
+            for name in pipeline.pretrained_component_names:
+                if name in index.components and name not in omitted | replaced.keys():
+                    own = {option: values.get(name, values["default"]) for option, values in options.items()}
+                    own |= {"quantization_config": quantized[name]} if name in quantized else {}
+                    pipeline.update_components(**{name: pipeline.get_component_spec(name).load(**own)})
+            pipeline.update_components(**replaced)
+        else:
+            options |= {**dict.fromkeys((*index.absent, *omitted)), **replaced}
+            if quantized:
+                options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=quantized)
+            pipeline = pipeline_class.from_pretrained(name_or_path, **options)
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(name in trained and loading.quantization is None)
@@ -97,24 +120,18 @@ def load_pipeline(
     return pipeline
 
 
-def _omitted_components(index: Mapping[str, Any], trained: Sequence[str], loading: Loading) -> list[str]:
-    """Return the components of a pipeline that are not loaded, or with which it does not come."""
-    components = components_of(index)
-    absent = [name for name, entry in components.items() if entry[0] is None]
-    parts = {name: part_of(name, trained=trained) for name in components}
-    return absent + [name for name, part in parts.items() if part is not None and part not in loading.parts]
+def call_parameters(pipeline_class: Any, blocks: Any = None) -> dict[str, bool]:
+    """Return the names of the arguments that the call of a pipeline, or of these blocks, takes, and which it needs."""
+    if blocks is not None:
+        return {parameter.name: parameter.required for parameter in blocks.inputs}
+    parameters = signature(pipeline_class.__call__).parameters.items()
+    return {name: parameter.default is Parameter.empty for name, parameter in parameters}
 
 
-def components_of(index: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the library and the class of each component in the index of a pipeline; None for those it lacks.
-
-    Settings of the pipeline stand beside them, some of which are lists too.
-    """
-    return {
-        name: entry
-        for name, entry in index.items()
-        if isinstance(entry, (list, tuple)) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)
-    }
+def _is_loaded(name: str, trained: Sequence[str], loading: Loading) -> bool:
+    """Return whether a component of a pipeline is loaded; those without weights always are."""
+    part = part_of(name, trained=trained)
+    return part is None or part in loading.parts
 
 
 def empty_transformer(name_or_path: str, trained: str) -> Any:
@@ -125,11 +142,10 @@ def empty_transformer(name_or_path: str, trained: str) -> Any:
     """
     import diffusers
 
-    with from_hub(name_or_path):
-        index = diffusers.DiffusionPipeline.load_config(name_or_path)
-        check_has(index, trained, name_or_path=name_or_path)
-        model_class = getattr(diffusers, index[trained][1])
-        config = model_class.load_config(name_or_path, subfolder=trained)
+    index = read_index(name_or_path)
+    index.check_has(trained)
+    model_class = getattr(diffusers, index.components[trained].class_name)
+    config = read_config(name_or_path, trained)
     with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
         return model_class.from_config(config)
 
@@ -139,12 +155,6 @@ def _release_mapped_files(transformer: torch.nn.Module) -> None:
     for parameter in transformer.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
-
-
-def check_has(index: Mapping[str, Any], trained: str, *, name_or_path: str) -> None:
-    """Raise BucketingError if the index of a pipeline names no such transformer."""
-    if index.get(trained, (None,))[0] is None:
-        raise BucketingError(f"{name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
 _WITH_TEXT_ENCODERS = ("connectors", "prompt_enhancer", "prompt_enhancer_head", "pe", "duration_head")
@@ -192,8 +202,12 @@ def pipeline_folder(name_or_path: str) -> Path:
 
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
+    index = read_index(name_or_path)
     with from_hub(name_or_path):
-        return Path(DiffusionPipeline.download(name_or_path))
+        if not index.is_modular:
+            return Path(DiffusionPipeline.download(name_or_path))
+        own = [entry.subfolder for entry in index.components.values() if entry.name_or_path == name_or_path]
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", *(f"{folder}/*" for folder in own)]))
 
 
 def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
@@ -213,10 +227,7 @@ def read_trained_config(name_or_path: str, trained: str) -> dict[str, Any]:
     Raises:
         BucketingError: If the pipeline has no such transformer.
     """
-    import diffusers
-
-    with from_hub(name_or_path):
-        check_has(diffusers.DiffusionPipeline.load_config(name_or_path), trained, name_or_path=name_or_path)
+    read_index(name_or_path).check_has(trained)
     return read_config(name_or_path, trained)
 
 
@@ -240,8 +251,13 @@ def read_config(name_or_path: str, component: str) -> dict[str, Any]:
     class AnyModel(ConfigMixin):
         config_name = "config.json"
 
-    with from_hub(name_or_path):
-        config: dict[str, Any] = AnyModel.load_config(name_or_path, subfolder=component)
+    entry = read_index(name_or_path).components.get(component)
+    if entry is None:
+        raise BucketingError(f"{name_or_path} comes without a {component}.")
+    with from_hub(entry.name_or_path):
+        config: dict[str, Any] = AnyModel.load_config(
+            entry.name_or_path, subfolder=entry.subfolder, revision=entry.revision
+        )
     return config
 
 

@@ -27,7 +27,18 @@ from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
 from .experts import TrainedComponent, transformers_of
-from .loading import Loading, Part, load_pipeline, part_of, read_config, read_configs, read_trained_config, strides_of
+from .index import PipelineIndex
+from .loading import (
+    Loading,
+    Part,
+    call_parameters,
+    load_pipeline,
+    part_of,
+    read_config,
+    read_configs,
+    read_trained_config,
+    strides_of,
+)
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
@@ -234,6 +245,8 @@ class Recipe:
     """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
+    output: ClassVar[str | None] = None
+    """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
     """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
 
@@ -265,6 +278,7 @@ class Recipe:
             trained=names,
             loading=loading or Loading(),
             replaced=cls.replaced_components(),
+            blocks=cls.blocks(),
         )
         for name in names:
             if (transformer := getattr(pipeline, name)) is not None:
@@ -290,6 +304,21 @@ class Recipe:
     def replaced_components(cls) -> dict[str, Any]:
         """Return components that replace those of the pipeline when it is loaded; by default none."""
         return {}
+
+    @classmethod
+    def blocks(cls) -> Any:
+        """Return the blocks of a modular pipeline that a run calls; None for other pipelines."""
+        return None
+
+    @classmethod
+    def called_components(cls, index: PipelineIndex) -> list[str]:
+        """Return the components of a pipeline that a run may call: all, but for modular pipelines."""
+        return list(index.components)
+
+    @classmethod
+    def call_parameters(cls) -> dict[str, bool]:
+        """Return the names of the arguments that the pipeline's call takes, and whether it needs them."""
+        return call_parameters(cls.pipeline_type(), cls.blocks())
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
@@ -419,7 +448,7 @@ class Recipe:
         if shift is not None:
             law = chosen_shift(shift, own=law, resolutions=self.shifts_by_resolution)
         return self.flow(
-            num_train_timesteps=int(scheduler.config.num_train_timesteps),
+            num_train_timesteps=int(scheduler.config.get("num_train_timesteps", 1000)),
             shift=law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec),
             weighting_scheme=weighting_scheme or "logit_normal",
             sigmas=self.sigmas(),
@@ -758,12 +787,16 @@ class Recipe:
         images = {name: frame for name, frame in pairs if frame is not None}
         shown = self.reference_arguments(references, size) if references else {}
         call = {**images, **shown, **self.size_arguments(size), **options}
-        result = self.pipeline(prompt=prompt, output_type="np", **call)
+        return self.frames_of(self.pipeline(prompt=prompt, output_type="np", **call))
+
+    @classmethod
+    def frames_of(cls, result: Any) -> np.ndarray:
+        """Return the frames `(frames, height, width, 3)` of what the pipeline's call returned as arrays."""
         return np.asarray(result.images if "images" in result else result.frames[0])
 
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, int]:
         """Return the size as arguments of the pipeline's call, which need not take all: some render one frame."""
         sides = {"height": size.height, "width": size.width, "num_frames": size.frames, "video_length": size.frames}
-        taken = signature(cls.pipeline_type().__call__).parameters
+        taken = cls.call_parameters()
         return {name: side for name, side in sides.items() if name in taken}

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import BucketingError, HubError, PackingError
-from ..hub import from_hub
 from ..packing.family import Family
 from ..packing.unchanged import replaced_forward
+from .index import read_index
 from .unpackable import OTHER_KINDS, UNPACKABLE
 
 if TYPE_CHECKING:
@@ -102,19 +102,16 @@ def _is_stock(cls: type[Any]) -> bool:
 
 
 def recipe_of(name_or_path: str) -> type[Recipe]:
-    """Return the recipe of a pipeline on the hub or in a folder, by the class that its `model_index.json` names.
+    """Return the recipe of a pipeline on the hub or in a folder, by the class that its index names.
 
     Raises:
         BucketingError: If there is no pipeline, or no recipe for it.
     """
-    from diffusers import DiffusionPipeline
-
     try:
-        with from_hub(name_or_path):
-            name = DiffusionPipeline.load_config(name_or_path)["_class_name"]
+        name = read_index(name_or_path).class_name
     except HubError:
         raise
-    except (BucketingError, OSError, KeyError) as error:
+    except BucketingError as error:
         raise BucketingError(f"{name_or_path} is no diffusers pipeline: {error}") from error
     if name in refused_pipelines():
         raise BucketingError(f"{name_or_path} is a {name}, which cannot be trained: {refused_pipelines()[name]}.")

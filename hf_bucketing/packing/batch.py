@@ -14,7 +14,7 @@ from ..errors import PackingError
 from .layout import PackedLayout
 from .names import Grid
 from .strips import from_strips, to_strips, token_grid
-from .texts import TextRows, pad_texts
+from .texts import TextRows, apply_text_mask, pad_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,26 @@ class Rows:
         return by_frame[:, :, 0]
 
     @property
+    def texts(self) -> list[torch.Tensor]:
+        """The text of each row, `(length, text_dim)`, without what the mask leaves out."""
+        known = self.text_mask is not None and not self.text_mask.is_meta  # without values, all are kept
+        return apply_text_mask("masked", self.text, mask=self.text_mask if known else None)
+
+    def one_by_one(self) -> list[Rows]:
+        """Return each row by itself, with its own text."""
+        return [
+            Rows(
+                latents=self.latents[row : row + 1],
+                timesteps=self.timesteps[row : row + 1],
+                text=text[None],
+                patch=self.patch,
+                conditioning={name: values[row : row + 1] for name, values in self.conditioning.items()},
+                references=[reference[row : row + 1] for reference in self.references],
+            )
+            for row, text in enumerate(self.texts)
+        ]
+
+    @property
     def known_mask(self) -> torch.Tensor:
         """The mask of the text, `(rows, length)`; ones where there is none."""
         return torch.ones_like(self.text[..., 0]) if self.text_mask is None else self.text_mask
@@ -103,7 +123,7 @@ class PackedBatch:
 
     def text_rows(self, rows: TextRows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the texts in batch rows, `(rows, length, text_dim)`, and the mask of rows per sample."""
-        if rows == "one":
+        if rows in ("one", "sequence"):
             return self.text[None], None
         if rows == "per_strip":
             return self.text_by_strip(), None

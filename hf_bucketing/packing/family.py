@@ -84,6 +84,8 @@ class Family:
         negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
+        runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
+            samples of a stack run one after another, each with its own text.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
@@ -117,6 +119,7 @@ class Family:
     attention_kwargs: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
+    runs_alone: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -364,6 +367,8 @@ class Family:
         and schedules read stays exact, as in a pack. The output has shape `(rows, out_channels, frames, height,
         width)`.
         """
+        if self.runs_alone and (len(rows.latents) > 1 or rows.text_mask is not None):
+            return torch.cat([self.run(transformer, row, wrapped=wrapped) for row in rows.one_by_one()])
         if rows.references:
             rows = self._with_references(transformer, rows)
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}

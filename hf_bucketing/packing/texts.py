@@ -18,7 +18,7 @@ TextRule: TypeAlias = Literal["masked", "keep_padding", "encoded_padding"]
 It leaves padding out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
 """
 
-TextRows: TypeAlias = Literal["one", "per_strip", "slots", "per_sample"]
+TextRows: TypeAlias = Literal["one", "per_strip", "slots", "per_sample", "sequence"]
 """How the texts of a pack enter the transformer's forward, see [`TextTokens`]."""
 
 
@@ -30,10 +30,11 @@ class TextTokens:
         channels (`str`): Setting of the transformer's configuration that holds the channels of a text embedding.
         padding (`"masked"`, `"keep_padding"` or `"encoded_padding"`): What the pipeline does with the padding of a
             text: leaves it out of attention, attends to it as zeros, or attends to it as the text encoder makes it.
-        rows (`"one"`, `"per_strip"`, `"slots"` or `"per_sample"`): The batch rows in which texts enter the forward.
+        rows (`"one"`, `"per_strip"`, `"slots"`, `"per_sample"` or `"sequence"`): Batch rows of texts in the forward.
             Cross-attention reads them in one row, or in as many as there are strips where the model views its text by
             batch rows. Joint attention reads them in slots of their sample's strips, or hooks fill these slots after
-            the model has refined a row per sample.
+            the model has refined a row per sample. A model that takes the whole pack as one sequence gets them in one
+            row, and puts them beside the tokens itself.
         shortest (`int`): Fewest tokens of a text, 1 where the model pools a text or refines it by attention.
     """
 
@@ -45,7 +46,7 @@ class TextTokens:
     @property
     def in_sequence(self) -> bool:
         """Whether text attends in one sequence with its sample's tokens, so that it counts as they do."""
-        return self.rows in ("slots", "per_sample")
+        return self.rows in ("slots", "per_sample", "sequence")
 
 
 def apply_text_mask(

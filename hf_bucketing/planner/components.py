@@ -14,7 +14,8 @@ from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
 from ..models.experts import TrainedComponent, transformers_of
-from ..models.loading import check_has, components_of, part_of
+from ..models.index import IndexEntry, read_index
+from ..models.loading import part_of
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 
@@ -82,17 +83,13 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
     Raises:
         BucketingError: If there is no such pipeline, no recipe to train it, or it has no transformer of that name.
     """
-    from diffusers import DiffusionPipeline
-
-    recipe = recipe_of(name_or_path)
+    recipe, index, names = recipe_of(name_or_path), read_index(name_or_path), transformers_of(trained)
+    for name in names:
+        index.check_has(name)
+    called = recipe.called_components(index)
+    encoding = [name for name in called if part_of(name, trained=names) in ("text_encoders", "vae")]
     with from_hub(name_or_path):
-        index = DiffusionPipeline.load_config(name_or_path)
-        names = transformers_of(trained)
-        for name in names:
-            check_has(index, name, name_or_path=name_or_path)
-        present = {name: entry for name, entry in components_of(index).items() if entry[0]}
-        encoding = [name for name in present if part_of(name, trained=names) in ("text_encoders", "vae")]
-        read = {name: _read_component(name_or_path, name, *present[name]) for name in (*names, *encoding)}
+        read = {name: _read_component(name_or_path, name, index.components[name]) for name in (*names, *encoding)}
         of_text = tuple(name for name in encoding if name.startswith("text_encoder"))
         return Components(
             recipe=recipe,
@@ -105,15 +102,17 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
         )
 
 
-def _read_component(name_or_path: str, name: str, library: str, class_name: str) -> Component:
+def _read_component(name_or_path: str, name: str, entry: IndexEntry) -> Component:
+    library, class_name = entry.library, entry.class_name
     if library not in ("diffusers", "transformers"):  # models of one pipeline alone, such as connectors of LTX-2
         library = f"diffusers.pipelines.{library}"
         if importlib.util.find_spec(library) is None:
             raise BucketingError(f"The {name} of {name_or_path} is a {class_name}, which cannot be planned.")
     kind = getattr(importlib.import_module(library), class_name)
+    place = {"subfolder": entry.subfolder, "revision": entry.revision}
     if library == "transformers":
-        config = kind.config_class.from_pretrained(name_or_path, subfolder=name).to_dict()
+        config = kind.config_class.from_pretrained(entry.name_or_path, **place).to_dict()
     else:
-        config = dict(kind.load_config(name_or_path, subfolder=name))
+        config = dict(kind.load_config(entry.name_or_path, **place))
     text = json.dumps(config, sort_keys=True, default=str)
     return Component(library=library, class_name=class_name, config_json=text)

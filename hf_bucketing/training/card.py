@@ -165,7 +165,12 @@ def _code(run: Run, *, name: str, base: str) -> str:
         lines.append(f"from diffusers.utils import {', '.join(sorted(tools))}")
     source = base if adapted else name
     (dtype,) = dtypes(torch.bfloat16)
-    lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {dtype}=torch.bfloat16)']
+    precision = f"{dtype}=torch.bfloat16"
+    if recipe.output is None:
+        lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}", {precision})']
+    else:
+        lines += ["", f'pipeline = {recipe.pipeline_class}.from_pretrained("{source}")']
+        lines.append(f"pipeline.load_components({precision})")
     if adapted and not config.adapters.has_pairs:
         for component in transformers_of(config.trained_component):
             place = [f'subfolder="{own}"'] if (own := own_folder(component, trained=config.trained_component)) else []
@@ -186,9 +191,10 @@ def _code(run: Run, *, name: str, base: str) -> str:
     }
     arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
+    made = f"result.{recipe.output or ('images' if _makes_images(recipe) else 'frames')}[0]"
     if _makes_images(recipe):
-        return "\n".join([*lines, 'result.images[0].save("image.png")'])
-    return "\n".join([*lines, f'export_to_video(result.frames[0], "video.mp4", fps={_fps(run.data)})'])
+        return "\n".join([*lines, f'{made}.save("image.png")'])
+    return "\n".join([*lines, f'export_to_video({made}, "video.mp4", fps={_fps(run.data)})'])
 
 
 def _trained_sizes(data: RunData) -> list[tuple[Size, int]]:

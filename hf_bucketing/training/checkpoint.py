@@ -21,6 +21,7 @@ from ..adapters.files import ADAPTER_FILES
 from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..models.experts import transformers_of
+from ..models.index import INDEX, MODULAR_INDEX, copy_index, read_index
 from ..models.recipe import Recipe
 from ..placement.shards import SHARDED
 
@@ -30,8 +31,6 @@ PROGRESS = "progress.json"
 
 LAYOUT = 4
 """Number that is raised when the files of a checkpoint, or their meaning, change. Layout 1 had no number."""
-
-PIPELINE_INDEX = "model_index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +143,7 @@ def _warn_of_new_run(folder: Path) -> None:
         BucketingError: If the folder holds the result of a finished run.
     """
     of_experts = (f"{name}/{file}" for name in transformers_of("both") for file in ADAPTER_FILES)
-    results = [name for name in (PIPELINE_INDEX, *ADAPTER_FILES, *of_experts) if (folder / name).is_file()]
+    results = [name for name in (INDEX, MODULAR_INDEX, *ADAPTER_FILES, *of_experts) if (folder / name).is_file()]
     if results:
         raise BucketingError(
             f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "
@@ -178,7 +177,7 @@ def gather_weights(accelerator: Accelerator, transformer: torch.nn.Module) -> di
 def save_pipeline(
     recipe: Recipe, folder: Path, *, source: Path, weights: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Save a recipe's pipeline into `folder`, `model_index.json` last: its presence marks the pipeline as complete.
+    """Save a recipe's pipeline into `folder`, its index last, whose presence marks the pipeline as complete.
 
     What was not trained is copied from `source`, the folder that the pipeline was loaded from: it may be in memory in
     less precision, or not at all. Weights of a sharded transformer come from [`gather_weights`].
@@ -188,11 +187,11 @@ def save_pipeline(
         transformer = type(recipe.transformer).from_config(recipe.transformer.config)
         transformer.load_state_dict(weights)
         trained = {recipe.trained: transformer}
-    names = json.loads((source / PIPELINE_INDEX).read_text())
-    with complete_parts(folder, last=PIPELINE_INDEX) as partial:
+    index = read_index(str(source))
+    with complete_parts(folder, last=index.file_name) as partial:
         for name, transformer in trained.items():
             transformer.save_pretrained(str(partial / name))
-        for name in names:
-            if (source / name).is_dir() and name not in trained:
-                shutil.copytree(source / name, partial / name)
-        shutil.copy(source / PIPELINE_INDEX, partial)
+        for name, entry in index.components.items():
+            if entry.is_below(source) and name not in trained:
+                shutil.copytree(source / entry.subfolder, partial / name)
+        copy_index(source, partial, place=str(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..adapters.experts import own_folder
 from ..adapters.files import ADAPTER_FILES
 from ..errors import HubError
 from ..models.experts import TrainedComponent, transformers_of
-from .checkpoint import PIPELINE_INDEX
+from ..models.index import MODULAR_INDEX, copy_index, read_index
 from .settings.hub import HubConfig
 
 _NO_NAME = 'expected "name" or "owner/name" of letters, digits, -, _ and .'
@@ -58,8 +57,8 @@ def result_parts(folder: Path, *, adapters: bool, trained: TrainedComponent = "t
         if trained == "both":
             return [own_folder(name, trained=trained) for name in transformers_of(trained)]
         return [name for name in ADAPTER_FILES if (folder / name).is_file()]
-    names = json.loads((folder / PIPELINE_INDEX).read_text())
-    return [*(name for name in names if (folder / name).is_dir()), PIPELINE_INDEX]
+    index = read_index(str(folder))
+    return [*(name for name, entry in index.components.items() if entry.is_below(folder)), index.file_name]
 
 
 def upload(folder: Path, repository: str, parts: Sequence[str]) -> str:
@@ -73,6 +72,8 @@ def upload(folder: Path, repository: str, parts: Sequence[str]) -> str:
     Raises:
         HubError: If the upload fails; the message says how to repeat it.
     """
+    if MODULAR_INDEX in parts:
+        copy_index(folder, folder, place=repository)
     patterns = [f"{part}/*" if (folder / part).is_dir() else part for part in parts]
     try:
         HfApi().upload_folder(

@@ -24,6 +24,7 @@ from hf_bucketing.models.registry import family_of
 from tests.adapters.lora_cases import ALPHA, FAMILIES, RANK, change, drawn, header_of, peer_file
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
+from tests.models.recipe_cases import stock_pipeline
 
 TOO_NEW = ("ltx2", "qwen-image", "kandinsky5") if Version(diffusers.__version__) < Version("0.40") else ()
 """Tiny pipelines whose components need a newer diffusers, or the newer transformers that comes with it."""
@@ -36,7 +37,7 @@ STARTS = [name for name in ("wan", "ltx", "ltx2", "flux2", "qwen-image", "z-imag
 def load(tiny_folder: Callable[[str], Path]) -> Callable[[str], DiffusionPipeline]:
     """Return a function that loads the tiny pipeline of a family."""
     PartialState()  # what is logged is logged by the main process
-    return lambda name: DiffusionPipeline.from_pretrained(tiny_folder(RECIPES[name].tiny), **RECIPES[name].components)
+    return lambda name: stock_pipeline(tiny_folder(RECIPES[name].tiny), **RECIPES[name].components)
 
 
 def trained(pipeline: DiffusionPipeline, *, alpha: int = ALPHA) -> DiffusionPipeline:

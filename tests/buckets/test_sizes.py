@@ -118,3 +118,30 @@ def test_a_repeated_first_latent_frame_makes_images_and_videos_fill_patches() ->
     assert [spec.grid(Size(frames, 16, 16))[0] for frames in (1, 9, 81)] == [1, 2, 11]
     assert "repeats_first=True" in str(spec)
     assert "repeats_first" not in str(WAN), "fingerprints of prepared folders are made of it"
+
+
+def test_a_vae_of_chunks_takes_images_and_videos_that_end_in_a_short_chunk() -> None:
+    spec = LatentSpec(temporal_stride=4, spatial_stride=16, patch=(1, 2, 2), chunk_frames=17)
+    counts = [1, 2, 3, 4, 5, 6, 13, 14, 21, 22, 38, 39]
+    snapped = {
+        mode: [spec.snap(Size(count, 32, 64), frames_mode=mode).frames for count in counts]
+        for mode in ("down", "nearest", "up")
+    }
+    assert snapped["down"] == [1, 1, 1, 1, 5, 5, 5, 5, 5, 22, 22, 39]
+    assert snapped["nearest"] == [1, 1, 5, 5, 5, 5, 5, 22, 22, 22, 39, 39]
+    assert snapped["up"] == [1, 5, 5, 5, 5, 22, 22, 22, 22, 22, 39, 39]
+    for frames, latent_frames in ((1, 1), (5, 2), (22, 7), (39, 12), (124, 37)):
+        size = Size(frames, 32, 64)
+        assert spec.latent_size(size) == (latent_frames, 2, 4)
+        assert spec.size_of(*spec.grid(size)) == size
+    with pytest.raises(BucketingError, match="does not divide"):
+        spec.grid(Size(9, 32, 64))
+    assert eval(repr(spec), {"LatentSpec": LatentSpec}) == spec
+
+
+@pytest.mark.parametrize(
+    "settings", [{"chunk_frames": 16}, {"chunk_frames": 5}, {"chunk_frames": 17, "patch": (2, 1, 1)}]
+)
+def test_chunks_that_are_no_videos_are_refused(settings: dict) -> None:
+    with pytest.raises(BucketingError, match="chunk_frames"):
+        LatentSpec(temporal_stride=4, spatial_stride=16, **settings)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline, ModularPipeline
 
+from hf_bucketing.models.index import read_index
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe, Samples
 
@@ -133,6 +136,17 @@ def draw_shown(
         return torch.randint(0, 256, shape, generator=generator) / 255
 
     return {name: draw(name) for name in names}
+
+
+def stock_pipeline(folder: Path, **components: Any) -> Any:
+    """Load a whole pipeline as diffusers does; a modular one without the block that rewrites prompts."""
+    if read_index(str(folder)).is_modular:
+        blocks = ModularPipeline.from_pretrained(str(folder)).blocks
+        blocks.sub_blocks.pop("prompt_upsampler", None)
+        pipeline = blocks.init_pipeline(str(folder))
+        pipeline.load_components()
+        return pipeline
+    return DiffusionPipeline.from_pretrained(folder, **components)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from hf_bucketing.training.loop import make_accelerator
 from hf_bucketing.training.review import losses_of
 from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
+from tests.models.recipe_cases import stock_pipeline
 from tests.placement.test_precision import unreadable
 from tests.processes import launch_forked
 from tests.test_trust import Bomb
@@ -242,7 +243,7 @@ def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
     cases = {"ddp": (DDP, None, full), "fsdp": (FSDP, None, full), "packs": (FSDP, None, packs)}
     train_all(cases, tmp_path, pipeline, prepared, num_processes=2)
     assert about(tmp_path / "ddp")["gathered"] == []
-    blocks = set(block_names(DiffusionPipeline.from_pretrained(pipeline, **case.components).transformer))
+    blocks = set(block_names(stock_pipeline(pipeline, **case.components).transformer))
     assert blocks
     for run_name in ("fsdp", "packs"):
         assert blocks <= set(about(tmp_path / run_name)["gathered"])

@@ -6,27 +6,27 @@ tests/training/test_steps_on_a_device.py and tests/models/test_recipe_suite.py.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
 from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import write_video
 from hf_bucketing.media.conditions import CONDITIONS, FRAME_BY_FRAME
+from hf_bucketing.models.index import index_file
 from hf_bucketing.models.recipe import IMAGES
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES, VARIANTS
-from tests.models.recipe_cases import RecipeCase
+from tests.models.recipe_cases import RecipeCase, stock_pipeline
 from tests.training.training_cases import in_process, run
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
             run(in_process(pipeline, data, tmp_path / "refused", **common, **settings))
     elif name in VARIANTS:
         del runs["bucket"]
-    before = render(case, DiffusionPipeline.from_pretrained(pipeline, **case.components))
+    before = render(case, stock_pipeline(pipeline, **case.components))
     for batching, (data, settings) in runs.items():
         out = tmp_path / batching
         losses = run(in_process(pipeline, data, out, **common, **settings))
@@ -115,8 +115,8 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
         (held_out,) = read_log(out, "validation")
         assert held_out["samples"] in (1, 2)
         assert [level["samples"] for level in held_out["by_noise"]] == [held_out["samples"]] * 2
-        folder = out if (out / "model_index.json").exists() else pipeline
-        trained = DiffusionPipeline.from_pretrained(folder, **case.components)
+        folder = out if index_file(out) else pipeline
+        trained = stock_pipeline(folder, **case.components)
         if "lora_rank" in settings:
             trained.load_lora_weights(str(out))
         rendered = render(case, trained)
@@ -126,7 +126,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
             assert distances[0] <= distances[1] + 0.01
 
 
-def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
+def render(case: RecipeCase, pipeline: Any) -> np.ndarray:
     """Call a stock pipeline, with the first and the last frame if it takes them."""
     height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
     pipeline.set_progress_bar_config(disable=True)
@@ -134,7 +134,7 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
     recipe = recipes()[type(pipeline).__name__]
     count = recipe.num_images(pipeline.transformer.config) if recipe.takes_image else 0
     options = dict(zip(IMAGES[:count], [Image.fromarray(ramp)] * count, strict=True))
-    if "height" in inspect.signature(pipeline.__call__).parameters:
+    if "height" in recipe.call_parameters():
         options |= {"height": height, "width": width}
     else:  # its sides have about this mean, in the image's ratio
         pipeline.target_size = int((height * width) ** 0.5)
@@ -145,7 +145,7 @@ def render(case: RecipeCase, pipeline: DiffusionPipeline) -> np.ndarray:
         **options,
         **case.render,
     )
-    pictures = np.asarray(result.images if "images" in result else result.frames[0])
+    pictures = recipe.frames_of(result)
     assert np.isfinite(pictures).all()
     assert pictures.shape[-1] in (3, 4)  # Qwen-Image 2.1 makes pictures with opacity
     assert "height" not in options or pictures.shape[-3:-1] == (height, width)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from torch.utils._pytree import tree_leaves
 
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import TextEmbeddings
-from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, check_cached, text_of
 from tests.caching.test_caching import OPTIONS, cached, collator_of, first, prepared
 from tests.models.families import RECIPES
-from tests.models.recipe_cases import RecipeCase
+from tests.models.recipe_cases import RecipeCase, stock_pipeline
 from tests.models.test_recipe_suite import batch_of, losses_by_hand
 from tests.training.test_every_recipe import PROMPT, render
 from tests.training.training_cases import TINY_WAN, in_process
@@ -50,12 +50,13 @@ class Given(NamedTuple):
     whole: bool
 
 
-def texts_of(case: RecipeCase, pipeline: DiffusionPipeline) -> list[Given]:
+def texts_of(case: RecipeCase, pipeline: Any) -> list[Given]:
     """Return each different text that the pipeline gives its transformer as it renders with guidance."""
     given: list[Given] = []
     forward = pipeline.transformer.forward
     signature = inspect.signature(forward)
 
+    @functools.wraps(forward)  # modular pipelines read its signature
     def record(*args: object, **kwargs: object) -> object:
         arguments = signature.bind(*args, **kwargs).arguments
         whole = not any("mask" in name and value is not None for name, value in arguments.items())
@@ -65,7 +66,7 @@ def texts_of(case: RecipeCase, pipeline: DiffusionPipeline) -> list[Given]:
         return forward(*args, **kwargs)
 
     pipeline.transformer.forward = record
-    known = inspect.signature(pipeline.__call__).parameters
+    known = recipes()[type(pipeline).__name__].call_parameters()
     guidance = {name: value for name, value in GUIDANCE.items() if name in known}
     render(replace(case, render={**case.render, **guidance}), pipeline)
     return given
@@ -100,11 +101,11 @@ def test_a_dropped_caption_is_the_empty_negative_prompt_of_the_pipeline(
     batch = {"caption": [PROMPT], "shown": {"reference": [references_of(case)]}}
     own, null = text_of(recipe, batch), text_of(recipe, batch, captions=[""])
     masked = own.mask is not None
-    pipeline = DiffusionPipeline.from_pretrained(folder, **case.components)
+    pipeline = stock_pipeline(Path(folder), **case.components)
     given = texts_of(case, pipeline)
     texts = [text for text in given if not is_of(text, real_tokens(own), masked=masked)]
     if not texts:
-        known = inspect.signature(pipeline.__call__).parameters
+        known = recipes()[type(pipeline).__name__].call_parameters()
         with_guider = hasattr(pipeline, "guider")  # which decides about guidance itself
         assert "negative_prompt" not in known or "guidance_scale" in known or with_guider
         pytest.skip("the pipeline calls its model with the prompt alone")

@@ -20,7 +20,7 @@ class FluxRecipe(Recipe):
     image_vae = True
     default_sequence_length = 512
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((1024, 1024),)
-    guidance_factor = 1.0
+    guidance_factor: ClassVar[float | None] = 1.0
     prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "pooled_projections")
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -74,13 +74,13 @@ class Flux2Family(FluxFamily):
     """Packing of `Flux2Transformer2DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
 
     transformer_class = "Flux2Transformer2DModel"
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
     tested_forwards = ("f8c4f809f3a8",)
-    stock_processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+    stock_processors: ClassVar[tuple[str, ...]] = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     guidance = 4.0
     max_references = UNLIMITED
     reference_step = 10
-    original_names = (
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
         ("transformer_blocks.*.attn.to_q", "double_blocks.*.img_attn.qkv"),
         ("transformer_blocks.*.attn.to_k", "double_blocks.*.img_attn.qkv"),
         ("transformer_blocks.*.attn.to_v", "double_blocks.*.img_attn.qkv"),
@@ -117,7 +117,7 @@ class Flux2Family(FluxFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass the positions of the pack, and make modulation of text that of its own sample."""
-        number = partial(_number, self.pack_tables(base_size))
+        number = partial(number_tokens, self.pack_tables(base_size))
         return [
             transformer.register_forward_pre_hook(number, with_kwargs=True),
             transformer.double_stream_modulation_txt.register_forward_hook(_modulate_text),
@@ -136,7 +136,8 @@ class Flux2Family(FluxFamily):
         return {"img_ids": tokens, "txt_ids": words}
 
 
-def _number(tables: Callable[[Any], Rotary], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def number_tokens(tables: Callable[[Any], Rotary], module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Pass the positions of a pack's tokens and texts to its transformer; a forward pre-hook."""
     tokens, words = tables(module)
     return args, {**kwargs, "img_ids": tokens.flatten(0, 1), "txt_ids": words.flatten(0, 1)}
 

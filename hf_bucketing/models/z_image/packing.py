@@ -28,7 +28,6 @@ from ...packing.names import Grid
 from ...packing.positions import Tables
 from ...packing.processors import PackedRowAttnProcessor
 from ...packing.strips import by_strip
-from ...packing.texts import apply_text_mask
 from ..joint import ModulatedRows, of_text
 from ..refined import RefinedFamily
 
@@ -98,9 +97,7 @@ class ZImageFamily(RefinedFamily):
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return lists of images and of captions without padding, and the time from noise to data, as the pipeline."""
-        known = rows.text_mask is not None and not rows.text_mask.is_meta  # without values, all are kept
-        texts = apply_text_mask("masked", rows.text, mask=rows.text_mask if known else None)
-        return {"x": list(rows.latents), "t": (1000 - rows.timesteps) / 1000, "cap_feats": texts}
+        return {"x": list(rows.latents), "t": (1000 - rows.timesteps) / 1000, "cap_feats": rows.texts}
 
 
 _METHOD = "patchify_and_embed"

@@ -13,6 +13,7 @@ import torch
 
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.files import complete_folder
+from hf_bucketing.models.index import MODULAR_INDEX
 
 
 @functools.cache
@@ -43,5 +44,6 @@ def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = makers[family]()
-    with complete_folder(folder, marker="model_index.json") as partial:
-        pipeline.save_pretrained(str(partial))
+    with complete_folder(folder, marker=pipeline.config_name) as partial:
+        modular = {"overwrite_modular_index": True} if pipeline.config_name == MODULAR_INDEX else {}
+        pipeline.save_pretrained(str(partial), **modular)

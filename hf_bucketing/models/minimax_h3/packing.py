@@ -1,0 +1,266 @@
+"""How MiniMax-H3 is packed: the model takes the whole pack as its one sequence, each sample's text before its tokens.
+
+The stock forward takes the rows of one sample, each with a position, a modality and a timestep; its batch axis only
+repeats them. So strips are joined again, and attention alone sees segments: of texts in the text refiner, of samples
+in the blocks. Rows, positions and modalities of a sample are those that the pipeline's own block makes.
+
+The model also generates sound, which no sample has here: its rows are absent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...devices import to_device
+from ...errors import PackingError
+from ...packing.batch import PackedBatch, Rows
+from ...packing.context import active_layout
+from ...packing.family import Family, Transformer
+from ...packing.layout import PackedLayout
+from ...packing.names import Backend, Grid
+from ...packing.positions import Tables
+from ...packing.processors import PackedAttnProcessor, Rotary
+from ...packing.segments import SegmentSpans
+from ...packing.strips import by_strip
+from ...packing.texts import TextTokens
+
+VIDEO, TEXT, AUDIO = range(3)
+"""Modalities of rows (`token_tags`)."""
+AUDIO_CHANNELS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackSequence:
+    """The texts and tokens of a pack as one sequence: each sample's text, then its tokens; padding comes last.
+
+    Attributes:
+        order (`torch.Tensor` of shape `(rows,)`): The index of each row among all text tokens followed by all tokens.
+        places (`torch.Tensor` of shape `(rows,)`): The inverse permutation: the row of each text token and token.
+        samples (`torch.Tensor` of shape `(rows,)`): The sample of each row; 0 for padding.
+        modalities (`torch.Tensor` of shape `(rows,)`): The modality of each row.
+        segments ([`SegmentSpans`]): Attention of each sample's rows to each other.
+        text_segments ([`SegmentSpans`]): Attention of each sample's text to itself, over all text tokens.
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+    samples: torch.Tensor
+    modalities: torch.Tensor
+    segments: SegmentSpans
+    text_segments: SegmentSpans
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> PackSequence:
+        """Return the sequence of a pack, made once."""
+        return layout.self_segments.made("sequence", partial(cls._make, layout))
+
+    @classmethod
+    def _make(cls, layout: PackedLayout) -> PackSequence:
+        words, rows = layout.num_text_tokens, layout.num_text_tokens + layout.num_tokens
+        pieces = [
+            torch.cat([torch.arange(*text), words + torch.arange(*tokens)])
+            for text, tokens in zip(layout.text_spans, layout.spans, strict=True)
+        ]
+        real = torch.cat(pieces)
+        is_padding = torch.ones(rows, dtype=torch.bool).index_fill(0, real, False)
+        order = torch.cat([real, is_padding.nonzero()[:, 0]])
+        spans = list(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
+        samples = torch.zeros(rows, dtype=torch.long)
+        for sample, span in enumerate(spans):
+            samples[slice(*span)] = sample
+        modalities = torch.where(order < words, TEXT, VIDEO)
+        tensors = (to_device(index, layout.device) for index in (order, order.argsort(), samples, modalities))
+        order, places, samples, modalities = tensors
+        return cls(
+            order=order,
+            places=places,
+            samples=samples,
+            modalities=modalities,
+            segments=SegmentSpans.within(spans, rows),
+            text_segments=SegmentSpans.within(layout.text_spans, words),
+        )
+
+
+class PackedMiniMaxH3AttnProcessor(PackedAttnProcessor):
+    """Attention of `MiniMaxH3Attention` over the sequence of a pack.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        of_text (`bool`): Whether the module refines text alone.
+    """
+
+    def __init__(self, backend: Backend = "segments", *, of_text: bool = False) -> None:
+        super().__init__(backend)
+        self.of_text = of_text
+
+    def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
+        """Return those of texts, or of samples with their texts; the model has no cross-attention."""
+        sequence = PackSequence.of(layout)
+        segments = sequence.text_segments if self.of_text else sequence.segments
+        return segments, segments
+
+    def __call__(  # type: ignore[override]
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: Rotary | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend inside each sample: `(1, rows, dim)`, with cosines and sines `(rows, channels)` unless of text."""
+        return super().__call__(attn, hidden_states, image_rotary_emb=rotary_emb)
+
+    def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Rotate the first channels of each head as the model does, by tables that have as many."""
+        from diffusers.models.transformers.transformer_minimax_h3 import _apply_rotary_emb
+
+        rotated: torch.Tensor = _apply_rotary_emb(tokens[None], *rotary)[0]
+        return rotated
+
+
+class MiniMaxH3Family(Family):
+    """Packing of `MiniMaxH3Transformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    Timesteps are as for the other families, up to 1000 for noise; the model gets 1 − t / 1000. It predicts
+    data − noise; outputs are noise − data.
+    """
+
+    transformer_class = "MiniMaxH3Transformer3DModel"
+    tested_forwards = ("f1d277059cf4",)
+    processor_class = PackedMiniMaxH3AttnProcessor
+    stock_processors = ("MiniMaxH3AttnProcessor",)
+    processors_read_fusion = True
+    text = TextTokens(rows="sequence", channels="text_dim", shortest=1)
+    latents_as = "tokens"
+    strips_have_positions = False
+    attention_kwargs = "attention_kwargs"
+    width_settings = ("hidden_size",)
+    runs_alone = True
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse patches of several frames, of which the pipeline has no positions."""
+        if transformer.config.patch_size[0] != 1:
+            raise PackingError(
+                f"MiniMax-H3's pipeline places patches of one frame; this model has {transformer.config.patch_size}."
+            )
+        super().check(transformer, strip_length=strip_length)
+
+    def in_channels(self, transformer: Transformer) -> int:
+        """Return the channels of a latent, which the configuration counts without the patch."""
+        return int(transformer.config.in_channels)
+
+    def unused(self, transformer: Transformer) -> Sequence[str]:
+        """Return the layers at both ends of the sound."""
+        return ("audio_proj",)
+
+    def processor(self, name: str, backend: Backend) -> PackedMiniMaxH3AttnProcessor:
+        """Return the processor of the text refiner, or of the blocks."""
+        return PackedMiniMaxH3AttnProcessor(backend, of_text=name.startswith("token_refiner"))
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Pass the rows of the pack, with their positions, modalities and samples."""
+        describe = partial(_describe, Tables(_positions))
+        return [transformer.register_forward_pre_hook(describe, with_kwargs=True)]
+
+    def fit_text(
+        self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
+    ) -> tuple[PackedLayout, int | None]:
+        """Give each sample a text of its own, which is modulated by its timestep."""
+        return replace(layout, caption_ids=None), pad_text_to
+
+    def rows(self, batch: PackedBatch) -> Rows:
+        """Return the strips with one timestep per sample."""
+        return replace(super().rows(batch), timesteps=batch.timesteps)
+
+    def inputs(self, rows: Rows) -> dict[str, Any]:
+        """Join the strips of a pack into one sequence, as its texts are, and turn timesteps round."""
+        arguments = super().inputs(rows)
+        tokens = arguments["hidden_states"]
+        return {
+            **arguments,
+            "hidden_states": tokens.reshape(len(rows.text), -1, tokens.shape[-1]),
+            "timestep": 1 - rows.timesteps / 1000,
+        }
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Describe the rows of one sample as the pipeline does."""
+        words = rows.text.shape[1]
+        positions, modalities, video, audio, text = _stock_rows(transformer, rows.grid, words)
+        return {
+            "timestep_indices": torch.zeros(len(positions), dtype=torch.long),
+            "token_tags": modalities,
+            "position_ids": positions,
+            "video_indices": video,
+            "text_indices": text,
+            "audio_indices": audio,
+            "audio_hidden_states": _no_sound(transformer, rows.text),
+        }
+
+    def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Cut the sequence into rows again, and return noise − data."""
+        return -super().restored(output.flatten(0, 1).unflatten(0, (-1, math.prod(grid))), grid, patch)
+
+
+def _stock_rows(transformer: Transformer, grid: Grid, words: int) -> tuple[torch.Tensor, ...]:
+    """Return what the pipeline's block makes of a sample: positions `(rows, 3)`, modalities, and indices of each.
+
+    The indices are those of video, of audio and of text.
+    """
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+    _, p_h, p_w = transformer.config.patch_size
+    made = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        text_token_tags=torch.full((words,), TEXT),
+        num_latent_frames=grid[0],
+        latent_height=grid[1] * p_h,
+        latent_width=grid[2] * p_w,
+        num_audio_latents=0,
+        patch_size=transformer.config.patch_size,
+        audio_channels=AUDIO_CHANNELS,
+        audio_tag=AUDIO,
+        video_tag=VIDEO,
+    )
+    rows: tuple[torch.Tensor, ...] = made[:5]
+    return rows
+
+
+def _positions(transformer: Any, sample: tuple[Grid, int], *, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the positions of a sample's text, `(length, 3)`, and of its tokens, `(t·h·w, 3)`."""
+    grid, words = sample
+    positions = to_device(_stock_rows(transformer, grid, words)[0].float(), device)  # the model casts them so
+    return positions[:words], positions[words:]
+
+
+def _no_sound(transformer: Transformer, like: torch.Tensor) -> torch.Tensor:
+    return like.new_zeros(len(like), 0, transformer.config.audio_in_channels)
+
+
+@torch.compiler.disable  # loops over the samples of the pack
+def _describe(
+    tables: Tables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    layout, tokens = active_layout(), kwargs["hidden_states"]
+    sequence, words, device = PackSequence.of(layout), layout.num_text_tokens, torch.device(layout.device)
+    samples = zip(layout.grids, layout.text_lengths, strict=True)
+    of_texts, of_tokens = zip(*(tables(transformer, sample, device) for sample in samples), strict=True)
+    padding = of_texts[0].new_zeros(layout.text_padding, 3)
+    positions = torch.cat([*of_texts, padding, by_strip(of_tokens, layout).flatten(0, 1)])
+    rows = {
+        "timestep_indices": sequence.samples,
+        "token_tags": sequence.modalities,
+        "position_ids": positions.index_select(0, sequence.order),
+        "text_indices": sequence.places[:words],
+        "video_indices": sequence.places[words:],
+        "audio_indices": sequence.places[:0],
+        "audio_hidden_states": _no_sound(transformer, tokens),
+    }
+    return args, {**kwargs, **rows}
+
+
+FAMILY = MiniMaxH3Family()

@@ -1,0 +1,77 @@
+"""A pipeline of MiniMax-H3 with small random weights."""
+
+from __future__ import annotations
+
+from diffusers import (
+    AutoencoderKLMiniMaxH3,
+    AutoencoderKLMiniMaxH3Audio,
+    MiniMaxH3ModularPipeline,
+    MiniMaxH3Scheduler,
+    MiniMaxH3Transformer3DModel,
+)
+
+from .components import CHANNELS, latents_of_smooth_clips
+from .flux3 import text_components
+
+_LAYER = 50
+"""Layer of the text encoder that the pipeline reads, of one more."""
+
+
+def _minimax_h3() -> MiniMaxH3ModularPipeline:
+    text_encoder, processor = text_components(layers=_LAYER + 1)
+    pipeline = MiniMaxH3ModularPipeline()
+    sound = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
+    pipeline.update_components(
+        text_encoder=text_encoder,
+        tokenizer=processor.tokenizer,
+        processor=processor,
+        vae=_vae(),
+        audio_vae=AutoencoderKLMiniMaxH3Audio(
+            encoder_dim=4,
+            latent_dim=8,
+            latent_channels=CHANNELS,
+            num_attention_heads=2,
+            decoder_dim=256,
+            **sound,
+        ).eval(),
+        scheduler=MiniMaxH3Scheduler(shift=12.0),
+        audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
+        transformer=MiniMaxH3Transformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            hidden_size=24,
+            num_layers=2,
+            ffn_dim=32,
+            in_channels=CHANNELS,
+            audio_in_channels=CHANNELS,
+            text_dim=text_encoder.config.text_config.hidden_size,
+            freq_dim=16,
+            time_embed_hidden_dim=24,
+            time_embed_dim=20,
+            rope_freq_dim=2,
+        ),
+    )
+    return pipeline
+
+
+def _vae() -> AutoencoderKLMiniMaxH3:
+    """Return a VAE with the strides of the published one, whose latents have mean 0 and deviation 1."""
+    vae = AutoencoderKLMiniMaxH3(
+        latent_channels=CHANNELS,
+        block_out_channels=(8,) * 4,
+        layers_per_block=1,
+        spatial_downsample_factors=(2, 2, 2, 2),
+        temporal_downsample_factors=(1, 2, 2, 1),
+        norm_num_groups=4,
+        decoder_num_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_attention_head_dim=16,
+        latents_mean=[0.0] * CHANNELS,
+        latents_std=[1.0] * CHANNELS,
+    ).eval()
+    latents = latents_of_smooth_clips(vae)
+    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
+    return vae
+
+
+TINY = {"minimax-h3": _minimax_h3}
