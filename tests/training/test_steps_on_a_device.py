@@ -23,7 +23,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.base_targets import TARGETS
 from hf_bucketing.training.run_log import StepMetrics
 from hf_bucketing.training.settings.preservation import PreservationConfig
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of, text_of
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
@@ -135,7 +135,7 @@ def make_step(
 def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate."""
     media = media_of(recipe, on_device({name: batch[name] for name in ("pixel_values", "shown")}))
-    text = recipe.encode_text(batch["caption"])
+    text = text_of(recipe, batch)
     masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}
     about = {name: batch[name] for name in ("fps", "index", "caption", REGULARIZATION) if name in batch}
     mask = {} if text.mask is None else {"text_mask": on_cpu(text.mask).numpy()}
