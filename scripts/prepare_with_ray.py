@@ -64,7 +64,9 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
-    table = from_flags(TableConfig, args).make(spec, native_sizes=recipe.native_sizes)
+    table = (
+        from_flags(TableConfig, args).of_images(recipe.family.images_only).make(spec, native_sizes=recipe.native_sizes)
+    )
     columns = ParquetColumns(
         source=os.path.abspath(args.input_dir),  # workers have other current folders
         target=os.path.abspath(args.output_dir),

@@ -15,6 +15,7 @@ import numpy as np
 
 from hf_bucketing import BucketingError, BucketTable, MediaError, novelai_ladder
 from hf_bucketing.buckets import read_cost_model
+from hf_bucketing.buckets.ladders import BUCKET_FRAMES
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
@@ -54,7 +55,7 @@ def make_parser() -> FlagParser:
     tables.add_argument("--buckets", help='Sizes to try instead, as diffusers\' "height,width;height,width".')
     tables.add_argument("--novelai", action="store_true", help="Try NovelAI's 19 image buckets instead.")
     parser.add_argument(
-        "--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames for --buckets."
+        "--bucket_frames", type=numbers, default=list(BUCKET_FRAMES), help="Numbers of frames for --buckets."
     )
     parser.add_settings(ReportConfig, skip=["cost_model"])
     parser.add_argument(

@@ -15,6 +15,7 @@ from typing import Any
 from update_docs import table_of
 
 from hf_bucketing import AssignmentRule, BucketTable, LatentSpec, novelai_ladder, token_ladder
+from hf_bucketing.buckets.ladders import BUCKET_FRAMES
 from hf_bucketing.command_line.flags import FlagParser, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
@@ -25,7 +26,9 @@ from hf_bucketing.report.compare import LadderReport
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("--bucket_tokens", type=numbers, default=[8190, 32760], help="Token budgets per sample.")
-    parser.add_argument("--bucket_frames", type=numbers, default=[1, 17, 49, 81], help="Numbers of frames of buckets.")
+    parser.add_argument(
+        "--bucket_frames", type=numbers, default=list(BUCKET_FRAMES), help="Numbers of frames of buckets."
+    )
     parser.add_argument("--bucket_sizes", default="480,832;720,1280", help="Sizes that the ladder contains, or none.")
     parser.add_argument("--max_aspect_ratio", type=float, default=2.5, help="Largest aspect ratio.")
     parser.add_argument(

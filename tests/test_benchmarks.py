@@ -27,6 +27,7 @@ SMALL = {
     "packing": {"layers": 1, "heads": 2, "shrink": 4},
     "saving": {"layers": 1},
     "preservation": {"samples": 6, "steps": 1, "inference_steps": 1},
+    "references": {"samples": 12, "side": 64, "epoch_side": 64, "layers": 1, "heads": 1},
     "training": {"images": 2, "side": 16, "samples": 6, "workers": 0},
 }
 

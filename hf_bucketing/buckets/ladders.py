@@ -12,6 +12,9 @@ from ..errors import BucketingError
 from .sizes import LatentSpec, Size
 from .table import BucketTable
 
+BUCKET_FRAMES = (1, 17, 49, 81)
+"""Numbers of frames that buckets have by default, where a model takes videos."""
+
 COMMON_RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 21 / 9)
 """Common aspect ratios of images and videos, width ÷ height of a landscape."""
 

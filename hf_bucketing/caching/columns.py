@@ -19,7 +19,7 @@ from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
 from ..errors import MediaError
 from ..loaders.captions import texts_of
-from ..media.conditions import REFERENCE
+from ..media.conditions import REFERENCE, all_columns
 from ..media.remote import is_url, version
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
@@ -101,7 +101,7 @@ class LatentColumns(_CachedColumns):
         """Columns that a batch must hold."""
         index = ("index",) if self.config.views.num_draws else ()
         sizes = ("width", "height", "num_frames", "fps", "bucket_id")
-        return (self.files.column, *self.files.conditions.values(), *sizes, *index)
+        return (self.files.column, *all_columns(self.files.conditions), *sizes, *index)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Write missing entries and return the key of each row's entry.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..buckets.assignment import AssignmentRule
-from ..buckets.ladders import token_ladder
+from ..buckets.ladders import BUCKET_FRAMES, token_ladder
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -77,7 +77,8 @@ class TableConfig:
         buckets (`str`, *optional*): Buckets in diffusers' form "height,width;height,width", in place of
             `bucket_tokens` (default: none).
         table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
-        bucket_frames (`list` of `int`): Numbers of frames that buckets have.
+        bucket_frames (`list` of `int`, *optional*): Numbers of frames that buckets have (default: 1 for models of
+            images, else 1,17,49,81).
         bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
             480,832;720,1280, or none (default: the model's own).
         aspect_step (`float`): Distance between aspect ratios of token buckets; 0.08 is 8 %, and a larger distance
@@ -96,9 +97,7 @@ class TableConfig:
     bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table")
     buckets: str | None = setting(None, one_of="table")
     table: Path | None = setting(None, one_of="table")
-    bucket_frames: list[int] = field(
-        default_factory=lambda: [1, 17, 49, 81], metadata={"parse": numbers, "argument": "frames"}
-    )
+    bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames")
     bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
     aspect_step: float = 0.08
     max_aspect_ratio: float = 2.5
@@ -117,17 +116,26 @@ class TableConfig:
         if sum(getattr(self, name) is not None for name in options) != 1:
             raise FlagError(f"Give one of --{options[0]}, --{options[1]} and --{options[2]}.")
 
+    @property
+    def frames(self) -> list[int]:
+        """Numbers of frames that buckets have."""
+        return self.bucket_frames or list(BUCKET_FRAMES)
+
+    def of_images(self, images_only: bool) -> TableConfig:
+        """Return these settings for a model: where it takes images alone, buckets have one frame by default."""
+        return replace(self, bucket_frames=[1]) if images_only and self.bucket_frames is None else self
+
     def make(self, spec: LatentSpec, *, native_sizes: Sequence[tuple[int, int]] = ()) -> BucketTable:
         """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels."""
         if self.buckets is not None:
-            table = BucketTable.parse(self.buckets, frames=self.bucket_frames)
+            table = BucketTable.parse(self.buckets, frames=self.frames)
         elif self.table is not None:
             table = BucketTable.from_json(self.table.read_text())
         else:
             table = token_ladder(
                 spec,
                 self.bucket_tokens or [],
-                frames=self.bucket_frames,
+                frames=self.frames,
                 sizes=native_sizes if self.bucket_sizes is None else self.bucket_sizes,
                 max_aspect_ratio=self.max_aspect_ratio,
                 aspect_step=self.aspect_step,

@@ -81,7 +81,7 @@ def check_shape(name: str, path: str, *, size: tuple[int, int], sample: tuple[in
 def check_length(
     name: str, path: str, *, num_frames: int, fps: float, first: float, seconds: float, step: float, longer: bool
 ) -> None:
-    """Raise MediaError if a video of a condition ends before its sample, or goes on after it.
+    """Raise MediaError if a video of a condition ends before its sample, or continues after it.
 
     Args:
         name (`str`): Name of the condition.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ..media.source import MediaSource
 from ..media.write import write_image, write_video
 from ..models.first_frame import pictures
 from ..models.recipe import IMAGES, Recipe
+from ..models.rendering import Call, render_together
 from .settings.validation import ValidationConfig
 
 _FRAMES_SHOWN = 8
@@ -55,10 +57,9 @@ class Validation:
             transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
-            prompts = self.config.validation_prompts or []
-            for size, (number, prompt) in product(self.sizes, enumerate(prompts)):
-                with torch.no_grad(), accelerator.autocast():
-                    frames = self._sample(recipe, prompt, size, self.images[number], self.references[number])
+            renderings = list(product(self.sizes, range(len(self.config.validation_prompts or []))))
+            pairs = zip(renderings, self._frames(recipe, accelerator, renderings), strict=True)
+            for (size, number), frames in pairs:
                 if not accelerator.is_main_process:
                     continue
                 file = self.file_of(number, size, step=step)
@@ -91,14 +92,26 @@ class Validation:
         files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in each}
         return {file: prompt for file, prompt in files.items() if file.is_file()}
 
-    def _sample(
-        self,
-        recipe: Recipe,
-        prompt: str,
-        size: Size,
-        images: Sequence[MediaSource],
-        references: Sequence[MediaSource],
-    ) -> np.ndarray:
+    def _frames(
+        self, recipe: Recipe, accelerator: Accelerator, renderings: Sequence[tuple[Size, int]]
+    ) -> Iterable[np.ndarray]:
+        """Return the frames of prompts, given by their positions, at sizes: one by one, or all rendered together."""
+
+        def frames_of(recipe: Recipe, size: Size, number: int) -> np.ndarray:
+            with torch.no_grad(), accelerator.autocast():
+                return self._sample(recipe, size, number)
+
+        if self.config.validation_max_tokens is None:
+            return (frames_of(recipe, *rendering) for rendering in renderings)
+        calls = [
+            Call(recipe.spec.grid(size), partial(frames_of, size=size, number=number)) for size, number in renderings
+        ]
+        with accelerator.autocast():
+            return render_together(recipe, calls, max_tokens=self.config.validation_max_tokens)
+
+    def _sample(self, recipe: Recipe, size: Size, number: int) -> np.ndarray:
+        prompt = (self.config.validation_prompts or [])[number]
+        images, references = self.images[number], self.references[number]
         shown = {name: load_first_frame(image, size) for name, image in zip(IMAGES, images, strict=False)}
         fps = self.config.validation_fps if size.frames > 1 else 0.0
         frames = recipe.render(

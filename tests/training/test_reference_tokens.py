@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
-from hf_bucketing.training.opened import open_run
+from hf_bucketing.training.opened import _stacked_sizes, open_run
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
@@ -274,3 +276,12 @@ def test_a_replacement_can_be_stacked_with_the_others_of_its_batch(settings, sev
             assert (data.num_tokens[others] <= data.num_tokens[number]).all()
         else:
             assert {sizes[row] for row in others} == {sizes[number]}
+
+
+def test_the_stacks_that_processes_share_have_the_tokens_of_references(several: Path) -> None:
+    prepared = PreparedDataset.load(several)
+    opened: Any = SimpleNamespace(prepared=prepared, held_out=None, recipe=SimpleNamespace(references_in_front=False))
+    ids = np.array(prepared.dataset["bucket_id"])
+    sizes = [prepared.table.size(int(bucket)) for bucket in ids]
+    tokens = zip(prepared.dataset["num_tokens"], shown_tokens(prepared, sizes), strict=True)
+    assert _stacked_sizes(opened) == Counter(zip(sizes, map(sum, tokens), strict=True))

@@ -134,8 +134,8 @@ def make_step(
 
 def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate."""
-    media = media_of(recipe, on_device({name: batch[name] for name in ("pixel_values", "shown")}))
-    text = text_of(recipe, batch)
+    shown = on_device({name: batch[name] for name in ("pixel_values", "shown")})
+    media, text = media_of(recipe, shown), text_of(recipe, {**batch, **shown})
     masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}
     about = {name: batch[name] for name in ("fps", "index", "caption", REGULARIZATION) if name in batch}
     mask = {} if text.mask is None else {"text_mask": on_cpu(text.mask).numpy()}

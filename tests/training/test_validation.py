@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from PIL import Image
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.media import MediaSource, probe
@@ -87,3 +88,32 @@ def test_prompts_that_begin_alike_are_rendered_to_files_of_their_own(tmp_path: P
     assert len({*files}) == 4
     assert files[2].name == "1x32x64-a-cat.png"
     assert files[3].stem == f"{files[0].stem}-3"
+
+
+def test_prompts_and_sizes_that_render_together_are_those_rendered_one_by_one(pipeline_dirs, tmp_path: Path) -> None:
+    accelerator, recipe = Accelerator(cpu=True), load(pipeline_dirs["wan"])
+
+    def rendered(name: str, max_tokens: int | None) -> dict[str, np.ndarray]:
+        validation = Validation(
+            config=ValidationConfig(
+                validation_prompts=["red", "a blue square"],
+                validation_inference_steps=2,
+                validation_guidance_scale=2.0,
+                validation_max_tokens=max_tokens,
+            ),
+            images=[(), ()],
+            references=[(), ()],
+            rule=ReferenceRule(),
+            sizes=[Size(1, 32, 64), Size(1, 64, 32)],
+            seed=0,
+            folder=tmp_path / name,
+        )
+        validation.render(recipe, accelerator, step=1)
+        files = sorted((tmp_path / name).rglob("*.png"))
+        return {file.name: np.array(Image.open(file), np.int64) for file in files}
+
+    alone, together = rendered("alone", None), rendered("together", 64)
+    assert len(alone) == 4
+    assert alone.keys() == together.keys()
+    for name, picture in alone.items():
+        assert np.abs(picture - together[name]).max() <= 1

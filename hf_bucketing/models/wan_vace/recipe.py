@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ...media.conditions import REFERENCE
+from ...packing.family import UNLIMITED
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
 from ..recipe import Conditions, Samples, Shown
@@ -36,7 +36,7 @@ class WanVACERecipe(WanRecipe):
     pipeline_class = "WanVACEPipeline"
     family = FAMILY
     shown = ("control",)
-    max_references = sys.maxsize
+    max_references = UNLIMITED
     references_in_front = True
     shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
 
