@@ -6,11 +6,13 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import diffusers
 import pytest
+from packaging.version import Version
 
 from hf_bucketing.media.conditions import CONDITIONS
 from hf_bucketing.models.registry import families, recipes
-from hf_bucketing.models.unpackable import UNPACKABLE
+from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE
 from tests.conftest import ROOT
 
 
@@ -115,3 +117,13 @@ def test_the_tables_of_models_are_what_the_cases_show(page: str, expected: Calla
 def test_the_compact_table_names_every_model_that_trains() -> None:
     cells = compact_table()
     assert all(model.title in cells for model in models() if model.trains)
+
+
+def test_every_transformer_of_diffusers_packs_or_is_explained() -> None:
+    exported = {name for name in dir(diffusers) if "Transformer" in name and name.endswith("Model")}
+    packed, explained = families().keys(), [*UNPACKABLE, *OTHER_KINDS]
+    assert len({*packed, *explained}) == len(packed) + len(explained), "each is packed, or explained once"
+    unknown = sorted(exported - {*packed, *explained})
+    assert not unknown, f"pack these, or say in models/unpackable.py why not: {unknown}"
+    if Version(diffusers.__version__) >= Version("0.42.1"):
+        assert {*packed, *explained} <= {*dir(diffusers)}

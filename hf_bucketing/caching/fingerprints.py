@@ -85,7 +85,8 @@ def text_fingerprint(encoder: Encoder) -> str:
     tokenizer, the encoder's class and the number of text tokens.
     """
     parts = encoder.pipeline.components
-    rules = _tokenizer_rules(encoder.pipeline.tokenizer) | {"max_sequence_length": encoder.max_sequence_length}
+    tokenizer = parts.get("tokenizer", parts.get("processor"))
+    rules = _tokenizer_rules(tokenizer) | {"max_sequence_length": encoder.max_sequence_length}
     more = [
         _tokenizer_rules(part) if name.startswith("tokenizer") else _digest(name, part)
         for name, part in sorted(parts.items())

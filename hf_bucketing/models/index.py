@@ -88,7 +88,7 @@ def read_index(name_or_path: str) -> PipelineIndex:
             if values is None:
                 raise
             return _modular_index(name_or_path, values)
-    entries = {name: entry for name, entry in values.items() if isinstance(entry, (list, tuple)) and len(entry) == 2}
+    entries = {name: entry for name, entry in values.items() if _names_class(entry)}
     return PipelineIndex(
         name_or_path=name_or_path,
         class_name=_class_of(name_or_path, values),
@@ -100,6 +100,12 @@ def read_index(name_or_path: str) -> PipelineIndex:
         },
         absent=tuple(name for name, (library, _) in entries.items() if library is None),
     )
+
+
+def _names_class(entry: Any) -> bool:
+    """Return whether an entry is a library and a class; some settings of a pipeline are lists too."""
+    is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2
+    return is_pair and all(isinstance(part, str | None) for part in entry)
 
 
 def index_file(folder: Path) -> Path | None:

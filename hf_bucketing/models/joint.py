@@ -16,6 +16,7 @@ from ..packing.family import Draw, Family, Transformer
 from ..packing.layout import Grid, PackedLayout, best_text_slots
 from ..packing.positions import PackTables, Tables
 from ..packing.processors import PackedJointAttnProcessor, Rotary
+from ..packing.strips import by_strip
 from ..packing.texts import TextTokens, pad_texts
 
 
@@ -92,6 +93,19 @@ def _joint_tables(by_strip: PackTables, texts: Tables, module: Any) -> Rotary:
     return *by_strip(module), *(layout.joint.fill_slots(torch.cat(part)) for part in parts)
 
 
+@torch.compiler.disable  # loops over the samples of the pack
+def joint_tables(tables: Tables, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table of the active pack's tokens by strip, and one of its texts by text slot.
+
+    For positions of tokens that follow from the length of their text: the function behind `tables` is given a sample's
+    grid with that length, and returns the table of its tokens and that of its text.
+    """
+    layout = active_layout()
+    samples, device = zip(layout.grids, layout.text_lengths, strict=True), torch.device(layout.device)
+    of_tokens, of_texts = zip(*(tables(module, sample, device) for sample in samples), strict=True)
+    return by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
+
+
 def texts_by_sample(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the texts in text slots, `(strips, text_slots, dim)`, as a row per sample, `(n, length, dim)`.
 
@@ -137,14 +151,16 @@ def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "
     Returns:
         `list`: Handles of the hooks.
     """
-    handles = [
-        block.norm1_context.register_forward_pre_hook(_modulate_text, with_kwargs=True)
-        for block in transformer.transformer_blocks
-    ]
+    handles = hook_text_norms(block.norm1_context for block in transformer.transformer_blocks)
     if single is not None:
         norms = [block.norm for block in transformer.single_transformer_blocks]
         handles += hook_row_modulation(norms, text_first=single == "first")
     return handles
+
+
+def hook_text_norms(norms: Iterable[torch.nn.Module]) -> list[Any]:
+    """Let norms that are called with the text in slots and an embedding of timesteps take its own sample's."""
+    return [norm.register_forward_pre_hook(_modulate_text, with_kwargs=True) for norm in norms]
 
 
 def hook_joint_norms(norms: Iterable[torch.nn.Module], *, text_outputs: Sequence[int]) -> list[Any]:
@@ -223,15 +239,29 @@ class ModulatedRows:
     def unsqueeze(self, dim: int) -> ModulatedRows:
         return self._each(lambda part: part.unsqueeze(dim))
 
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> ModulatedRows:
+        return self._each(lambda part: part.unflatten(dim, sizes))
+
     def tanh(self) -> ModulatedRows:
         return self._each(torch.tanh)
 
     def chunk(self, count: int, dim: int) -> list[ModulatedRows]:
-        chunks = zip(*(part.chunk(count, dim) for part in self.parts), strict=True)
-        return [ModulatedRows(chunk, self.sizes) for chunk in chunks]
+        return self._zipped(part.chunk(count, dim) for part in self.parts)
 
-    def __radd__(self, number: float) -> ModulatedRows:
-        return self._each(lambda part: number + part)
+    def __getitem__(self, index: Any) -> ModulatedRows:
+        return self._each(lambda part: part[index])
+
+    def unbind(self, dim: int) -> list[ModulatedRows]:
+        return self._zipped(part.unbind(dim) for part in self.parts)
+
+    def __add__(self, table: torch.Tensor) -> ModulatedRows:
+        return self._each(lambda part: part + table)
+
+    def __radd__(self, number_or_rows: float | torch.Tensor) -> ModulatedRows | torch.Tensor:
+        if not isinstance(number_or_rows, torch.Tensor):
+            return self._each(lambda part: number_or_rows + part)
+        pairs = zip(self.parts, number_or_rows.split(self.sizes, 1), strict=True)
+        return torch.cat([row + part for part, row in pairs], 1)
 
     def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.parts, rows.split(self.sizes, 1), strict=True)
@@ -240,7 +270,10 @@ class ModulatedRows:
     __rmul__ = __mul__
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
-        return ModulatedRows([function(part) for part in self.parts], self.sizes)
+        return type(self)([function(part) for part in self.parts], self.sizes)
+
+    def _zipped(self, parts: Iterable[Iterable[torch.Tensor]]) -> list[ModulatedRows]:
+        return [type(self)(sides, self.sizes) for sides in zip(*parts, strict=True)]
 
 
 def embeddings_of_text(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -157,6 +157,9 @@ def _release_mapped_files(transformer: torch.nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
+_WITH_TEXT_ENCODERS = ("connectors", "prompt_enhancer", "prompt_enhancer_head", "pe", "duration_head")
+
+
 def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
     """Return the part to which a component of a pipeline belongs; None for those without weights.
 
@@ -164,9 +167,9 @@ def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
     """
     if name in trained:
         return "trained"
-    if name.startswith("transformer"):
+    if name.startswith("transformer") or name == "unconditional_transformer":
         return "transformers"
-    if name.startswith("text_encoder") or name in ("connectors", "prompt_enhancer", "duration_head"):
+    if name.startswith("text_encoder") or name in _WITH_TEXT_ENCODERS:
         return "text_encoders"
     return "vae" if name in ("vae", "image_encoder", "audio_vae", "vocoder") else None
 

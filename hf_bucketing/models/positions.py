@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
 from ..packing.names import Grid
 from ..packing.positions import Tables, over_grid, position_strips
+from ..packing.strips import patchify
 
 
 def rotary_tables(
@@ -47,6 +49,28 @@ def _embed_strips(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], o
     tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
     embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
     return embedded
+
+
+def hook_linear_patch_embed(pos_embed: torch.nn.Module, index: Callable[..., torch.Tensor]) -> RemovableHandle:
+    """Make a module that projects patches by a linear layer add each sample's own positions to its strips.
+
+    Args:
+        pos_embed (`torch.nn.Module`): Module with `proj`, `patch_size` and a table `pos_embed`, `(…, dim)`. It is
+            called with latents, and returns their tokens, behind those of a text if it is given one.
+        index (callable): Returns the rows of the table for a token grid, `(t·h·w,)`, by module, grid and device.
+
+    Returns:
+        `RemovableHandle`: Handle of the hook.
+    """
+    return pos_embed.register_forward_hook(partial(_embed_patches, Tables(partial(one_table, index))))
+
+
+def _embed_patches(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    latents, side = args[0], module.patch_size
+    (index,) = position_strips(active_layout(), lambda grid: tables(module, grid, output.device))
+    tokens = module.proj(patchify(latents[:, :, None], (1, side, side)).flatten(2))
+    embedded = (tokens + F.embedding(index, module.pos_embed.flatten(0, -2))).to(tokens.dtype)
+    return torch.cat([output[:, : output.shape[1] - embedded.shape[1]], embedded], 1)
 
 
 def sincos_table(module: Any, grid: Grid, device: torch.device) -> torch.Tensor:

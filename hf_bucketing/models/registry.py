@@ -21,7 +21,7 @@ from ..errors import BucketingError, HubError, PackingError
 from ..packing.family import Family
 from ..packing.unchanged import replaced_forward
 from .index import read_index
-from .unpackable import UNPACKABLE
+from .unpackable import OTHER_KINDS, UNPACKABLE
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -69,6 +69,11 @@ def family_of(transformer: torch.nn.Module) -> Family:
             if base.__name__ in UNPACKABLE and _is_stock(base):
                 raise PackingError(
                     f"{name} cannot be packed: {UNPACKABLE[base.__name__]}. Train this model with bucketed batches."
+                )
+            if base.__name__ in OTHER_KINDS and _is_stock(base):
+                raise PackingError(
+                    f"{name} does not make images or videos from text, for which packing is: it "
+                    f"{OTHER_KINDS[base.__name__]}."
                 )
         known = ", ".join(sorted(families()))
         disguised = (

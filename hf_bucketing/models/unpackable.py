@@ -11,6 +11,18 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "it cuts a batch row into chunks of frames, the older ones in larger patches, and attends from chunk "
             "to chunk by a mask over the row"
         ),
+        "BriaFibo2Transformer2DModel": (
+            "it squeezes the text of a batch row into as many tokens as its length asks for, and some of its "
+            "blocks read further layers of that text"
+        ),
+        "BriaFiboTransformer2DModel": (
+            "each of its blocks replaces half of the channels of a batch row's text by another layer of the text "
+            "encoder"
+        ),
+        "ConsisIDTransformer3DModel": (
+            "its tokens also attend to a face, of which each batch row brings embeddings of several layers, in a "
+            "module without processors"
+        ),
         "HeliosTransformer3DModel": (
             "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row"
         ),
@@ -20,6 +32,14 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
         "HunyuanVideoFramepackTransformer3DModel": (
             "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row"
         ),
+        "JoyImageEditPlusTransformer3DModel": (
+            "it makes positions inside its forward, by lists of the pictures in each batch row, and no module "
+            "whose output could be replaced returns them"
+        ),
+        "JoyImageEditTransformer3DModel": (
+            "it makes positions inside its forward, by the shape of a batch row, and no module whose output could "
+            "be replaced returns them"
+        ),
         "Kandinsky6SRTransformer3DModel": (
             "its attention is sparse: a batch row chooses, by the means of its blocks of 64 tokens, which blocks "
             "attend to which"
@@ -28,6 +48,10 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "its experts choose the tokens that fit them best among those of a batch row, so that a token's "
             "output depends on the others in its row"
         ),
+        "OmniGenTransformer2DModel": (
+            "its words attend to the words before them alone, by a mask over a batch row in which pictures lie "
+            "among the words"
+        ),
         "SanaTransformer2DModel": (
             "its attention is linear, a sum over all keys of a batch row, and its feed-forward convolves over the "
             "grid of the row"
@@ -35,6 +59,10 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
         "SanaVideoTransformer3DModel": (
             "its attention is linear, a sum over all keys of a batch row, and its feed-forward convolves over the "
             "grid and the frames of the row"
+        ),
+        "SanaWMLTX2RefinerTransformer3DModel": (
+            "it refines a video block by block, each with the keys and values of earlier blocks kept in between, "
+            "at positions that its caller makes for a batch row"
         ),
         "SanaWMTransformer3DModel": (
             "its attention is a recurrence over the frames of a batch row, and it convolves over their grid"
@@ -51,3 +79,15 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
 
 Its pipeline trains in buckets if a recipe claims it.
 """
+
+OTHER_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "AceStepTransformer1DModel": "makes music",
+        "DiTTransformer2DModel": "makes images of a class, and takes no text",
+        "DreamLiteTransformer2DModel": "is a block of a U-Net, which normalizes over the pixels of a batch row",
+        "MiniMaxMusic3Transformer1DModel": "makes music",
+        "Transformer2DModel": "is a block of a U-Net, which normalizes over the pixels of a batch row",
+        "TransformerTemporalModel": "is a block of a U-Net, which normalizes over the frames of a batch row",
+    }
+)
+"""What the transformers of diffusers 0.42.1 do that do not make images or videos from text."""

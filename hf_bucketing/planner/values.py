@@ -21,6 +21,7 @@ over all tokens is made."""
 
 _FACTORIES = frozenset(
     {torch.ops.aten.ones.default, torch.ops.aten.zeros.default, torch.ops.aten.full.default}
+    | {torch.ops.aten.scalar_tensor.default}
     | {torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step}
 )
 _INDEXING = frozenset(

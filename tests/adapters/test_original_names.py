@@ -16,6 +16,8 @@ CONVERTERS = {
     "ltx2": "convert_ltx2_transformer_to_diffusers",
     "hunyuan-video": "convert_hunyuan_video_transformer_to_diffusers",
     "flux2": "convert_flux2_transformer_checkpoint_to_diffusers",
+    "qwen-image-2.1": "convert_qwen_image21_transformer_checkpoint_to_diffusers",
+    "krea2": "convert_krea2_transformer_checkpoint_to_diffusers",
 }
 """Functions of diffusers that read whole original checkpoints."""
 

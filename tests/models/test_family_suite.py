@@ -214,7 +214,7 @@ def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) 
         name: weight.shape for name, weight in model.state_dict().items()
     }
     # Mochi rounds sums to float32 inside, here and there to a neighbour where another order of terms is near a tie.
-    assert_equal(samples.alone(loaded), packed_outputs(loaded, samples, strip_length=7), limit=1e-6)
+    assert_equal(samples.alone(loaded), packed_outputs(loaded, samples, strip_length=8), limit=1e-6)
 
 
 @each_family

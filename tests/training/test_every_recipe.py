@@ -147,7 +147,7 @@ def render(case: RecipeCase, pipeline: Any) -> np.ndarray:
     )
     pictures = recipe.frames_of(result)
     assert np.isfinite(pictures).all()
-    assert pictures.shape[-1] == 3
+    assert pictures.shape[-1] in (3, 4)  # Qwen-Image 2.1 makes pictures with opacity
     assert "height" not in options or pictures.shape[-3:-1] == (height, width)
     return pictures
 

@@ -136,3 +136,20 @@ def test_the_page_of_two_runs_is_whole_in_a_browser(tmp_path: Path, browser) -> 
     assert f"Page: {page}" in run_script_here("report_training.py", *runs, "--html", page).stdout
     assert page.stat().st_size < 3_000_000
     assert not any(look_at(browser, page.as_uri()))
+
+
+def test_references_of_a_prompt_stand_before_its_renderings(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    files = [str(tmp_path / f"{name}.png") for name in ("red", "cat")]
+    for file in files:
+        write_image(file, np.zeros((48, 32, 3), np.uint8))
+    settings = json.loads((folder / SETTINGS).read_text())
+    (folder / SETTINGS).write_text(json.dumps({**settings, "validation_references": files}))
+    images = check_complete(render_page(run_page([folder]))).images
+    of_first = [alt for alt in images if PROMPTS[0] in alt]
+    assert of_first == [
+        f"Reference of “{PROMPTS[0]}”.",
+        *(f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)),
+    ]
+    shown = {alt for alt in images if alt.startswith("Reference")}
+    assert shown == {f"Reference of “{prompt}”." for prompt in PROMPTS}

@@ -8,7 +8,7 @@ default one adds the ones and zeros of its mask to the scores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.transformers.transformer_cogview4 import CogView4TrainingAttnProcessor
@@ -42,12 +42,12 @@ class CogView4Family(JointFamily):
 
     transformer_class = "CogView4Transformer2DModel"
     tested_forwards = ("8fde5b83ce78",)
-    processor_class = PackedCogView4AttnProcessor
-    stock_processors = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
+    processor_class: ClassVar[type[PackedJointAttnProcessor]] = PackedCogView4AttnProcessor
+    stock_processors: ClassVar[tuple[str, ...]] = ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor")
     text = TextTokens(rows="slots", channels="text_embed_dim")
     images_only = True
     latents_as = "images"
-    attention_kwargs = "attention_kwargs"
+    attention_kwargs: ClassVar[str | None] = "attention_kwargs"
     position_module = "rope"
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:

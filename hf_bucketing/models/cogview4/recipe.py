@@ -51,9 +51,14 @@ class CogView4Recipe(Recipe):
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the sizes and the corner that the pipeline passes by default: those of the whole image."""
-        sides = [latent.shape[2:] for latent in samples.noised.latents]
-        sizes = torch.tensor(sides, dtype=samples.text.values.dtype) * self.spec.spatial_stride
-        return {"original_size": sizes, "target_size": sizes, "crop_coords": torch.zeros_like(sizes)}
+        return sizes_of(samples, self.spec.spatial_stride)
+
+
+def sizes_of(samples: Samples, stride: int) -> dict[str, Any]:
+    """Return original and target size in pixels, `(n, 2)`, and the corner at 0, of images that are shown whole."""
+    sides = [latent.shape[2:] for latent in samples.noised.latents]
+    sizes = torch.tensor(sides, dtype=samples.text.values.dtype) * stride
+    return {"original_size": sizes, "target_size": sizes, "crop_coords": torch.zeros_like(sizes)}
 
 
 class CogView4ControlRecipe(ControlRecipe, CogView4Recipe):

@@ -36,7 +36,7 @@ class FluxFamily(JointFamily):
     interpolates = True
     images_only = True
     latents_as = "tokens"
-    attention_kwargs = "joint_attention_kwargs"
+    attention_kwargs: ClassVar[str | None] = "joint_attention_kwargs"
     position_module = "pos_embed"
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (  # ComfyUI takes the names of diffusers
         ("transformer_blocks.**", "transformer_blocks.**"),
@@ -53,8 +53,8 @@ class FluxFamily(JointFamily):
         channels, patch = transformer.config.in_channels, transformer.config.get("patch_size", 1)
         if channels % BLOCK**2 or patch != 1:
             raise PackingError(
-                f"A Flux token holds {BLOCK}×{BLOCK} latent pixels, so in_channels must be a multiple of {BLOCK**2} "
-                f"and patch_size 1; got {channels} and {patch}."
+                f"A token of {type(transformer).__name__} holds {BLOCK}×{BLOCK} latent pixels, so in_channels must be "
+                f"a multiple of {BLOCK**2} and patch_size 1; got {channels} and {patch}."
             )
         super().check(transformer, strip_length=strip_length)
 
@@ -72,8 +72,12 @@ class FluxFamily(JointFamily):
         return tuple(module.forward(self.ids(grids, device=device)[math.prod(grids[0]) :]))
 
     def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
-        """Place text at zero, which turns nothing but rounds to float32, as in the stock model."""
-        return tuple(module.forward(torch.zeros(length, len(module.axes_dim), device=device)))
+        """Place text by [`text_ids`]; at zero, nothing turns, but is rounded to float32, as in the stock model."""
+        return tuple(module.forward(self.text_ids(length, device=device)))
+
+    def text_ids(self, length: int, *, device: torch.device) -> torch.Tensor:
+        """Return the positions of a text's tokens, `(length, 3)`: zero."""
+        return torch.zeros(length, 3, device=device)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep."""
@@ -90,7 +94,7 @@ class FluxFamily(JointFamily):
             **super().inputs(rows),
             "timestep": rows.timesteps / 1000,
             "img_ids": self.ids(rows.grids, device=rows.latents.device),
-            "txt_ids": rows.text.new_zeros(rows.text.shape[1], 3),
+            "txt_ids": self.text_ids(rows.text.shape[1], device=rows.latents.device),
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,21 @@ class Flux2Recipe(FluxRecipe):
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode images `(B, 3, 1, H, W)` in [−1, 1], normalised by the statistics of the channels of a block."""
         vae = self.pipeline.vae
-        raw = vae.encode(pixel_values[:, :, 0].to(vae.dtype)).latent_dist.mode()
-        mean, variance = (statistic.view(1, -1, 1, 1) for statistic in (vae.bn.running_mean, vae.bn.running_var))
-        normalised = (F.pixel_unshuffle(raw, BLOCK) - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
-        return F.pixel_shuffle(normalised, BLOCK)[:, :, None]
+        blocks = encode_blocks(vae, pixel_values, epsilon=vae.config.batch_norm_eps)
+        return F.pixel_shuffle(blocks, BLOCK)[:, :, None]
+
+
+@torch.no_grad()
+def encode_blocks(vae: Any, pixel_values: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+    """Encode images `(B, 3, 1, H, W)` in [−1, 1] to blocks of latent pixels, `(B, 4·C, h/2, w/2)`, normalised.
+
+    The mode of the posterior is normalised by the VAE's mean and variance of a block's channels; `epsilon` is added to
+    the variance.
+    """
+    raw = vae.encode(pixel_values[:, :, 0].to(vae.dtype)).latent_dist.mode()
+    mean, variance = (statistic.view(1, -1, 1, 1) for statistic in (vae.bn.running_mean, vae.bn.running_var))
+    normalised: torch.Tensor = (F.pixel_unshuffle(raw, BLOCK) - mean) / torch.sqrt(variance + epsilon)
+    return normalised
 
 
 class Flux2KleinRecipe(Flux2Recipe):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -86,9 +86,13 @@ class PackedKandinsky5AttnProcessor(Processor):
         normed: torch.Tensor = norm(heads.float()).type_as(heads)
         if rotary is None:
             return normed
-        rotations = rotary.flatten(0, -5)  # (N, 1, D/2, 2, 2)
-        pairs = normed.unflatten(-1, (-1, 1, 2)).to(torch.float32)
-        return (rotations * pairs).sum(dim=-1).flatten(-2).to(torch.bfloat16).type_as(normed)
+        return rotated(normed, rotary).to(torch.bfloat16).type_as(normed)
+
+
+def rotated(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Multiply pairs of channels of `(N, H, D)` by rotations `(…, 1, D/2, 2, 2)`, in float32."""
+    rotations = rotary.flatten(0, -5)  # (N, 1, D/2, 2, 2)
+    return (rotations * heads.unflatten(-1, (-1, 1, 2)).float()).sum(dim=-1).flatten(-2)
 
 
 class Kandinsky5Family(JointFamily):
@@ -100,9 +104,10 @@ class Kandinsky5Family(JointFamily):
 
     transformer_class = "Kandinsky5Transformer3DModel"
     lora_targets = ("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
-    tested_forwards = ("6e07c4013e40",)
-    stock_processors = ("Kandinsky5AttnProcessor",)
-    original_names = (
+    tested_forwards: ClassVar[tuple[str, ...]] = ("6e07c4013e40",)
+    processor_class: ClassVar[type[Any]] = PackedKandinsky5AttnProcessor
+    stock_processors: ClassVar[tuple[str, ...]] = ("Kandinsky5AttnProcessor",)
+    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
         ("text_transformer_blocks.**", "text_transformer_blocks.**"),
         ("visual_transformer_blocks.**", "visual_transformer_blocks.**"),
     )
@@ -141,7 +146,7 @@ class Kandinsky5Family(JointFamily):
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of a block of text or of tokens."""
         text = name.startswith("text_transformer_blocks.")
-        return PackedKandinsky5AttnProcessor(backend, scope="text" if text else "tokens")
+        return self.processor_class(backend, scope="text" if text else "tokens")
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions of tokens, and the modulation of text."""

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
+from ...devices import to_device
 from ...packing.batch import Rows
-from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import Tables
-from ...packing.strips import by_strip
-from ..joint import hook_row_modulation
+from ..joint import hook_row_modulation, joint_tables
 from ..refined import RefinedFamily
 
 
@@ -37,7 +36,7 @@ class Lumina2Family(RefinedFamily):
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""
         locate = partial(_locate, Tables(_positions))
         return [
-            transformer.rope_embedder.register_forward_pre_hook(_with_known_lengths),
+            transformer.rope_embedder.register_forward_pre_hook(_without_waiting),
             transformer.rope_embedder.register_forward_hook(locate),
             *hook_row_modulation([layer.norm1 for layer in transformer.layers], text_first=True),
         ]
@@ -50,29 +49,40 @@ class Lumina2Family(RefinedFamily):
             "encoder_attention_mask": rows.known_mask.long(),
         }
 
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Move the model's tables of positions to the device once, instead of a copy in each forward."""
+        _move_tables(transformer.rope_embedder, rows.latents.device)
+        return {}
+
 
 def _positions(module: Any, key: tuple[Grid, int], *, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the rotary tables of a sample's tokens, `(h·w, D/2)`, and of its text, `(length, D/2)`, by the module."""
     (_, rows, columns), length = key
+    _move_tables(module, device)
     image = torch.empty(1, 0, rows * module.patch_size, columns * module.patch_size, device=device)
     mask = torch.ones(1, length, dtype=torch.long)  # on the CPU, where its length is read
     _, of_text, of_tokens, *_ = module.forward(image, mask)  # instead of module(…), which would call the hook again
     return of_tokens[0], of_text[0]
 
 
-def _with_known_lengths(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Put the mask of the text slots, whose sums the module reads, on the CPU: in a pack all of them count."""
+def _without_waiting(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Put the mask of the text slots, whose sums the module reads, on the CPU: in a pack all of them count.
+
+    The module's tables, which it would copy to the device in each forward, are moved there once.
+    """
     tokens, mask = args
+    _move_tables(module, tokens.device)
     return tokens, torch.ones(mask.shape, dtype=mask.dtype)
 
 
-@torch.compiler.disable  # loops over the samples of the pack
-def _locate(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+def _move_tables(module: Any, device: torch.device) -> None:
+    module.freqs_cis = [to_device(table, device) for table in module.freqs_cis]
+
+
+def _locate(tables: Tables, module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace the tables of text slots, of tokens, and of rows of both, in what the module returns."""
-    layout, (tokens, _, _, _, *lengths) = active_layout(), output
-    samples = zip(layout.grids, layout.text_lengths, strict=True)
-    of_tokens, of_texts = zip(*(tables(module, sample, tokens.device) for sample in samples), strict=True)
-    strips, slots = by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
+    tokens, _, _, _, *lengths = output
+    strips, slots = joint_tables(tables, module)
     return tokens, slots, strips, torch.cat([slots, strips], 1), *lengths
 
 

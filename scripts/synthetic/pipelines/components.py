@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -22,9 +28,13 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5EncoderModel,
     UMT5EncoderModel,
 )
+
+from hf_bucketing.models.flux.packing import BLOCK
 
 CHANNELS = 4
 """Channels of a latent."""
@@ -80,6 +90,12 @@ def template_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
+def empty_pipeline(kind: Any) -> Any:
+    """Return a pipeline of a class without components, to read the templates of its prompts."""
+    parameters = signature(kind).parameters.values()
+    return kind(**{parameter.name: None for parameter in parameters if parameter.default is parameter.empty})
+
+
 VISION_TOKENS = {
     "vision_start_token": "<|vision_start|>",
     "image_token": "<|image_pad|>",
@@ -93,7 +109,7 @@ def qwen_components(pipeline: Any) -> dict[str, Any]:
 
     Pipelines that have a processor also get one, which shows the model pictures of at most six tokens.
     """
-    empty = pipeline(**dict.fromkeys(signature(pipeline).parameters))
+    empty = empty_pipeline(pipeline)
     template = getattr(empty, "prompt_template_encode", None) or empty.prompt_template
     prefix, _, _ = template.partition("{}")
     prefix, _, _ = prefix.partition(VISION_TOKENS["vision_start_token"])
@@ -121,6 +137,19 @@ def _picture_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
     return PaddleOCRVLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=6 * 28 * 28), tokenizer)
 
 
+def qwen3_vl(vocab_size: int, *, kind: Any = Qwen3VLModel) -> Any:
+    """Return a Qwen3-VL of three layers."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
+    shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.1}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
+    config = Qwen3VLConfig(
+        text_config={"vocab_size": vocab_size, **shape, **heads},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    )
+    return kind(config).eval()
+
+
 def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
     """Return components under the names that a pipeline gives its second or third text encoder and tokenizer."""
     return {f"{name}_{number}": component for name, component in components.items()}
@@ -128,10 +157,21 @@ def numbered(components: dict[str, Any], number: int) -> dict[str, Any]:
 
 def wan_vae(**config: Any) -> AutoencoderKLWan:
     """Return a VAE of Wan, by default of 2.1, whose latents have mean 0 and deviation 1, as those of a trained one."""
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
     statistics = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
-    vae = AutoencoderKLWan(**settings, **statistics, **config).eval()
-    latents = latents_of_smooth_clips(vae)
+    return with_statistics(AutoencoderKLWan(**_CAUSAL, **statistics, **config).eval())
+
+
+def qwen_vae() -> AutoencoderKLQwenImage:
+    """Return a VAE of Qwen-Image whose latents have mean 0 and deviation 1, as those of a trained one."""
+    return with_statistics(AutoencoderKLQwenImage(**_CAUSAL).eval())
+
+
+_CAUSAL = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
+
+
+def with_statistics(vae: Any, *, frames: int = 5) -> Any:
+    """Return a VAE whose latents have mean 0 and deviation 1 by the statistics of its configuration."""
+    latents = latents_of_smooth_clips(vae, frames=frames)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae
 
@@ -155,10 +195,26 @@ def image_vae(**config: Any) -> AutoencoderKL:
 
 
 @torch.no_grad()
-def latents_of_smooth_clips(vae: Any, *, images: bool = False) -> torch.Tensor:
-    """Return the latents of eight random smooth clips of 5×64×64 pixels, or of their first frames: `(C, numbers)`."""
-    coarse = torch.rand(8, 3, 3, 6, 6) * 2 - 1
+def block_vae() -> AutoencoderKLFlux2:
+    """Return a VAE of Flux.2 with the statistics of its latents by block, as the trained one has."""
+    blocks = {
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (8,) * 4,
+    }
+    vae = AutoencoderKLFlux2(**blocks, latent_channels=CHANNELS, norm_num_groups=4).eval()
+    latents = latents_of_smooth_clips(vae, images=True)
+    for statistic, values in (("running_mean", latents.mean(1)), ("running_var", latents.var(1))):
+        spread = 1 + 0.1 * torch.rand(CHANNELS * BLOCK**2)
+        getattr(vae.bn, statistic).copy_(values.repeat_interleave(BLOCK**2) * spread)
+    return vae
+
+
+@torch.no_grad()
+def latents_of_smooth_clips(vae: Any, *, images: bool = False, frames: int = 5) -> torch.Tensor:
+    """Return the latents of eight random smooth clips of 64×64 pixels, or of their first frames: `(C, numbers)`."""
+    coarse = torch.rand(8, vae.config.get("in_channels", 3), 3, 6, 6) * 2 - 1
     clips = torch.nn.functional.interpolate(coarse, size=(5, 64, 64), mode="trilinear")
-    pixels = clips[:, :, 0] if images else clips
+    pixels = clips[:, :, 0] if images else clips[:, :, :frames]
     latents: torch.Tensor = vae.encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1)
     return latents

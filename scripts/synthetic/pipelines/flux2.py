@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from diffusers import (
-    AutoencoderKLFlux2,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
@@ -22,7 +20,7 @@ from transformers import (
 
 from hf_bucketing.models.flux.packing import BLOCK
 
-from .components import CHANNELS, latents_of_smooth_clips, template_tokenizer
+from .components import CHANNELS, block_vae, template_tokenizer
 
 _WIDTH = 16
 """Channels of the text encoder; the pipelines take those of three of its layers."""
@@ -34,7 +32,7 @@ _DECODER = {"hidden_size": _WIDTH, "intermediate_size": 32, **_HEADS}
 def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components: Any) -> DiffusionPipeline:
     return pipeline(
         **components,
-        vae=flux2_vae(),
+        vae=block_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         transformer=Flux2Transformer2DModel(
             in_channels=CHANNELS * BLOCK**2,
@@ -48,21 +46,6 @@ def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components
             guidance_embeds=guidance,
         ),
     )
-
-
-def flux2_vae() -> AutoencoderKLFlux2:
-    """Return a VAE with the statistics of its latents by block, as the trained one has."""
-    blocks = {
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (8,) * 4,
-    }
-    vae = AutoencoderKLFlux2(**blocks, latent_channels=CHANNELS, norm_num_groups=4).eval()
-    latents = latents_of_smooth_clips(vae, images=True)
-    for statistic, values in (("running_mean", latents.mean(1)), ("running_var", latents.var(1))):
-        spread = 1 + 0.1 * torch.rand(CHANNELS * BLOCK**2)
-        getattr(vae.bn, statistic).copy_(values.repeat_interleave(BLOCK**2) * spread)
-    return vae
 
 
 def _klein() -> DiffusionPipeline:

@@ -7,8 +7,7 @@ from transformers import CLIPImageProcessorPil, LlavaProcessor, Qwen3VLConfig, Q
 
 from hf_bucketing.models.flux.packing import BLOCK
 
-from .components import CHANNELS, template_tokenizer
-from .flux2 import flux2_vae
+from .components import CHANNELS, block_vae, template_tokenizer
 
 _WIDTH = 16
 """Channels of the text encoder; the pipeline takes those of eight of its layers."""
@@ -38,7 +37,7 @@ def _flux3() -> Flux3ModularPipeline:
     pipeline.update_components(
         text_encoder=text_encoder,
         tokenizer=processor,
-        vae=flux2_vae(),
+        vae=block_vae(),
         transformer=Flux3Transformer2DModel(
             in_channels=CHANNELS * BLOCK**2,
             cond_in_channels=CHANNELS * BLOCK**2,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 from transformers import Gemma2Config, Gemma2Model
 
-from .components import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
+from .components import CHANNELS, TEXT_DIM, empty_pipeline, image_vae, template_tokenizer
 
 
 def _text_to_image() -> DiffusionPipeline:
-    empty = Lumina2Pipeline(**dict.fromkeys(signature(Lumina2Pipeline).parameters))
+    empty = empty_pipeline(Lumina2Pipeline)
     tokenizer = template_tokenizer(empty.system_prompt, 1)
     config = Gemma2Config(
         vocab_size=len(tokenizer),

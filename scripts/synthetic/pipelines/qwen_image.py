@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from diffusers import (
-    AutoencoderKLQwenImage,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImageEditPipeline,
@@ -17,13 +16,13 @@ from diffusers import (
 
 from hf_bucketing.models.qwen_image.packing import BLOCK
 
-from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, qwen_components
+from .components import CHANNELS, TEXT_DIM, qwen_components, qwen_vae
 
 
 def _pipeline(pipeline: type[DiffusionPipeline], **config: Any) -> DiffusionPipeline:
     return pipeline(
         **qwen_components(pipeline),
-        vae=_vae(),
+        vae=qwen_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64, base_shift=0.5, max_shift=0.9
         ),
@@ -38,14 +37,6 @@ def _pipeline(pipeline: type[DiffusionPipeline], **config: Any) -> DiffusionPipe
             **config,
         ),
     )
-
-
-def _vae() -> AutoencoderKLQwenImage:
-    settings = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
-    vae = AutoencoderKLQwenImage(**settings).eval()
-    latents = latents_of_smooth_clips(vae)
-    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
-    return vae
 
 
 TINY = {

@@ -8,7 +8,7 @@ import torch
 from diffusers import CogView4Transformer2DModel
 from PIL import Image
 
-from tests.models.cases import IMAGE_SIZES, FamilyCase
+from tests.models.cases import IMAGE_SIZES, Draw, FamilyCase
 from tests.models.recipe_cases import CONTROL, IMAGES, Drawn, RecipeCase, clean_image
 
 
@@ -38,15 +38,19 @@ def alone(
     return output[0][:, None]
 
 
+def drawn_sizes(draw: Draw, count: int) -> dict[str, torch.Tensor]:
+    return {
+        name: 64 + 8 * torch.arange(2.0 * count).view(count, 2) + offset
+        for offset, name in enumerate(("original_size", "target_size", "crop_coords"))
+    }
+
+
 CASES = {
     "cogview4": FamilyCase(
         make=make,
         alone=alone,
         sizes=IMAGE_SIZES,
-        conditioning=lambda draw, count: {
-            name: 64 + 8 * torch.arange(2.0 * count).view(count, 2) + offset
-            for offset, name in enumerate(("original_size", "target_size", "crop_coords"))
-        },
+        conditioning=drawn_sizes,
     )
 }
 

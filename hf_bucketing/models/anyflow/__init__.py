@@ -1,0 +1,1 @@
+"""AnyFlow: Wan, distilled to steps between any two noise levels."""

@@ -1,0 +1,1 @@
+"""CogView3-Plus."""

@@ -1,0 +1,1 @@
+"""EasyAnimate 5.1."""

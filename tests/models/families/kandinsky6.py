@@ -1,0 +1,80 @@
+"""Kandinsky 6, without sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import Kandinsky6Transformer3DModel
+
+from tests.models.cases import VIDEO_SIZES, FamilyCase
+
+
+def in_float32(rotary: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    rotary.float()  # as in a loaded model; `to` would cast its buffers too
+
+
+def make(**config: Any) -> Kandinsky6Transformer3DModel:
+    settings = {
+        "in_visual_dim": 4,
+        "out_visual_dim": 4,
+        "in_text_dim": 16,
+        "in_text_dim2": 20,
+        "time_dim": 24,
+        "model_dim": 32,
+        "ff_dim": 48,
+        "num_text_blocks": 2,
+        "num_visual_blocks": 2,
+        "axes_dims": (4, 6, 6),
+        "in_audio_dim": 6,
+        "out_audio_dim": 6,
+        "ca_rope": True,
+        "cross_gates": True,
+        "fix_modulation": True,
+    }
+    model = Kandinsky6Transformer3DModel(**{**settings, **config})
+    for rotary in (model.visual_rope_embeddings, model.video_text_rope_embeddings, model.audio_text_rope_embeddings):
+        rotary.register_forward_pre_hook(in_float32)
+    return model
+
+
+def alone(
+    model: Any,
+    latent: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    pooled_projections: torch.Tensor,
+    visual_cond: torch.Tensor,
+) -> torch.Tensor:
+    padded = torch.cat([text, 7 * torch.ones_like(text[:3])])
+    output = model(
+        hidden_states=torch.cat([latent, visual_cond]).movedim(0, -1)[None],
+        encoder_hidden_states=padded[None],
+        pooled_projections=pooled_projections[None],
+        timestep=timestep[None],
+        encoder_attention_mask=(torch.arange(len(padded)) < len(text))[None],
+    ).sample
+    return output[0].movedim(-1, 0)
+
+
+CASES = {
+    "kandinsky6": FamilyCase(
+        make=make,
+        alone=alone,
+        sizes=VIDEO_SIZES,
+        conditioning=lambda draw, count: {
+            "pooled_projections": draw(count, 20),
+            "visual_cond": [draw(5, *size) for size in VIDEO_SIZES],
+        },
+        empty_text=False,
+        without_gradient=(
+            "audio_",
+            "va_cross_attention.",
+            "av_cross_attention.",
+            "va_modulation.",
+            "av_modulation.",
+        ),
+        lora_targets=("to_query", "to_key", "to_value"),
+    )
+}
