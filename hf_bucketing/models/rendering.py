@@ -196,10 +196,12 @@ class _Waiting:
 
 
 def _with_waiting(recipe: Recipe, wait: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> Recipe:
-    """Return a recipe with a pipeline of the same components, a scheduler of its own, and waiting transformers."""
+    """Return a recipe with a pipeline of the same components, schedulers of its own, and waiting transformers."""
     pipeline = copy.copy(recipe.pipeline)
     pipeline.__dict__ = dict(recipe.pipeline.__dict__)
-    pipeline.scheduler = copy.deepcopy(recipe.pipeline.scheduler)
+    for name, component in recipe.pipeline.components.items():
+        if name.endswith(("scheduler", "guider")):
+            pipeline.__dict__[name] = copy.deepcopy(component)
     for expert in recipe.experts:
         name = expert.trained
 

@@ -29,6 +29,7 @@ SLOW = {
     "cogvideox": {"guidance_scale": 6.0},
     "cogview4": {"guidance_scale": 3.0},
     "flux2": {},
+    "flux3": {},
     "hunyuan-video": {},
     "ltx": {"guidance_scale": 3.0},
     "lumina2": {"guidance_scale": 3.0, "negative_prompt": "grey"},

@@ -127,8 +127,7 @@ class PackedMiniMaxH3AttnProcessor(PackedAttnProcessor):
 class MiniMaxH3Family(Family):
     """Packing of `MiniMaxH3Transformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
 
-    Timesteps are as for the other families, up to 1000 for noise; the model gets 1 − t / 1000. It predicts
-    data − noise; outputs are noise − data.
+    Timesteps are as for the other families, up to 1000 for noise; the model gets 1 − t / 1000.
     """
 
     transformer_class = "MiniMaxH3Transformer3DModel"
@@ -138,6 +137,7 @@ class MiniMaxH3Family(Family):
     processors_read_fusion = True
     text = TextTokens(rows="sequence", channels="text_dim", shortest=1)
     latents_as = "tokens"
+    negates = True
     strips_have_positions = False
     attention_kwargs = "attention_kwargs"
     width_settings = ("hidden_size",)
@@ -203,8 +203,8 @@ class MiniMaxH3Family(Family):
         }
 
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Cut the sequence into rows again, and return noise − data."""
-        return -super().restored(output.flatten(0, 1).unflatten(0, (-1, math.prod(grid))), grid, patch)
+        """Cut the sequence into rows again."""
+        return super().restored(output.flatten(0, 1).unflatten(0, (-1, math.prod(grid))), grid, patch)
 
 
 def _stock_rows(transformer: Transformer, grid: Grid, words: int) -> tuple[torch.Tensor, ...]:
