@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +116,27 @@ def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
     weights = [load_file(folder / "pytorch_lora_weights.safetensors") for folder in (one, two)]
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=2e-3)  # AdamW's first steps amplify rounding
     assert len(list((two / "validation").rglob("*.mp4"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["ltx-i2v", "wan-2.2-ti2v"])
+def test_a_run_whose_tokens_have_timesteps_of_their_own_has_the_losses_of_one_process(
+    family: str, media_dir: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline, prepared = tiny_folder(family), tmp_path / "prepared"
+    run_script_here(
+        "prepare_dataset.py",
+        dataset=media_dir,
+        pretrained_model_name_or_path=pipeline,
+        output_dir=prepared,
+        target_fps=8,
+        bucket_frames="9",
+        buckets="64,64;64,128",
+    )
+    settings = {**PACKS, "max_tokens": 1280, "max_train_steps": 2, "lora_rank": 2}
+    expected = run(in_process(pipeline, prepared, tmp_path / "one", **settings))
+    train(pipeline, prepared, tmp_path / "two", *as_flags(**settings), "--context_parallel_degree", 2)
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
