@@ -366,14 +366,19 @@ def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, hal
     counterpart in the second make a pair, else two neighbours.
     """
     if halves:
-        first, second = tokens.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
+        turned = turn_halves(tokens)
     else:
         even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([-odd, even], dim=-1).flatten(-2)
     # (strips, strip_length, D or H·D) -> (N, 1 or H, D) or (strips, strip_length, 1 or H, D)
     cosines, sines = (table.reshape(*tokens.shape[:-2], -1, tokens.shape[-1]) for table in tables)
     return (tokens.float() * cosines + turned.float() * sines).to(tokens.dtype)
+
+
+def turn_halves(tokens: torch.Tensor) -> torch.Tensor:
+    """Turn the halves of the channels of `(…, D)` by a right angle: the second, negated, and then the first."""
+    first, second = tokens.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
 _FUSED = {
