@@ -266,7 +266,8 @@ class PackedJointAttnProcessor(Processor):
         norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
         names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
         parts = project(attn, states, *names)
-        width = parts[0].shape[-1] // attn.heads  # keys and values may have fewer heads
+        count = attn.heads if _has(attn, "heads") else attn.num_heads
+        width = parts[0].shape[-1] // count  # keys and values may have fewer heads
         heads = [part.unflatten(-1, (-1, width)) for part in parts]
         query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
         if rotary is not None:

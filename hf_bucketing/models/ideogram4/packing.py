@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,9 +42,7 @@ class PackedIdeogram4AttnProcessor(PackedRowAttnProcessor):
         image_rotary_emb: Rotary = (),
     ) -> torch.Tensor:
         """Attend inside each sample, given cosines and sines `(strips, length, D)`."""
-        inner = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k")}
-        attention = SimpleNamespace(heads=attn.num_heads, **inner)
-        return super().__call__(attention, hidden_states, freqs_cis=torch.cat(image_rotary_emb, -1))
+        return super().__call__(attn, hidden_states, freqs_cis=torch.cat(image_rotary_emb, -1))
 
     def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rotate `(N, H, D)` by cosines and sines side by side, `(N, 2·D)`, in their own dtype, as stock."""
