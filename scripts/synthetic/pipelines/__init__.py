@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -35,8 +36,8 @@ def importable_modules(package: str, path: Iterable[str]) -> list[ModuleType]:
     for module in pkgutil.iter_modules(path):
         try:
             modules.append(importlib.import_module(f"{package}.{module.name}"))
-        except ImportError as error:
-            if Version(diffusers.__version__) >= NEWEST or not str(error.name).startswith("diffusers"):
+        except (ImportError, AttributeError) as error:
+            if Version(diffusers.__version__) >= NEWEST or not re.search("diffusers|transformers", str(error)):
                 raise
     return modules
 
