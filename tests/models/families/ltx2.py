@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ RECIPES = {
         loss=partial(text_to_video_loss, predict=predict),
         render={
             **RENDER,
-            "reference_conditions": [LTX2ReferenceCondition(frames=[Image.new("RGB", (32, 16), "white")])],
+            "reference_conditions": [SimpleNamespace(frames=[Image.new("RGB", (32, 16), "white")], strength=1.0)],
             "reference_downscale_factor": 2,
         },
         **STRIDES,
