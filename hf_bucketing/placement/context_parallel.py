@@ -29,6 +29,9 @@ from ..models.recipe import Recipe
 _TEXT_ATTENTION = "attn2"
 """Name of the modules that attend to text; see `Family.context_parallel`."""
 
+_TIMESTEPS = "timestep"
+"""Argument of a forward that may hold a timestep for each token, as for references, which are clean."""
+
 _SIZES_NAMED = 5
 
 
@@ -170,19 +173,23 @@ class ContextParallel:
 
 
 def _plan(transformer: Any, *, packed: bool) -> dict[str, Any]:
-    """Return diffusers' plan for tokens and their positions.
+    """Return diffusers' plan for tokens, their positions and, where each token has one, their timesteps.
 
     It leaves out the text, which diffusers also splits in some models: the backward pass of its exchange takes as many
     keys as queries. In packs, the processors split the positions. Where FSDP checkpoints a block, its own forward
     is inside.
     """
+    from diffusers.models._modeling_parallel import ContextParallelInput
+
+    given = transformer._cp_plan
+    timesteps = {_TIMESTEPS: ContextParallelInput(split_dim=1, expected_dims=2)}  # some of diffusers' plans lack it
     plan: dict[str, Any] = {}
-    for name, rules in transformer._cp_plan.items():
+    for name, rules in {**given, "": {**given.get("", {}), **timesteps}}.items():
         if isinstance(rules, dict):
             rules = {
                 key: rule
                 for key, rule in rules.items()
-                if key == "hidden_states" or (isinstance(key, int) and not packed)
+                if key in ("hidden_states", _TIMESTEPS) or (isinstance(key, int) and not packed)
             }
         if rules:
             inside = isinstance(transformer.get_submodule(name), CheckpointWrapper)

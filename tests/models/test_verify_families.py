@@ -52,7 +52,7 @@ def test_every_family_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "references"), [
-    ("flux", 1), ("flux.2", 2), ("ltx", 2), ("ltx2.3", 2),
+    ("flux", 1), ("flux.2", 2), ("qwen-image", 2), ("qwen-image clean condition", 2), ("ltx", 2), ("ltx2.3", 2),
 ])  # fmt: skip
 def test_references_are_verified_too(name: str, references: int) -> None:
     report = verify(CASES[name].model(), 0, 3, references=references)

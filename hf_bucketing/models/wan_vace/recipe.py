@@ -43,23 +43,23 @@ class WanVACERecipe(WanRecipe):
     @property
     def media_rule(self) -> str:
         """What distinguishes entries of a cache from those of Wan's other pipelines, which have the same VAE."""
-        return "control channels"
+        return "control channels, loss masks of references"
 
     def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples, see [`Recipe.encode_media`].
 
         Returns:
-            `dict`: `latents`, the control channels and, where samples have a mask or a reference, `loss_mask`,
-            `(B, …, f, h, w)`; references add a latent frame in front of each.
+            `dict`: `latents`, the control channels and, where the data set has masks or references, `loss_mask`,
+            `(B, …, f, h, w)`; each reference adds a latent frame in front of its sample.
         """
-        encoded = super().encode_media(pixel_values, shown)
-        references = shown.get(REFERENCE, [()])
-        if not references[0]:
+        encoded, references = super().encode_media(pixel_values, shown), shown.get(REFERENCE)
+        if references is None:
             return encoded
-        frames, (first, *_) = self._frames_of(pixel_values, references), encoded["latents"]
-        weights = encoded.get(LOSS_MASK, first.new_ones(len(frames), 1, *first.shape[1:]))
+        latents = torch.stack(list(encoded["latents"]))
+        frames = self._frames_of(pixel_values, references) if references[0] else latents[:, :, :0]
+        weights = encoded.get(LOSS_MASK, torch.ones_like(latents[:, :1]))
         return {
-            "latents": _in_front(frames, encoded["latents"]),
+            "latents": _in_front(frames, latents),
             CONTROL: _in_front(frames, encoded[CONTROL]),
             LOSS_MASK: _in_front(frames[:, :0], weights),
         }

@@ -1,0 +1,204 @@
+"""Runs with references from files to a render: packs and batches, files and caches, and exact resumption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+from synthetic.media import Clip, make_media_dataset
+
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.media import write_video
+from hf_bucketing.media.references import REFERENCE_SIZES
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.review import losses_of
+from tests.conftest import as_flags, run_script_here
+from tests.models.families import RECIPES
+from tests.models.families.qwen_image import of_small_pictures
+from tests.training.training_cases import count_samples, in_process, run, train
+
+pytestmark = pytest.mark.slow
+
+IN_CONTEXT = ("ltx", "ltx2-in-context")
+"""Recipes whose references lie over their samples."""
+NAMES = (
+    "flux2",
+    "flux2-klein",
+    "flux-kontext",
+    "qwen-image-edit",
+    "qwen-image-edit-2509",
+    "qwen-image-edit-2511",
+    "wan-vace",
+    *IN_CONTEXT,
+)
+NUM_SAMPLES = 8
+TEXT_TOKENS = 64
+CLIPS = (Clip(9, 64, 96, 4), Clip(9, 96, 64, 4), Clip(1, 64, 96), Clip(1, 80, 80))
+SIDES = ((64, 96), (96, 64), (80, 80))
+"""Heights and widths of references that have sizes of their own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures() -> Iterator[None]:
+    with of_small_pictures():
+        yield
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of eight samples: of images, and of images and videos."""
+    folder = tmp_path_factory.mktemp("media")
+    make_samples(folder / "images", clips=[clip._replace(frames=1, fps=0) for clip in CLIPS])
+    make_samples(folder / "videos", clips=CLIPS)
+    return folder
+
+
+def make_samples(folder: Path, *, clips: Sequence[Clip]) -> None:
+    """Make samples with columns of 0 to 3 references, of at most one, and of 0 to 3 that lie over their sample."""
+    make_media_dataset(folder, num_samples=NUM_SAMPLES, clips=clips)
+    metadata, rows = folder / "metadata.jsonl", []
+    for number, line in enumerate(metadata.read_text().splitlines()):
+        row = json.loads(line)
+        clip, rng = clips[int(Path(row["file_name"]).stem) % len(clips)], np.random.default_rng(number)
+        files = [f"{number}_{position}.png" for position in range(number % 4)]
+        for file, sides in zip(files, SIDES, strict=False):
+            Image.fromarray(rng.integers(0, 256, (*sides, 3), dtype=np.uint8)).save(folder / file)
+        over = f"{number}_over.{'png' if clip.frames == 1 else 'mp4'}"
+        frames = rng.integers(0, 256, (clip.frames, clip.height, clip.width, 3), dtype=np.uint8)
+        if clip.frames == 1:
+            Image.fromarray(frames[0]).save(folder / over)
+        else:
+            write_video(folder / over, frames, fps=clip.fps)
+        rows.append({**row, "several": files, "single": files[:1], "over": [over] * (number % 4)})
+    metadata.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int) -> None:
+    """Prepare the media with at most so many references for a recipe."""
+    case, recipe = RECIPES[name], recipe_of(str(pipeline))
+    images_only = recipe.family.images_only
+    over = {"reference_downscale_factor": 2} if name in IN_CONTEXT else {}
+    run_script_here(
+        "prepare_dataset.py",
+        dataset=clips / ("images" if images_only else "videos"),
+        output_dir=output,
+        pretrained_model_name_or_path=pipeline,
+        target_fps=case.target_fps,
+        buckets=case.buckets,
+        bucket_frames="1" if images_only else "1,9",
+        reference_column="over" if over else "several" if most > 1 else "single",
+        **over,
+    )
+    counts = [len(sizes) // 3 for sizes in PreparedDataset.load(output).dataset[REFERENCE_SIZES]]
+    assert counts == [min(number % 4, most) for number in range(NUM_SAMPLES)]
+
+
+def settings_of(pipeline: Path, batching: str) -> dict[str, Any]:
+    """Return the settings of an epoch of LoRA in batches, or in packs of three samples or a few more."""
+    settings: dict[str, Any] = {"lora_rank": 2, "max_sequence_length": TEXT_TOKENS, "batching": batching}
+    settings["train_batch_size"] = 1 if batching == "pack" else 2
+    if batching == "pack":
+        text = TEXT_TOKENS + recipe_of(str(pipeline)).added_text_tokens
+        settings |= {"max_tokens": 3 * text + 192, "strip_length": 8}
+    return {**settings, "max_train_steps": None, "num_train_epochs": 1}
+
+
+def render(name: str, pipeline: Path, clips: Path, output: Path, **flags: object) -> np.ndarray:
+    """Render a picture by the script, with a reference if the pipeline's call takes one."""
+    if name in IN_CONTEXT:
+        shown = {"reference": clips / "images" / "2_over.png", "reference_downscale_factor": 2}
+    else:
+        shown = {"reference": clips / "images" / "2_0.png", "reference_pixels": 80 * 96}
+    run_script_here(
+        "sample_video.py",
+        pipeline,
+        output=output,
+        height=128,
+        width=192,
+        num_inference_steps=2,
+        max_sequence_length=TEXT_TOKENS,
+        **flags,
+        **(shown if "reference" in recipe_of(str(pipeline)).shown_as else {}),
+    )
+    return np.asarray(Image.open(output))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_with_references_in_packs_and_batches_and_renders_with_one(
+    name: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder(RECIPES[name].tiny)
+    recipe = recipe_of(str(pipeline))
+    prepare(name, clips, pipeline, tmp_path / "prepared", most=min(3, recipe.max_references))
+    dropout = {} if recipe.references_in_front else {"reference_dropout": 0.2}
+    for batching in ("bucket", "pack"):
+        out = tmp_path / batching
+        losses = run(in_process(pipeline, tmp_path / "prepared", out, **settings_of(pipeline, batching), **dropout))
+        assert np.isfinite(losses).all()
+        (epoch,) = count_samples(out)
+        assert epoch.seen == NUM_SAMPLES
+        assert len(losses) > 1
+    before = render(name, pipeline, clips, tmp_path / "before.png")
+    after = render(name, pipeline, clips, tmp_path / "after.png", lora_weights=tmp_path / "pack")
+    assert not np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["flux2-klein", "qwen-image-edit-2511", "wan-vace"])
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_cache_trains_as_the_files_and_a_resumed_run_repeats_itself(
+    batching: str, name: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder(RECIPES[name].tiny)
+    settings = settings_of(pipeline, batching)
+    prepare(name, clips, pipeline, tmp_path / "files", most=3)
+    run_script_here(
+        "cache_latents.py",
+        dataset_dir=tmp_path / "files",
+        cache_dir=tmp_path / "cache",
+        output_dir=tmp_path / "cached",
+        pretrained_model_name_or_path=pipeline,
+        batching=batching,
+        max_sequence_length=settings["max_sequence_length"],
+    )
+    settings |= {"checkpointing_steps": 2, "num_train_epochs": 2, "seed": 1}
+    losses = {}
+    for source, own in {"files": {"random_crop": False}, "cached": {}}.items():
+        out = tmp_path / f"trained-{source}"
+        losses[source] = run(in_process(pipeline, tmp_path / source, out, **settings, **own))
+        assert len(losses[source]) > 2
+        written = kept(out)
+        resumed = in_process(
+            pipeline, tmp_path / source, out, **settings, **own, resume_from_checkpoint="checkpoint-2"
+        )
+        run(resumed)
+        assert losses_of(out) == losses[source]
+        assert kept(out) == written
+    assert losses["cached"] == pytest.approx(losses["files"], rel=1e-4)
+
+
+def kept(folder: Path) -> tuple[dict[str, bytes], str]:
+    """Return the adapters and the log of samples of a run."""
+    adapters = load_file(folder / "pytorch_lora_weights.safetensors")
+    return {name: weights.tobytes() for name, weights in adapters.items()}, (
+        folder / "logs" / "samples-0.jsonl"
+    ).read_text()
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_processes_that_share_the_tokens_of_references_have_the_losses_of_one(
+    batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder("ltx")
+    prepare("ltx", clips, pipeline, tmp_path / "prepared", most=3)
+    settings = settings_of(pipeline, batching)
+    expected = run(in_process(pipeline, tmp_path / "prepared", tmp_path / "one", **settings))
+    given = {name: value for name, value in settings.items() if value is not None}
+    train(pipeline, tmp_path / "prepared", tmp_path / "two", *as_flags(**given), "--context_parallel_degree", 2)
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+    assert len(expected) > 2
