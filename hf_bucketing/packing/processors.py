@@ -266,7 +266,8 @@ class PackedJointAttnProcessor(Processor):
         norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
         names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
         parts = project(attn, states, *names)
-        width = parts[0].shape[-1] // attn.heads  # keys and values may have fewer heads
+        count = attn.heads if _has(attn, "heads") else attn.num_heads
+        width = parts[0].shape[-1] // count  # keys and values may have fewer heads
         heads = [part.unflatten(-1, (-1, width)) for part in parts]
         query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
         if rotary is not None:
@@ -366,14 +367,19 @@ def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, hal
     counterpart in the second make a pair, else two neighbours.
     """
     if halves:
-        first, second = tokens.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
+        turned = turn_halves(tokens)
     else:
         even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([-odd, even], dim=-1).flatten(-2)
     # (strips, strip_length, D or H·D) -> (N, 1 or H, D) or (strips, strip_length, 1 or H, D)
     cosines, sines = (table.reshape(*tokens.shape[:-2], -1, tokens.shape[-1]) for table in tables)
     return (tokens.float() * cosines + turned.float() * sines).to(tokens.dtype)
+
+
+def turn_halves(tokens: torch.Tensor) -> torch.Tensor:
+    """Turn the halves of the channels of `(…, D)` by a right angle: the second, negated, and then the first."""
+    first, second = tokens.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
 _FUSED = {

@@ -15,7 +15,7 @@ from hf_bucketing.adapters.original_names import original_layers
 from tests.models.families import CASES
 
 RANK, ALPHA = 4, 16
-FAMILIES = {
+_FAMILIES = {
     "wan": ("WanPipeline", "wan"),
     "wan-i2v": ("WanImageToVideoPipeline", "wan image"),
     "skyreels-v2": ("SkyReelsV2Pipeline", "skyreels-v2"),
@@ -34,7 +34,8 @@ FAMILIES = {
     "flux2": ("Flux2Pipeline", "flux.2"),
     "hunyuan-video": ("HunyuanVideoPipeline", None),
 }
-"""Pipeline class and case of the families whose names in ComfyUI are proven."""
+FAMILIES = {name: entry for name, entry in _FAMILIES.items() if hasattr(diffusers, entry[0])}
+"""Pipeline class and case of the families whose names in ComfyUI are proven, of those that this diffusers has."""
 REFUSED = {
     "wan-vace": ("WanVACEPipeline", "wan-vace"),
     "mochi": ("MochiPipeline", "mochi"),

@@ -120,7 +120,7 @@ def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) 
         "cost_model": None,
         "rule": {"metric": "log", "max_aspect_error": None, "max_upscale": 1.0},
     }
-    spec = {"temporal_stride": 4, "spatial_stride": 8, "patch": [1, 2, 2], "repeats_first": False}
+    spec = {"temporal_stride": 4, "spatial_stride": 8, "patch": [1, 2, 2], "repeats_first": False, "chunk_frames": 0}
     assert report["spec"] == spec
     prepared = PreparedDataset.load(prepared_dir)
     entries = np.bincount(prepared.dataset["bucket_id"], minlength=len(prepared.table))

@@ -17,7 +17,7 @@ from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import Tables, axis_coordinates, over_grid
-from ...packing.processors import PackedRowAttnProcessor
+from ...packing.processors import PackedRowAttnProcessor, turn_halves
 from ...packing.texts import TextTokens
 from ..joint import JointFamily, ModulatedRows, joint_tables, of_text
 
@@ -40,8 +40,7 @@ class PackedErnieImageAttnProcessor(PackedRowAttnProcessor):
     def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:
         """Turn `(N, H, D)` by angles `(N, 1, D)`: the halves of a head's channels against each other."""
         cosines, sines = (function(rotary[0]).to(tokens.dtype) for function in (torch.cos, torch.sin))
-        first, second = tokens.chunk(2, dim=-1)
-        return tokens * cosines + torch.cat([-second, first], dim=-1) * sines
+        return tokens * cosines + turn_halves(tokens) * sines
 
 
 class ErnieImageFamily(JointFamily):

@@ -6,21 +6,40 @@ import functools
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
+import diffusers
 import torch
+from packaging.version import Version
 
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.files import complete_folder
 from hf_bucketing.models.index import MODULAR_INDEX
 
+NEWEST = Version("0.42.1")
+"""Version of diffusers that has all models with a pipeline here."""
+
 
 @functools.cache
 def tiny_pipelines() -> dict[str, Callable[[], Any]]:
     """Return functions that make pipelines of small random weights, by name."""
-    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    modules = importable_modules(__name__, __path__)
     return {name: make for module in modules for name, make in getattr(module, "TINY", {}).items()}
+
+
+def importable_modules(package: str, path: Iterable[str]) -> list[ModuleType]:
+    """Return the modules of a package, without those about models that an older diffusers does not have."""
+    modules = []
+    for module in pkgutil.iter_modules(path):
+        try:
+            modules.append(importlib.import_module(f"{package}.{module.name}"))
+        except (ImportError, AttributeError) as error:
+            if Version(diffusers.__version__) >= NEWEST or not re.search("diffusers|transformers", str(error)):
+                raise
+    return modules
 
 
 def make_tiny_pipeline(folder: str | os.PathLike[str], *, family: str = "wan", seed: int = 0) -> None:

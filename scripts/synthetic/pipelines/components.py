@@ -28,8 +28,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLModel,
     T5EncoderModel,
     UMT5EncoderModel,
 )
@@ -137,8 +135,10 @@ def _picture_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
     return PaddleOCRVLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=6 * 28 * 28), tokenizer)
 
 
-def qwen3_vl(vocab_size: int, *, kind: Any = Qwen3VLModel) -> Any:
-    """Return a Qwen3-VL of three layers."""
+def qwen3_vl(vocab_size: int, *, kind: Any) -> Any:
+    """Return a Qwen3-VL of three layers, of a class that an older transformers may not have."""
+    from transformers import Qwen3VLConfig
+
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
     shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.1}
@@ -169,9 +169,9 @@ def qwen_vae() -> AutoencoderKLQwenImage:
 _CAUSAL = {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 0}
 
 
-def with_statistics(vae: Any, *, frames: int = 5) -> Any:
+def with_statistics(vae: Any, *, frames: int = 5, channels: int = 3) -> Any:
     """Return a VAE whose latents have mean 0 and deviation 1 by the statistics of its configuration."""
-    latents = latents_of_smooth_clips(vae, frames=frames)
+    latents = latents_of_smooth_clips(vae, frames=frames, channels=channels)
     vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
     return vae
 
@@ -211,9 +211,9 @@ def block_vae() -> AutoencoderKLFlux2:
 
 
 @torch.no_grad()
-def latents_of_smooth_clips(vae: Any, *, images: bool = False, frames: int = 5) -> torch.Tensor:
+def latents_of_smooth_clips(vae: Any, *, images: bool = False, frames: int = 5, channels: int = 3) -> torch.Tensor:
     """Return the latents of eight random smooth clips of 64×64 pixels, or of their first frames: `(C, numbers)`."""
-    coarse = torch.rand(8, vae.config.get("in_channels", 3), 3, 6, 6) * 2 - 1
+    coarse = torch.rand(8, channels, 3, 6, 6) * 2 - 1
     clips = torch.nn.functional.interpolate(coarse, size=(5, 64, 64), mode="trilinear")
     pixels = clips[:, :, 0] if images else clips[:, :, :frames]
     latents: torch.Tensor = vae.encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1)

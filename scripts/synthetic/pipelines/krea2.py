@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from tokenizers import AddedToken
+from transformers import Qwen3VLModel
 
 from hf_bucketing.models.flux.packing import BLOCK
 
@@ -20,7 +21,7 @@ def _text_to_image() -> DiffusionPipeline:
     tokenizer.add_tokens([AddedToken(suffix[: len(suffix) - count + 1], normalized=False)])
     return Krea2Pipeline(
         tokenizer=tokenizer,
-        text_encoder=qwen3_vl(len(tokenizer)),
+        text_encoder=qwen3_vl(len(tokenizer), kind=Qwen3VLModel),
         vae=qwen_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64, base_shift=0.5, max_shift=1.15

@@ -46,7 +46,7 @@ def _text_to_image() -> DiffusionPipeline:
 
 def _vae() -> AutoencoderKLQwenImage21:
     settings = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1] * 5, "num_res_blocks": 1}
-    return with_statistics(AutoencoderKLQwenImage21(**settings).eval(), frames=1)
+    return with_statistics(AutoencoderKLQwenImage21(**settings).eval(), frames=1, channels=4)
 
 
 TINY = {"qwen-image-2.1": _text_to_image}

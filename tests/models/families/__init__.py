@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from synthetic.pipelines import importable_modules
 
 from tests.models import cases
 from tests.models.cases import FamilyCase
 from tests.models.recipe_cases import RecipeCase
 
-_modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+_modules = importable_modules(__name__, __path__)
 
 CASES: dict[str, FamilyCase] = {
     **cases.CASES,

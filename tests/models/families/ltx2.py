@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
-from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 from PIL import Image
 
 from hf_bucketing.models.first_frame import pictures
@@ -111,6 +111,8 @@ def predict(pipeline: Any, drawn: Drawn, noisy: torch.Tensor, timestep: torch.Te
 
 def encode_reference(pipeline: Any, pixels: torch.Tensor, drawn: Drawn) -> Any:
     """Return tokens and positions of a reference `(3, F, h, w)` as the pipeline makes them."""
+    from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+
     frames, height, width = drawn.pixels.shape[1:]
     return pipeline._encode_reference_conditions(
         [LTX2ReferenceCondition(frames=pictures(pixels.transpose(0, 1)))],
@@ -190,7 +192,7 @@ RECIPES = {
         loss=partial(text_to_video_loss, predict=predict),
         render={
             **RENDER,
-            "reference_conditions": [LTX2ReferenceCondition(frames=[Image.new("RGB", (32, 16), "white")])],
+            "reference_conditions": [SimpleNamespace(frames=[Image.new("RGB", (32, 16), "white")], strength=1.0)],
             "reference_downscale_factor": 2,
         },
         **STRIDES,
