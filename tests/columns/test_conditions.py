@@ -365,6 +365,31 @@ def test_settings_of_references_without_references_or_of_two_kinds_are_refused(s
     assert shown.references == ReferenceRule(max_pixels=100, multiples=(16, 16))
 
 
+FAULTS = {
+    "unreadable": ({"before": ["square.png", "broken.mp4"]}, "broken.mp4 is neither an image nor a video"),
+    "missing": ({"before": ["none.png"]}, "none.png does not exist"),
+    "another kind": ({"before": ["clip.mp4"]}, "clip.mp4 is a video, but it must be an image too"),
+    "too large": ({"before": ["bomb.png"]}, "bomb.png"),
+}
+
+
+@pytest.mark.parametrize(("row", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_reference_at_fault_is_named_by_row_column_and_file_or_counted(
+    row: dict[str, Any], fault: str, media: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pictures.new("L", (300, 300)).save(media / "bomb.png")
+    monkeypatch.setattr(Pictures, "MAX_IMAGE_PIXELS", 40_000)
+    rows = [{"file_name": "image.png", **cells} for cells in ({"before": ["square.png"]}, row)]
+    path = write_rows(media / "faults.jsonl", rows)
+    source = SourceConfig(dataset=str(path), table=TABLE, reference_column=["before"])
+    with pytest.raises(MediaError, match="1 of 2 rows have conditions that do not fit: row 1 ") as error:
+        prepare(source, spec=SPEC, say=lambda text: None)
+    assert fault in str(error.value)
+    assert "(column before)" in str(error.value)
+    prepared = prepare(replace(source, on_error="reject"), spec=SPEC, say=lambda text: None)
+    assert prepared.dataset["rejection"][:] == ["none", "condition"]
+
+
 def test_faults_of_references_in_streams_reject_their_rows(media: Path) -> None:
     rows = [{"file_name": "clip.mp4", "shown": ["square.png", "none.png"]}, {"file_name": "clip.mp4", "shown": None}]
     path = write_rows(media / "faults.jsonl", rows)
