@@ -71,6 +71,7 @@ def test_steps_of_the_real_sizes_have_equal_tokens_and_pairs_and_no_sample_of_th
             assert sum(map(scale.spec.num_tokens, batch)) <= scale.max_tokens
 
 
+@pytest.mark.slow
 def test_a_part_that_runs_out_of_memory_or_comes_too_late_does_not_lose_the_others(
     benchmark, tmp_path: Path, monkeypatch
 ) -> None:

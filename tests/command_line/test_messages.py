@@ -360,7 +360,11 @@ def test_a_full_disk_is_one_line_also_from_a_thread_and_other_faults_of_threads_
     ("script", "flags"),
     [
         ("make_tiny_pipeline.py", ("--output_dir", "tiny")),
-        ("plan_memory.py", ("pipeline", "--gpu_memory", 24, "--sample_size", 1, 64, 64)),
+        pytest.param(
+            "plan_memory.py",
+            ("pipeline", "--gpu_memory", 24, "--sample_size", 1, 64, 64),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_scripts_do_not_print_what_other_libraries_warn_users_of_in_vain(

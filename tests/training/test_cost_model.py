@@ -56,6 +56,7 @@ def written(config: TrainingConfig) -> CostFit:
     return CostFit.from_json((Path(config.output_dir) / COST_MODEL).read_text())
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_its_steps_cost_at_checkpoints_and_at_the_end(
     measured, pipeline_dir, prepared_dir, tmp_path: Path, caplog
 ) -> None:

@@ -230,6 +230,7 @@ def render(pipeline: Any) -> torch.Tensor:
                     generator=torch.Generator().manual_seed(0), output_type="pt").frames  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_rendered_while_training_is_what_the_stock_pipeline_renders_with_both_files(
     expert_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
@@ -273,6 +274,7 @@ def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepar
             torch.testing.assert_close(value, by_hand, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("component", ["transformer", "transformer_2", "both"])
 def test_the_script_renders_the_same_from_a_folder_that_has_only_files_for_comfyui(
     component: TrainedComponent, expert_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -382,6 +384,7 @@ def test_what_both_experts_combine_with_resumes_exactly_and_is_what_a_stock_pipe
     torch.testing.assert_close(found, rendered[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True, "offload_blocks": 2}])
 def test_an_expert_that_waits_on_the_cpu_learns_the_same(
     settings: dict, expert_dir: Path, prepared_dir: Path, tmp_path: Path
@@ -415,6 +418,7 @@ def test_whole_experts_are_saved_as_one_pipeline(expert_dir: Path, prepared_dir:
         assert not torch.equal(weights(before, name), weights(after, name))
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_of_both_experts_is_that_of_each_at_its_noise_levels(
     expert_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
@@ -441,6 +445,7 @@ def test_the_held_out_loss_of_both_experts_is_that_of_each_at_its_noise_levels(
         assert bucket["loss"] == pytest.approx(share * part["loss"] + (1 - share) * other["loss"])
 
 
+@pytest.mark.slow
 def test_adapters_of_both_experts_are_where_the_next_run_begins(expert_dir, prepared_dir, tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     run(in_process(expert_dir, prepared_dir, first, **LORA))
@@ -458,6 +463,7 @@ def test_adapters_of_both_experts_are_where_the_next_run_begins(expert_dir, prep
     assert all(torch.equal(value, saved[key]) for key, value in adapters_of(first)["transformer_2"].items())
 
 
+@pytest.mark.slow
 def test_max_tokens_that_fit_are_found_for_both_experts(
     expert_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
