@@ -62,6 +62,10 @@ def texts_of(case: RecipeCase, pipeline: Any) -> list[Given]:
         whole = not any("mask" in name and value is not None for name, value in arguments.items())
         for text in tree_leaves([arguments.get(name) for name in TEXTS]):
             rows = [] if text is None else text.detach() if text.ndim == 3 else text.detach()[None]
+            if text is not None and text.ndim == 4:  # Krea 2 takes several layers of each token
+                rows = text.detach().flatten(2)
+            masks = [value for name, value in arguments.items() if "mask" in name and torch.is_tensor(value)]
+            rows = [without_padding_inside(row, masks) for row in rows]
             given.extend(Given(row, whole) for row in rows if not any(torch.equal(row, text.values) for text in given))
         return forward(*args, **kwargs)
 
@@ -77,6 +81,15 @@ def references_of(case: RecipeCase) -> tuple[torch.Tensor, ...]:
     given = case.render.get("image", [])
     images = given if isinstance(given, list) else [given]
     return tuple(torch.from_numpy(np.array(image)).permute(2, 0, 1)[:, None] / 127.5 - 1 for image in images)
+
+
+def without_padding_inside(row: torch.Tensor, masks: list[torch.Tensor]) -> torch.Tensor:
+    """Return a text without the padding that stands among its tokens, as Krea 2's does, by the one mask of a call."""
+    if len(masks) != 1 or masks[0].shape != (1, len(row)):
+        return row
+    (places,) = masks[0][0].nonzero(as_tuple=True)
+    inside = len(places) and int(places[-1] - places[0]) + 1 > len(places)
+    return row[places] if inside else row
 
 
 def real_tokens(text: TextEmbeddings) -> torch.Tensor:
