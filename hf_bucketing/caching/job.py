@@ -127,7 +127,7 @@ def _seeing(column: str, encoder: Encoder, latents: LatentColumns) -> SeeingText
     device = encoder.pipeline.text_encoder.device
 
     def encode(captions: list[str], references: Sequence[Sequence[torch.Tensor]]) -> Any:
-        return encoder.encode_text(captions, references=[_on(device, own) for own in references])
+        return encoder.encode_text(captions, references=[_on(device, pictures) for pictures in references])
 
     return SeeingTextColumns(
         encode=encode, model=text_fingerprint(encoder), column=column, config=latents.config, latents=latents

@@ -132,8 +132,8 @@ class QwenImageFamily(JointFamily):
         rows, length = super().rows(batch), batch.layout.strip_length
         if batch.layout.shown is None:
             return rows
-        own_tokens = batch.layout.own_tokens_by_strip
-        shapes = [[(1, 1, own), (1, 1, length - own)] for own in own_tokens]
+        counts = batch.layout.own_tokens_by_strip
+        shapes = [[(1, 1, count), (1, 1, length - count)] for count in counts]
         return replace(rows, conditioning={**rows.conditioning, "img_shapes": shapes})
 
 
