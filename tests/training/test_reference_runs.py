@@ -30,6 +30,7 @@ IN_CONTEXT = ("ltx", "ltx2-in-context")
 NAMES = (
     "flux2",
     "flux2-klein",
+    "flux2-klein-kv",
     "flux-kontext",
     "qwen-image-edit",
     "qwen-image-edit-2509",
@@ -149,7 +150,7 @@ def test_a_recipe_trains_with_references_in_packs_and_batches_and_renders_with_o
     assert not np.array_equal(before, after)
 
 
-@pytest.mark.parametrize("name", ["flux2-klein", "qwen-image-edit-2511", "wan-vace"])
+@pytest.mark.parametrize("name", ["flux2-klein-kv", "qwen-image-edit-2511", "wan-vace"])
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_a_cache_trains_as_the_files_and_a_resumed_run_repeats_itself(
     batching: str, name: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...buckets.sizes import Size
 from ...packing.family import UNLIMITED
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
-from .packing import FAMILY
+from ..loading import Loading
+from ..recipe import Recipe
+from .packing import FAMILY, KV_FAMILY
 
 
 class Flux2Recipe(FluxRecipe):
@@ -60,11 +65,23 @@ class Flux2KleinRecipe(Flux2Recipe):
     pipeline_class = "Flux2KleinPipeline"
 
 
-RECIPES = (Flux2Recipe, Flux2KleinRecipe)
+class Flux2KleinKVRecipe(Flux2KleinRecipe):
+    """Recipe of `Flux2KleinKVPipeline`, for FLUX.2 [klein] KV; see [`Recipe`][hf_bucketing.models.recipe.Recipe]."""
 
-REFUSED = {
-    "Flux2KleinKVPipeline": (
-        "its references attend to themselves alone, at a timestep of their own, while all tokens of a sample attend "
-        "to each other in packs and in stacks"
-    )
-}
+    pipeline_class = "Flux2KleinKVPipeline"
+    family = KV_FAMILY
+
+    @classmethod
+    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
+        """Load a pipeline, with an empty transformer where others have none: the pipeline sets its processors."""
+        loading = loading or Loading()
+        if "trained" not in loading.parts:
+            loading = replace(loading, parts={*loading.parts, "trained"}, empty=True)
+        return super().load(name_or_path, loading=loading, **options)
+
+    def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
+        """Call the pipeline, which takes no scale of guidance; see [`Recipe.render`]."""
+        return super().render(prompt, size, **options)
+
+
+RECIPES = (Flux2Recipe, Flux2KleinRecipe, Flux2KleinKVRecipe)
