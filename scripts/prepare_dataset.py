@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     print(describe_packed_frames(columns["num_frames"], prepared.open_table))
     shown = measure_references(
         columns["bucket_id"],
-        references_of(prepared, in_front=recipe.references_in_front),
+        references_of(prepared, in_front=recipe.references_in_front, text_tokens=recipe.reference_text_tokens),
         table=prepared.table,
         spec=spec,
         config=ReportConfig(num_processes=1),

@@ -46,6 +46,11 @@ class ReferenceRule:
             )
 
     @property
+    def text_tokens(self) -> int:
+        """Tokens that each reference adds to the text of its sample, see [`CountingRule`]."""
+        return 0
+
+    @property
     def lie_over(self) -> bool:
         """Whether references lie over their sample, pixel by pixel."""
         return self.downscale_factor is not None
@@ -76,3 +81,14 @@ class ReferenceRule:
         whole = np.maximum(1, scaled // self.multiples).astype(np.int64) * self.multiples
         frames = np.where(own[:, 0] == 1, 1, targets[:, 0])
         return np.concatenate([frames[:, None], whole], 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountingRule(ReferenceRule):
+    """Rule of references that the text encoder of a model sees too, for counting their tokens.
+
+    Args:
+        text_tokens (`int`): Tokens that each reference adds to the text of its sample, counted with its own.
+    """
+
+    text_tokens: int = 0

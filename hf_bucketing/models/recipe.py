@@ -214,8 +214,7 @@ class Recipe:
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     added_text_tokens: ClassVar[int] = 0
-    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder, or of a
-    reference that the text encoder sees."""
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
@@ -231,6 +230,8 @@ class Recipe:
     their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
+    reference_text_tokens: ClassVar[int] = 0
+    """Most tokens that each of these adds to the text."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False

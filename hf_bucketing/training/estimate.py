@@ -295,7 +295,8 @@ def _random_batch(
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
     if not recipe.modules("text_encoders"):
-        shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
+        words = recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
+        shape = len(sizes), words + recipe.reference_text_tokens * max(map(len, references))
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text.padding == "masked" else None
         drawn = family.draw_conditioning(transformer, [data.spec.grid(size) for size in sizes])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..buckets.table import BucketTable
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
-from ..media.references import ReferenceRule
+from ..media.references import CountingRule, ReferenceRule
 from ..models.recipe import Recipe, TextEmbeddings
 from .config import TrainingConfig
 
@@ -34,11 +34,13 @@ class ModelTokens:
         text_tokens (`int`): Tokens that a caption adds to the sequence of its sample, as a
             [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
         references_in_front (`bool`): Whether references are latent frames in front of a sample.
+        reference_text_tokens (`int`): Tokens that each reference of a sample adds to its text.
     """
 
     width: int
     text_tokens: int = 0
     references_in_front: bool = False
+    reference_text_tokens: int = 0
 
     @classmethod
     def of(cls, recipe: Recipe) -> ModelTokens:
@@ -47,12 +49,18 @@ class ModelTokens:
             width=recipe.family.width(recipe.transformer),
             text_tokens=recipe.text_tokens(recipe.max_sequence_length),
             references_in_front=recipe.references_in_front,
+            reference_text_tokens=recipe.reference_text_tokens,
         )
 
 
-def counting_rule(rule: ReferenceRule, *, in_front: bool) -> ReferenceRule:
-    """Return the rule that counts the references of a data set: one in front of a sample has the sample's size."""
-    return ReferenceRule(downscale_factor=1, multiples=rule.multiples) if in_front else rule
+def counting_rule(rule: ReferenceRule, *, in_front: bool, text_tokens: int = 0) -> ReferenceRule:
+    """Return the rule that counts the references of a data set.
+
+    One in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`.
+    """
+    if in_front:
+        return ReferenceRule(downscale_factor=1, multiples=rule.multiples)
+    return CountingRule(**asdict(rule), text_tokens=text_tokens) if text_tokens else rule
 
 
 class StepRows(NamedTuple):

@@ -297,7 +297,9 @@ def make_streamed_data(
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
     references = None
     if REFERENCE in prepared.conditions:
-        references = counting_rule(prepared.references, in_front=tokens.references_in_front)
+        references = counting_rule(
+            prepared.references, in_front=tokens.references_in_front, text_tokens=tokens.reference_text_tokens
+        )
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping

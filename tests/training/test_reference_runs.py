@@ -105,7 +105,7 @@ def settings_of(pipeline: Path, batching: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"lora_rank": 2, "max_sequence_length": TEXT_TOKENS, "batching": batching}
     settings["train_batch_size"] = 1 if batching == "pack" else 2
     if batching == "pack":
-        text = TEXT_TOKENS + recipe_of(str(pipeline)).added_text_tokens
+        text = TEXT_TOKENS + recipe_of(str(pipeline)).reference_text_tokens
         settings |= {"max_tokens": 3 * text + 192, "strip_length": 8}
     return {**settings, "max_train_steps": None, "num_train_epochs": 1}
 
