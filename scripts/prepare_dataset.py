@@ -63,7 +63,14 @@ def main(args: argparse.Namespace) -> None:
     sources = sources_from(vars(args), args.config)
     check_folder_writable(args.output_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
-    sources = [replace(source, table=source.table.of_images(recipe.family.images_only)) for source in sources]
+    sources = [
+        replace(
+            source,
+            table=source.table.of_images(recipe.family.images_only),
+            reference_limits=recipe.reference_limits,
+        )
+        for source in sources
+    ]
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
 
     def table_of_frames(frames: int) -> BucketTable:

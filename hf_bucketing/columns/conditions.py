@@ -25,7 +25,7 @@ from ..media.conditions import (
     columns_of,
 )
 from ..media.probe import MediaInfo, probe
-from ..media.references import REFERENCE_SIZES
+from ..media.references import REFERENCE_SIZES, ReferenceLimits
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
@@ -58,6 +58,7 @@ class ConditionColumns:
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
         on_error (`"raise"` or `"reject"`): Whether a batch with faults stops the map, or rows are marked.
+        limits ([`ReferenceLimits`][hf_bucketing.media.references.ReferenceLimits]): Shapes that references may have.
 
     Raises:
         ColumnError: If `on_error` is unknown.
@@ -65,6 +66,7 @@ class ConditionColumns:
 
     files: MediaColumns
     on_error: OnFileError = field(default="raise", kw_only=True)
+    limits: ReferenceLimits = field(default_factory=ReferenceLimits, kw_only=True)
     rule_version: int = field(default=2, init=False)
 
     optional_columns = (CLIP_START,)
@@ -158,6 +160,8 @@ class ConditionColumns:
             found = headers[source.path] = probe(source)
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
+        if name == REFERENCE and (fault := self.limits.fault(found.height, found.width)):
+            raise MediaError(f"The reference {source.path} has {fault}.")
         lies_over = name != REFERENCE or self.files.references.lie_over
         if lies_over:
             size = (int(batch["height"][row]), int(batch["width"][row]))

@@ -199,7 +199,7 @@ def _check_rows(
     )
     dataset, sentences = check_conditions(
         dataset,
-        ConditionColumns(files, on_error=treatment.files),
+        ConditionColumns(files, on_error=treatment.files, limits=source.reference_limits),
         media_column=loaded.column,
         num_proc=num_proc,
         report=faults.report,

@@ -16,8 +16,8 @@ from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
 from ..errors import BucketingError, ColumnError, FlagError
 from ..media.conditions import CONDITIONS, REFERENCE
-from ..media.references import ReferenceRule
-from ..settings import check_literals, marked, setting
+from ..media.references import ReferenceLimits, ReferenceRule
+from ..settings import check_literals, marked, part, setting
 
 OnFileError = Literal["raise", "reject"]
 
@@ -283,6 +283,8 @@ class RowsConfig:
         reference_downscale_factor (`int`, *optional*): References that lie over their sample, at this fraction of its
             height and width, with its crop, flip and frames, as LTX in-context models take them: 1 or 2 (default:
             references keep their own shape, uncropped).
+        reference_limits ([`ReferenceLimits`][hf_bucketing.media.references.ReferenceLimits]): Shapes of references
+            that the model takes; others are faults of their rows.
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
             short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
             the caption within the dicts of a column json (default: found by its name).
@@ -331,6 +333,7 @@ class RowsConfig:
     reference_column: list[str] | None = None
     reference_pixels: int | None = None
     reference_downscale_factor: int | None = None
+    reference_limits: ReferenceLimits = part(ReferenceLimits, flag=False)
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None

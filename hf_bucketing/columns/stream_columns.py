@@ -87,7 +87,7 @@ class StreamColumns:
             clips=None
             if clips is None
             else ClipRows(clips, on_error=on_error, caption_column=texts[0], media_column=column),
-            conditions=ConditionColumns(files, on_error=on_error),
+            conditions=ConditionColumns(files, on_error=on_error, limits=config.reference_limits),
             buckets=buckets,
             is_regularization=config.is_regularization,
         )

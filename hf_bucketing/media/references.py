@@ -14,6 +14,28 @@ REFERENCE_SIZES = "reference_sizes"
 """Column of the sizes of each row's references as they are stored: frames, height and width of one after another."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceLimits:
+    """Shapes of the references that the pipeline of a model takes.
+
+    Args:
+        min_reference_side (`int`): Least pixels of height and width.
+        max_reference_ratio (`float`, *optional*): Largest ratio of the longer to the shorter side (default: any).
+    """
+
+    min_reference_side: int = 1
+    max_reference_ratio: float | None = None
+
+    def fault(self, height: int, width: int) -> str:
+        """Return what is wrong with a reference of this size in pixels, or ""."""
+        shorter, longer = sorted((height, width))
+        if shorter < self.min_reference_side:
+            return f"{width}×{height} pixels; the model takes references of at least {self.min_reference_side} a side"
+        if self.max_reference_ratio is not None and longer > self.max_reference_ratio * shorter:
+            return f"{width}×{height} pixels; the model takes references up to {self.max_reference_ratio:g} to 1"
+        return ""
+
+
 @explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRule:

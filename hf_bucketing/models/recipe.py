@@ -23,6 +23,7 @@ from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK, REFERENCE
+from ..media.references import ReferenceLimits
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
@@ -225,6 +226,8 @@ class Recipe:
     """Conditions among them without which the model cannot be trained."""
     max_references: ClassVar[int] = 0
     """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
+    reference_limits: ClassVar[ReferenceLimits] = ReferenceLimits()
+    """Shapes of references that the pipeline's call takes."""
     references_in_front: ClassVar[bool] = False
     """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
     their own, see [`REFERENCES`]."""
@@ -752,12 +755,15 @@ class Recipe:
             size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels of what is rendered.
 
         Raises:
-            BucketingError: If the pipeline's call takes no references, or fewer.
+            BucketingError: If the pipeline's call takes no references, or fewer, or none of such a shape.
         """
         name, most = cls.shown_as.get(REFERENCE), cls.max_references
         if name is None or len(references) > most:
             takes = "no references" if name is None else f"at most {most} references"
             raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
+        for number, (frame, *_) in enumerate(references):
+            if fault := cls.reference_limits.fault(frame.height, frame.width):
+                raise BucketingError(f"Reference {number} is shown to a {cls.pipeline_class} at {fault}.")
         return {name: [frames[0] for frames in references]}
 
     def render(

@@ -417,6 +417,10 @@ def test_calls_refuse_references_that_the_pipeline_does_not_take() -> None:
     with pytest.raises(BucketingError, match="LTXPipeline takes no references, got 1"):
         ltx_video.reference_arguments([picture], size)
     arguments = in_context.reference_arguments([picture] * 2, size)
+    flux2 = object.__new__(recipes()["Flux2Pipeline"])
+    for shape, fault in {(63, 80): "at least 64", (64, 528): "up to 8 to 1"}.items():
+        with pytest.raises(BucketingError, match=f"Reference 1 is shown to a Flux2Pipeline at .* {fault}"):
+            flux2.reference_arguments([[Image.new("RGB", (64, 512))], [Image.new("RGB", shape)]], size)
     assert arguments["reference_downscale_factor"] == 2
     assert [condition.frames for condition in arguments["reference_conditions"]] == [picture] * 2
     with pytest.raises(BucketingError, match="takes references of one size"):

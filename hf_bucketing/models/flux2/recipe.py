@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import Size
+from ...media.references import ReferenceLimits
 from ...packing.family import UNLIMITED
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
@@ -22,7 +23,7 @@ from .packing import FAMILY, KV_FAMILY
 class Flux2Recipe(FluxRecipe):
     """Recipe of `Flux2Pipeline`, for FLUX.2 [dev]; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
-    A sample may have references of any sizes; the pipelines take images of at least 64 pixels on each side.
+    A sample may have references of any sizes that the pipelines take.
 
     Text follows a system message in the chat that the text encoder reads, and both count as text tokens.
 
@@ -35,6 +36,7 @@ class Flux2Recipe(FluxRecipe):
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
     max_references = UNLIMITED
+    reference_limits = ReferenceLimits(min_reference_side=64, max_reference_ratio=8)
     shown_as = MappingProxyType({"reference": "image"})
     prompt_outputs = ("values",)
 
