@@ -262,6 +262,13 @@ class Trainer:
         for line in self.describe():
             logger.info(line)
         self._write_status("running")
+        if self.checkpoint is None:
+            self._log_held_out()
+
+    def _log_held_out(self, *, last: bool = False) -> None:
+        entry = self.evaluation.held_out_loss(self.global_step, last=last)
+        if entry is not None:
+            self.report.held_out(self.global_step, entry)
 
     def _resume(self) -> tuple[dict[str, int] | None, list[str]]:
         """Load the checkpoint to resume, if any; return the state of its logs, and the settings that changed since."""
@@ -368,9 +375,7 @@ class Trainer:
             self.stopped = stop
             self._save_early()
             return
-        held_out = self.evaluation.held_out_loss(self.global_step, last=last)
-        if held_out is not None:  # before a checkpoint, which counts the lines of logs
-            self.report.held_out(self.global_step, held_out)
+        self._log_held_out(last=last)  # before a checkpoint, which counts the lines of logs
         every = self.config.checkpoints.checkpointing_steps
         if every and self.global_step % every == 0:
             self._save_checkpoint()
