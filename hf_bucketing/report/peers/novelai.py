@@ -13,22 +13,20 @@ from ...buckets.table import BucketTable
 from ..measure import Sizes
 from .views import Batches, Taken, count_skipped, cover, nearest
 
+_MAX_ERROR = 4.0
+"""Limit of |width ÷ height − bucket's|, exclusive."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NovelAI:
     """NovelAI's aspect ratio bucketing of images, with its own 19 buckets.
 
-    An image takes the bucket of the nearest width ÷ height, and is skipped if they differ by `max_error` or more. An
+    An image takes the bucket of the nearest width ÷ height, and is skipped if they differ by 4 or more. An
     epoch drops samples until whole steps are left. Each process crops the remainder of each of its buckets to
     512×512, the base size.
 
     Source: NovelAI/novelai-aspect-ratio-bucketing 6e977c54, bucketmanager.py.
-
-    Args:
-        max_error (`float`): Limit of |width ÷ height − bucket's|, exclusive.
     """
-
-    max_error: float = 4.0
 
     @classmethod
     def like(cls, table: BucketTable, spec: LatentSpec) -> NovelAI:
@@ -42,7 +40,7 @@ class NovelAI:
         ratio = sizes.widths / sizes.heights
         bucket = nearest(ratio, ratios)
         images = sizes.frames == 1
-        near = np.abs(ratios[bucket] - ratio) < self.max_error
+        near = np.abs(ratios[bucket] - ratio) < _MAX_ERROR
         rows = np.flatnonzero(images & near)
         targets = Sizes(sizes.frames[rows], heights[bucket[rows]], widths[bucket[rows]])
         return Taken(

@@ -44,10 +44,11 @@ def test_each_measure_is_that_of_a_case_computed_by_hand() -> None:
 
 def test_samples_and_not_rows_are_counted_where_a_row_gives_several() -> None:
     folder = Folder(resolution=(64, 64), target_frames=(5, 9), frame_extraction="chunk")
-    *_, peer = compare(ROWS, MusubiTuner(images=None, videos=folder))
+    *_, peer = compare([(9, 64, 64), (20, 128, 256)], MusubiTuner(images=None, videos=folder))
     assert (peer.kept, peer.samples) == (2, 1 + 1 + 4 + 2)
     assert peer.cropped_frames == pytest.approx(0), "all of both, by their clips of 9 and of 5"
-    assert peer.tokens_per_sample == pytest.approx(16 * (5 * 2 + 3 * 3) / 8)
+    assert peer.cropped_area == pytest.approx(6 / 8 * 16 / 96), "48×96 is cropped to 48×80 in six samples"
+    assert peer.tokens_per_sample == pytest.approx((16 * (2 + 3) + 15 * (4 * 2 + 2 * 3)) / 8)
     assert (peer.batches, peer.dropped) == (5, 0)
 
 

@@ -208,6 +208,29 @@ def test_clips_of_musubi_tuner_are_those_of_its_code(rule: Peer, lines: list[tup
     assert cells(rule.views(SIZES).views) == lines
 
 
+def sizes_of(rule: Peer, rows: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+    return [line[:6] for line in cells(rule.views(Sizes(*np.array(rows).T)).views)]
+
+
+def test_novelai_skips_what_is_far_from_its_widest_and_tallest_bucket() -> None:
+    assert [line[:4] for line in sizes_of(NovelAI(), [(1, 100, 790), (1, 100, 900), (1, 900, 100)])] == [
+        (0, 1, 256, 1024), (2, 1, 1024, 256),
+    ]  # fmt: skip
+
+
+def test_of_two_near_ratios_the_first_decides_the_size_in_simpletuner() -> None:
+    rule = SimpleTuner(megapixels=0.4096, num_frames=1, alignment=8)
+    tall, wider = (1, 1000, 620), (1, 1000, 630)
+    assert sizes_of(rule, [tall, wider]) == [(0, 1, 816, 504, 816, 506), (1, 1, 816, 504, 816, 514)]
+    assert sizes_of(rule, [wider, tall]) == [(0, 1, 808, 504, 808, 509), (1, 1, 808, 504, 812, 504)]
+
+
+def test_ratios_of_simpletuner_are_rounded_by_their_binary_value() -> None:
+    """171 ÷ 120 as a float is a little more than 1.425, which numpy rounds down."""
+    rule = SimpleTuner(megapixels=0.7, num_frames=1, alignment=16)
+    assert sizes_of(rule, [(1, 120, 171)]) == [(0, 1, 688, 992, 696, 992)]
+
+
 def test_only_ai_toolkit_changes_the_speed_of_videos() -> None:
     for rule, _ in [*CROPPED.values(), *RESIZED.values(), *CLIPS.values()]:
         views = rule.views(SIZES).views
