@@ -37,7 +37,8 @@ from hf_bucketing.report import (
     render_page,
 )
 from hf_bucketing.report.crops import WorstCrop
-from hf_bucketing.report.peers import PEERS, choose_peers, compare_peers, describe_peers
+from hf_bucketing.report.peers import choose_peers, compare_peers, describe_peers
+from hf_bucketing.report.peers.choose import PEERS
 from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
 from hf_bucketing.training.script_settings import settings_of_scripts

@@ -11,8 +11,8 @@ from .compare import Report
 from .crops import WorstCrop
 from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
-from .peers import PeerReport, peer_cells, peer_notes
-from .peers.table import READING
+from .peers import PeerReport
+from .peers.table import READING, peer_cells, peer_notes
 from .references import describe_references
 from .sources import SourceUse, source_cells
 from .text import (
