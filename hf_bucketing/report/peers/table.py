@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 
 from ..text import align, percent, short_number
 from .outcome import PeerReport
@@ -16,7 +17,8 @@ READING = (
 
 def describe_peers(peers: Sequence[PeerReport]) -> str:
     """Return a table with a line per trainer, and why rows are skipped."""
-    return "\n".join([align(peer_cells(peers)), *peer_notes(peers), READING])
+    notes = (fill(text, 118) for text in [*peer_notes(peers), READING])
+    return "\n".join([align(peer_cells(peers)), *notes])
 
 
 def peer_cells(peers: Sequence[PeerReport]) -> list[tuple[str, ...]]:
