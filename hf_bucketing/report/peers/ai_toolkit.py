@@ -19,8 +19,8 @@ class AIToolkit:
     """ai-toolkit: a size for each row, at most of one area, and one number of frames.
 
     Sides are scaled down to the area and rounded to steps, of the four ways to the one nearest the area. Small rows
-    keep their area. All videos get `num_frames`, spread evenly over the whole video (`shrink_video_to_frames`, on by
-    default), so that their speed changes. The last batch of a bucket repeats its own samples.
+    keep about their area. All videos get `num_frames`, spread evenly over the whole video (`shrink_video_to_frames`,
+    on by default), so that their speed changes. The last batch of a bucket repeats its own samples.
 
     Source: ostris/ai-toolkit 27a03a91, toolkit/buckets.py, dataloader_mixins.py, data_loader.py and
     config_modules.py.
