@@ -23,6 +23,7 @@ from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK, REFERENCE
+from ..media.references import ReferenceRule
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
@@ -578,17 +579,20 @@ class Recipe:
             counts (array of `int`, shape `(n,)`): References of each sample.
             names (sequence): What messages call each sample, such as the number of its row.
         """
-        faults = {f"more than the {self.max_references} that it takes": counts > self.max_references}
-        if REFERENCE in self.required:
-            faults["none, which it needs"] = counts == 0
-        for what, wrong in faults.items():
-            if wrong.any():
-                first = ", ".join(str(names[row]) for row in np.flatnonzero(wrong)[:3])
-                raise BucketingError(
-                    f"{np.count_nonzero(wrong)} of {len(counts)} samples have references that a {self.pipeline_class} "
-                    f"cannot be trained with: {what}, such as row {first}. Prepare the data set again without these "
-                    "rows, or correct their references."
-                )
+        faults = {number: self.reference_rule().fault(number) for number in np.unique(counts).tolist()}
+        rows = np.flatnonzero(np.isin(counts, [number for number, fault in faults.items() if fault]))
+        if len(rows):
+            raise BucketingError(
+                f"A {self.pipeline_class} cannot be trained with the references of {len(rows)} of {len(counts)} "
+                f"samples, such as row {names[rows[0]]}: {faults[int(counts[rows[0]])]}. Prepare the data set again "
+                "for this model, and correct these rows or reject them with --on_error reject."
+            )
+
+    @classmethod
+    def reference_rule(cls) -> ReferenceRule:
+        """Return how many references of a sample the model takes, and where, in sizes of any multiples."""
+        required = int(REFERENCE in cls.required)
+        return ReferenceRule(least=required, most=cls.max_references, in_front=cls.references_in_front)
 
     @classmethod
     def taken_conditions(cls) -> tuple[str, ...]:

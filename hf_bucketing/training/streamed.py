@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,8 +68,16 @@ class OpenedStream(NamedTuple):
     sample: StreamSample
 
 
-def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStream:
+def open_stream(
+    config: TrainingConfig, accelerator: Accelerator, *, taken: ReferenceRule | None = None
+) -> OpenedStream:
     """Open the stream of a run and warn of shards that do not divide among its processes and workers.
+
+    Args:
+        config ([`TrainingConfig`]): Settings of the run.
+        accelerator (`Accelerator`): Its processes.
+        taken ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): References that the model
+            takes; rows with others are at fault. By default those of the model that the stream was prepared for.
 
     Raises:
         BucketingError: If files are gone, the folder holds what only a plan can draw, or DeepSpeed runs.
@@ -83,6 +91,9 @@ def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStrea
     num_workers = config.loader.dataloader_num_workers
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)
+        if taken is not None:
+            references = replace(prepared.references, least=taken.least, most=taken.most)
+            prepared = replace(prepared, references=references)
         reject = config.faults.on_error == "replace"
         rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject)
         for warning in warn_of_shards(
