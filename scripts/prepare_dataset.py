@@ -58,7 +58,6 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.prepared_stream import prepare_stream
     from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
     from hf_bucketing.models.registry import recipe_of
-    from hf_bucketing.training.data import references_of
 
     sources = sources_from(vars(args), args.config)
     check_folder_writable(args.output_dir)
@@ -95,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
     print(describe_packed_frames(columns["num_frames"], prepared.open_table))
     shown = measure_references(
         columns["bucket_id"],
-        references_of(prepared, in_front=recipe.references_in_front),
+        prepared.row_references(),
         table=prepared.table,
         spec=spec,
         config=ReportConfig(num_processes=1),

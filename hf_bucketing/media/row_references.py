@@ -37,6 +37,12 @@ class BucketParts(NamedTuple):
     bucket_ids: IntArray
     shown_tokens: IntArray
 
+    def buckets_of(self, labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return labels of batches with the bucket in place of each part; other labels stay what they are."""
+        buckets, of_part = labels.copy(), has_bucket(labels)
+        buckets[of_part] = self.bucket_ids[labels[of_part]]
+        return buckets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowReferences:

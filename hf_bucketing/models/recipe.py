@@ -338,15 +338,17 @@ class Recipe:
         return strides_of(vae)
 
     @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 1) -> int:
         """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
 
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+            references (`int`): References of the sample, for a text encoder that sees them; at least one is counted.
         """
+        pictures = max(1, references) if cls.text_sees_references else 1
         if not cls.family.text.in_sequence:
             return 0
-        return (max_sequence_length or cls.default_sequence_length) + cls.added_text_tokens
+        return (max_sequence_length or cls.default_sequence_length) + pictures * cls.added_text_tokens
 
     @property
     def transformer(self) -> Any:

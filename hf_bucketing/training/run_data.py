@@ -79,10 +79,12 @@ class LargestStep(NamedTuple):
     Attributes:
         sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
         tokens (`int`): Tokens of its samples, their references and texts.
+        references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
     """
 
     sizes: list[Size]
     tokens: int
+    references: list[tuple[Size, ...]]
 
 
 @dataclass(kw_only=True)

@@ -170,7 +170,8 @@ class StreamedData(RunData):
         tokens = self._tokens(sizes)
         weights = reduction_weights(torch.from_numpy(tokens), self.reduction) * batch["weight"].cpu()
         if self.references is not None:
-            tokens = tokens + self._reference_tokens(batch[REFERENCE_SIZES], sizes)
+            references = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
+            tokens = tokens + references.num_tokens(sizes, spec=self.spec)
         sources = np.array(batch[SOURCE], np.int64) if self.sources else None
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
@@ -195,11 +196,12 @@ class StreamedData(RunData):
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
-        largest = LargestStep([], 0)
+        largest = LargestStep([], 0, [])
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            shown = self._most_shown(size)
+            references = self._most_shown(size)
+            shown = sum(map(self.spec.num_tokens, references))
             each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
                 span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
@@ -208,7 +210,8 @@ class StreamedData(RunData):
                 continue  # an error if such a row comes
             else:
                 count = grouping.size_of(bucket, shown=shown)
-            largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
+            step = LargestStep([size] * count, count * each, [references] * count)
+            largest = max(largest, step, key=lambda step: step.tokens)
         return largest
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
@@ -276,19 +279,13 @@ class StreamedData(RunData):
             return np.array(self.token_drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)
         return np.array(grids, np.int64).prod(axis=1)
 
-    def _most_shown(self, size: Size) -> int:
-        """Return the most tokens that the references of one of the first rows take beside a sample of a size."""
+    def _most_shown(self, size: Size) -> tuple[Size, ...]:
+        """Return the sizes of the references, among those of the first rows, that take most beside a sample."""
         if self.references is None:
-            return 0
-        seen = self.sample.references
-        return int(self._reference_tokens(seen, [size] * len(seen)).max(initial=0))
-
-    def _reference_tokens(
-        self, stored: Sequence[Sequence[int]], sizes: Sequence[Size]
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the tokens of the references of samples, by the sizes of their files."""
-        assert self.references is not None, "else samples have none"
-        return RowReferences.of_lists(stored, rule=self.references).num_tokens(sizes, spec=self.spec)
+            return ()
+        seen = RowReferences.of_lists(self.sample.references, rule=self.references)
+        shown = seen.sizes([size] * len(self.sample.references))
+        return max(shown, key=lambda sizes: sum(map(self.spec.num_tokens, sizes)), default=())
 
     def _buckets_of(self, sizes: Sequence[Size]) -> list[int]:
         ids: list[int] = self.table.assign(*np.array(sizes).T).bucket_id.tolist()

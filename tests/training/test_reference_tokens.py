@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Sequence as Cells, Value
 
-from hf_bucketing import BucketingError, Size
+from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
@@ -30,7 +31,7 @@ from hf_bucketing.settings import changed
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import _stacked_sizes, open_run
-from hf_bucketing.training.run_data import ModelTokens
+from hf_bucketing.training.run_data import LargestStep, ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
@@ -91,6 +92,11 @@ def shown_tokens(prepared: PreparedDataset, sizes: list[Size]) -> list[int]:
     return tokens
 
 
+def tokens_of(step: LargestStep, spec: LatentSpec) -> int:
+    """Return the tokens of the samples of a step and of their references."""
+    return sum(map(spec.num_tokens, itertools.chain(step.sizes, *step.references)))
+
+
 @modes
 def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, prepared_dir: Path, tmp_path) -> None:
     prepared, rows = PreparedDataset.load(several), np.arange(20)
@@ -111,7 +117,7 @@ def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, 
             assert all(len({*sizes[start:stop]}) == 1 for start, stop in batches)
     plan = data.sampler.plan()
     lengths = np.add.reduceat(data.num_tokens[plan.indices], plan.offsets[:-1])
-    assert data.largest_step().tokens == lengths.max()
+    assert data.largest_step().tokens == lengths.max() == tokens_of(data.largest_step(), prepared.spec)
     with pytest.raises(BucketingError, match=r"exceeds `max_tokens"):
         make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, GRIDS)
 
@@ -122,7 +128,9 @@ def test_references_count_in_a_stream_as_in_a_plan(settings, several: Path, tmp_
     config = in_process(tmp_path, several, tmp_path, streaming=True, **settings)
     data = make_streamed_data(config, prepared.spec, GRIDS, opened=open_stream(config, Accelerator(cpu=True)))
     plan = make_data(changed(config, streaming=False), prepared.spec, GRIDS)
-    assert data.largest_step().tokens <= 640
+    largest = data.largest_step()
+    assert largest.tokens == tokens_of(largest, prepared.spec) <= 640
+    assert any(largest.references)
     stored = list(prepared.dataset[REFERENCE_SIZES])
     batch = {"size": plan.sizes(np.arange(20)), REFERENCE_SIZES: stored, "weight": torch.ones(20)}
     counted = data.rows_of(None, batch, epoch=0)
@@ -231,7 +239,9 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
         data = make_data(config, recipe.spec, COUNTING)
         loader = resume(accelerator, accelerator.prepare(data.loader))
         memory = plan_of_run(open_run(config, accelerator), data)
-        assert memory.shape.tokens == data.largest_step().tokens <= 640
+        sizes, tokens, references = data.largest_step()
+        assert memory.shape.tokens == tokens <= 640
+        assert memory.shape.pixels == sum(math.prod(size) for size in itertools.chain(sizes, *references))
     else:
         config = changed(config, streaming=True)
         data = make_streamed_data(config, recipe.spec, COUNTING, opened=open_stream(config, accelerator))
