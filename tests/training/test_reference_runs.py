@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.numpy import load_file
 from synthetic.media import Clip, make_media_dataset
 
+from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
-from hf_bucketing.media.references import REFERENCE_SIZES
+from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.settings import changed
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.streamed import open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.models.families import RECIPES
 from tests.models.families.qwen_image import of_small_pictures
-from tests.training.training_cases import count_samples, in_process, run, train
+from tests.training.training_cases import count_samples, in_process, run, train, train_until
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +83,8 @@ def make_samples(folder: Path, *, clips: Sequence[Clip]) -> None:
     metadata.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int) -> None:
-    """Prepare the media with at most so many references for a recipe."""
+def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, streaming: bool = False) -> None:
+    """Prepare the media with at most so many references for a recipe, as rows or as a stream."""
     case, recipe = RECIPES[name], recipe_of(str(pipeline))
     images_only = recipe.family.images_only
     over = {"reference_downscale_factor": 2} if name in IN_CONTEXT else {}
@@ -94,7 +98,10 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int) 
         bucket_frames="1" if images_only else "1,9",
         reference_column="over" if over else "several" if most > 1 else "single",
         **over,
+        **({"streaming": True} if streaming else {}),
     )
+    if streaming:
+        return
     counts = [len(sizes) // 3 for sizes in PreparedDataset.load(output).dataset[REFERENCE_SIZES]]
     assert counts == [min(number % 4, most) for number in range(NUM_SAMPLES)]
 
@@ -180,6 +187,60 @@ def test_a_cache_trains_as_the_files_and_a_resumed_run_repeats_itself(
         assert losses_of(out) == losses[source]
         assert kept(out) == written
     assert losses["cached"] == pytest.approx(losses["files"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "batching"), [("flux2-klein", "bucket"), ("qwen-image-edit-2511", "pack")])
+def test_a_resumed_stream_with_references_repeats_itself(
+    name: str, batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline, out = tiny_folder(RECIPES[name].tiny), tmp_path / "trained"
+    prepare(name, clips, pipeline, tmp_path / "prepared", most=3, streaming=True)
+    settings = {**settings_of(pipeline, batching), "streaming": True, "shuffle_buffer": 3, "reference_dropout": 0.2}
+    settings |= {"checkpointing_steps": 7, "num_train_epochs": None, "max_train_steps": 9}
+    losses = run(in_process(pipeline, tmp_path / "prepared", out, **settings))
+    assert count_samples(out)[0].seen == NUM_SAMPLES
+    whole = kept(out)
+    run(in_process(pipeline, tmp_path / "prepared", out, **settings, resume_from_checkpoint="checkpoint-7"))
+    assert losses_of(out) == losses
+    assert kept(out) == whole
+
+
+@pytest.mark.parametrize(("batching", "streaming"), [("pack", False), ("bucket", True)])
+def test_a_killed_run_with_references_repeats_an_uninterrupted_one(
+    batching: str, streaming: bool, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline, prepared = tiny_folder("flux2-klein"), tmp_path / "prepared"
+    prepare("flux2-klein", clips, pipeline, prepared, most=3, streaming=streaming)
+    settings = {**settings_of(pipeline, batching), "reference_dropout": 0.2, "num_train_epochs": 2}
+    settings |= {"checkpointing_steps": 2, "max_train_steps": 4}
+    settings |= {"streaming": True, "steps_per_epoch": 2} if streaming else {}
+    flags, whole, parts = as_flags(**settings), tmp_path / "whole", tmp_path / "parts"
+    train(pipeline, prepared, whole, *flags, num_processes=1)
+    log = parts / "logs" / "losses.jsonl"
+    train_until(
+        lambda: log.exists() and log.read_text().count("\n") >= 3 and any(parts.glob("checkpoint-*")),
+        *(pipeline, prepared, parts, *flags),
+        num_processes=1,
+    )
+    assert not (parts / "pytorch_lora_weights.safetensors").exists()
+    train(pipeline, prepared, parts, *flags, "--resume_from_checkpoint", "latest", num_processes=1)
+    assert len(losses_of(parts)) == 4
+    assert losses_of(parts) == losses_of(whole)
+    assert kept(parts) == kept(whole)
+
+
+def test_a_stream_rejects_rows_with_more_references_than_the_model_of_the_run_takes(
+    clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder("flux2-klein")
+    prepare("flux2-klein", clips, pipeline, tmp_path, most=3, streaming=True)
+    config = in_process(pipeline, tmp_path, tmp_path / "out", streaming=True)
+    taken, accelerator = ReferenceRule(most=2), Accelerator(cpu=True)
+    assert len(list(open_stream(config, accelerator).dataset)) == NUM_SAMPLES
+    with pytest.raises(BucketingError, match="It has 3 references, but the model takes at most 2"):
+        list(open_stream(config, accelerator, taken=taken).dataset)
+    rows = open_stream(changed(config, on_error="replace"), accelerator, taken=taken).dataset
+    assert [row["rejection"] for row in rows].count("condition") == NUM_SAMPLES // 4
 
 
 def kept(folder: Path) -> tuple[dict[str, bytes], str]:

@@ -27,7 +27,9 @@ from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.planner import PlanConfig
 from hf_bucketing.settings import changed
+from hf_bucketing.training import estimate
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import _stacked_sizes, open_run
@@ -261,6 +263,19 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
         assert found[-1] == in_strips(rows.tokens, settings).sum() <= 640
         own = [recipe.spec.num_tokens(Size(*size)) for size in batch["size"]]
         assert rows.weights.tolist() == own, "the loss of a reference does not count"
+
+
+def test_the_search_for_max_tokens_starts_from_a_plan_with_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[PlanConfig] = []
+    config = PlanConfig(device="cpu", mixed_precision="no")
+    monkeypatch.setattr(estimate, "config_of_run", lambda opened: config)
+    monkeypatch.setattr(estimate, "_components", lambda opened: None)
+    monkeypatch.setattr(estimate, "largest_tokens", lambda parts, config, **limits: planned.append(config) or 7)
+    opened: Any = SimpleNamespace(accelerator=Accelerator(cpu=True))
+    shown, recipe = (Size(1, 32, 64), Size(9, 32, 32)), SimpleNamespace(experts=())
+    assert estimate._planned_tokens(opened, Size(1, 64, 64), shown, at_most=9, recipe=recipe) == 7
+    assert estimate._planned_tokens(opened, Size(1, 64, 64), (), at_most=9, recipe=recipe) == 7
+    assert [config.references() for config in planned] == [shown, ()]
 
 
 @pytest.mark.slow
