@@ -92,6 +92,13 @@ class RowReferences:
         bounds = self.offsets.tolist()
         return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(bounds)]
 
+    def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
+        """Return the sizes of the references of one row, those that take most tokens beside a sample of a size."""
+        if not len(self.counts):
+            return ()
+        tokens = self.num_tokens(np.tile(size, (len(self.counts), 1)), spec=spec)
+        return self.select([tokens.argmax()]).sizes([size])[0]
+
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return the tokens of the references of each row, `(n,)`.
 

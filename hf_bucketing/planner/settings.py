@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,3 +119,13 @@ class PlanConfig:
                 f"49,256,352 for a clip; got {self.reference_sizes!r}."
             )
         return tuple(Size(*[1, *size][-3:]) for size in sides)
+
+
+def as_reference_sizes(references: Iterable[Size]) -> str | None:
+    """Return sizes of references as [`PlanConfig`] takes them.
+
+    Example:
+        >>> as_reference_sizes([Size(1, 64, 96), Size(9, 32, 32)])
+        '1,64,96;9,32,32'
+    """
+    return ";".join(",".join(map(str, size)) for size in references) or None

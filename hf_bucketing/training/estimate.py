@@ -25,7 +25,7 @@ from ..placement.settings import Precision
 from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
 from ..planner.memory import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
-from ..planner.settings import PlanConfig
+from ..planner.settings import PlanConfig, as_reference_sizes
 from ..plans.packs import strip_tokens
 from ..settings import changed
 from ..units import format_bytes
@@ -213,7 +213,7 @@ def _planned_tokens(
     """
     held = _held_bytes([expert.transformer for expert in recipe.experts])
     try:
-        shown = ";".join(",".join(map(str, sides)) for sides in references) or None
+        shown = as_reference_sizes(references)
         planned = dataclasses.replace(config_of_run(opened), sample_size=list(size), reference_sizes=shown)
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
         return largest_tokens(_components(opened), planned, memory=memory, at_most=at_most)

@@ -197,10 +197,13 @@ class StreamedData(RunData):
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
         largest = LargestStep([], 0, [])
+        seen = None
+        if self.references is not None:
+            seen = RowReferences.of_lists(self.sample.references, rule=self.references)
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            references = self._most_shown(size)
+            references = () if seen is None else seen.most(size, spec=self.spec)
             shown = sum(map(self.spec.num_tokens, references))
             each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
@@ -278,14 +281,6 @@ class StreamedData(RunData):
         if self.token_drop is not None:
             return np.array(self.token_drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)
         return np.array(grids, np.int64).prod(axis=1)
-
-    def _most_shown(self, size: Size) -> tuple[Size, ...]:
-        """Return the sizes of the references, among those of the first rows, that take most beside a sample."""
-        if self.references is None:
-            return ()
-        seen = RowReferences.of_lists(self.sample.references, rule=self.references)
-        shown = seen.sizes([size] * len(self.sample.references))
-        return max(shown, key=lambda sizes: sum(map(self.spec.num_tokens, sizes)), default=())
 
     def _buckets_of(self, sizes: Sequence[Size]) -> list[int]:
         ids: list[int] = self.table.assign(*np.array(sizes).T).bucket_id.tolist()

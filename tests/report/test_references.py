@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hf_bucketing import BucketTable, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.media.row_references import RowReferences
+from hf_bucketing.planner import MemoryParts, PlanConfig, memory
 from hf_bucketing.report import ReportConfig, SizeColumns, describe_references, make_report, measure_references
 from tests.conftest import run_script_here
 
@@ -110,3 +112,21 @@ def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_pa
         assert (shown is not None) == (folder != prepared_dir)
         shares.append(0 if shown is None else shown["token_share"])
     assert shares == sorted({*shares}), "a reference in front of a sample has more tokens than its own size"
+
+
+def test_the_memory_of_the_page_is_planned_with_the_references_of_the_row_that_has_most(
+    prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[PlanConfig] = []
+    parts = SimpleNamespace(peak=MemoryParts(weights=1))
+    monkeypatch.setattr(memory, "plan_memory", lambda model, config: planned.append(config) or parts)
+    prepared = PreparedDataset.load(prepared_dir)
+    cells = [[1, 16, 32] * (row % 3) for row in range(len(prepared.dataset))]
+    dataset = prepared.dataset.add_column(REFERENCE_SIZES, cells, feature=Sequence(Value("int32")))
+    rule = ReferenceRule(multiples=prepared.spec.multiples)
+    replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(tmp_path / "shown")
+    for folder in (prepared_dir, tmp_path / "shown"):
+        flags = {"html": tmp_path / "page.html", "pretrained_model_name_or_path": "a/model"}
+        run_script_here("report_buckets.py", folder, num_processes=1, **flags)
+    assert "tokens, and references of 16×32, 16×32), in bf16" in (tmp_path / "page.html").read_text()
+    assert [config.reference_sizes for config in planned] == [None] * 3 + ["1,16,32;1,16,32"] * 3
