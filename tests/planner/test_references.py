@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,8 +89,12 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
 
 
 def test_references_in_front_are_frames_of_their_sample(tiny_folder: Callable[[str], Path]) -> None:
-    shape = plan(tiny_folder("wan-vace"), replace(TWO, cached="all")).shape
+    components = read_components(str(tiny_folder("wan-vace")))
+    shape = planner._shape(components, TWO)
     assert (shape.references, shape.tokens) == ((Size(1, 64, 64),) * 2, 2 * 3 * 16)
+    step = planner._step(components, TWO, shape)
+    latents = step.latent_sizes[0]
+    assert (math.prod(latents) // math.prod(components.spec.patch), step.reference_sizes) == (3 * 16, ())
 
 
 def test_the_references_of_mixed_samples_count_once(tiny_folder: Callable[[str], Path]) -> None:
