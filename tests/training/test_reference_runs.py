@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,9 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, 
     )
     if streaming:
         return
-    counts = [len(sizes) // 3 for sizes in PreparedDataset.load(output).dataset[REFERENCE_SIZES]]
+    prepared = PreparedDataset.load(output)
+    assert prepared.references.in_front == recipe.references_in_front
+    counts = [len(sizes) // 3 for sizes in prepared.dataset[REFERENCE_SIZES]]
     assert counts == [min(number % 4, most) for number in range(NUM_SAMPLES)]
 
 
@@ -187,6 +190,30 @@ def test_a_cache_trains_as_the_files_and_a_resumed_run_repeats_itself(
         assert losses_of(out) == losses[source]
         assert kept(out) == written
     assert losses["cached"] == pytest.approx(losses["files"], rel=1e-4)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_preparing_names_or_rejects_rows_with_more_references_than_the_pipeline_takes(
+    streaming: bool, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = {
+        "dataset": clips / "images",
+        "pretrained_model_name_or_path": tiny_folder("flux-kontext"),
+        "output_dir": tmp_path,
+        "buckets": RECIPES["flux-kontext"].buckets,
+        "reference_column": "several",
+        **({"streaming": True} if streaming else {}),
+    }
+    refused = run_script_here("prepare_dataset.py", **settings, check=False)
+    assert refused.returncode == 1
+    assert "4 of 8 rows have conditions that do not fit" in refused.stderr
+    assert re.search(
+        r"row 2 \(\S+\.\w+\): It has 2 references, but the model takes at most 1: 2_1\.png \(column several\)",
+        refused.stderr,
+    )
+    rejected = run_script_here("prepare_dataset.py", **settings, on_error="reject")
+    assert "4 of 8 rows have conditions that do not fit" in rejected.stdout
+    assert "Saved" in rejected.stdout
 
 
 @pytest.mark.parametrize(("name", "batching"), [("flux2-klein", "bucket"), ("qwen-image-edit-2511", "pack")])
