@@ -241,18 +241,20 @@ def test_a_killed_run_with_references_repeats_an_uninterrupted_one(
     settings = {**settings_of(pipeline, batching), "reference_dropout": 0.2, "num_train_epochs": 2}
     settings |= {"checkpointing_steps": 2, "max_train_steps": 4}
     settings |= {"streaming": True, "steps_per_epoch": 2} if streaming else {}
-    flags, whole, parts = as_flags(**settings), tmp_path / "whole", tmp_path / "parts"
-    train(pipeline, prepared, whole, *flags, num_processes=1)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run(in_process(pipeline, prepared, whole, **settings, dataloader_num_workers=1))
     log = parts / "logs" / "losses.jsonl"
     train_until(
         lambda: log.exists() and log.read_text().count("\n") >= 3 and any(parts.glob("checkpoint-*")),
-        *(pipeline, prepared, parts, *flags),
+        *(pipeline, prepared, parts, *as_flags(**settings)),
         num_processes=1,
     )
     assert not (parts / "pytorch_lora_weights.safetensors").exists()
-    train(pipeline, prepared, parts, *flags, "--resume_from_checkpoint", "latest", num_processes=1)
-    assert len(losses_of(parts)) == 4
-    assert losses_of(parts) == losses_of(whole)
+    resumed = in_process(
+        pipeline, prepared, parts, **settings, dataloader_num_workers=1, resume_from_checkpoint="latest"
+    )
+    assert run(resumed) == expected
+    assert len(expected) == 4
     assert kept(parts) == kept(whole)
 
 
