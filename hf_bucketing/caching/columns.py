@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -155,7 +155,8 @@ class LatentColumns(_CachedColumns):
         if conditions:
             geometry |= {"conditions": conditions, "reference_multiples": sample.references.multiples}
         if REFERENCE in conditions:
-            geometry["references"] = asdict(sample.references)
+            shown = ("max_pixels", "downscale_factor", "multiples")
+            geometry["references"] = {name: getattr(sample.references, name) for name in shown}
         key = entry_key(
             kind="latents",
             file=file,

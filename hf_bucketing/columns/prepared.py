@@ -86,8 +86,8 @@ class PreparedDataset:
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if there are several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
-            shown.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
+            have, and the sizes in which they are shown.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -142,14 +142,14 @@ class PreparedDataset:
         return self.open_table.spec
 
     def row_references(self, rule: ReferenceRule | None = None) -> RowReferences | None:
-        """Return the references of the rows, counted by a rule or by `references`; None if samples have none."""
+        """Return the references of the rows, as a rule or `references` counts them; None if samples have none."""
         if REFERENCE not in self.conditions:
             return None
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]
         return RowReferences(
-            rule=self.references if rule is None else rule,
+            rule=(rule or self.references).counted,
             stored=np.concatenate(sides).reshape(-1, 3),
             offsets=np.append(0, np.cumsum(np.concatenate(counts) // 3)),
         )

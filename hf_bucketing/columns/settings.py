@@ -378,8 +378,8 @@ class RowsConfig:
         frames = longest if self.clip_frames is None else self.clip_frames
         return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
 
-    def reference_rule(self, spec: LatentSpec | None = None) -> ReferenceRule:
-        """Return the rule of the sizes of references, in whole tokens of a model or in pixels.
+    def reference_rule(self, taken: ReferenceRule | None = None) -> ReferenceRule:
+        """Return the rule of the references, in sizes and numbers that a model takes, or in any.
 
         Raises:
             BucketingError: If both an area and a factor are given, or one is below 1.
@@ -389,10 +389,10 @@ class RowsConfig:
                 "Give `reference_pixels`, or `reference_downscale_factor` for references that lie over their samples, "
                 "not both."
             )
-        return ReferenceRule(
+        return replace(
+            taken or ReferenceRule(),
             max_pixels=self.reference_pixels,
             downscale_factor=self.reference_downscale_factor,
-            multiples=(1, 1) if spec is None else spec.multiples,
         )
 
     @property

@@ -23,6 +23,7 @@ from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK, REFERENCE
+from ..media.references import ReferenceRule
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
@@ -337,15 +338,17 @@ class Recipe:
         return strides_of(vae)
 
     @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 1) -> int:
         """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
 
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+            references (`int`): References of the sample, for a text encoder that sees them; at least one is counted.
         """
+        pictures = max(1, references) if cls.text_sees_references else 1
         if not cls.family.text.in_sequence:
             return 0
-        return (max_sequence_length or cls.default_sequence_length) + cls.added_text_tokens
+        return (max_sequence_length or cls.default_sequence_length) + pictures * cls.added_text_tokens
 
     @property
     def transformer(self) -> Any:
@@ -578,17 +581,20 @@ class Recipe:
             counts (array of `int`, shape `(n,)`): References of each sample.
             names (sequence): What messages call each sample, such as the number of its row.
         """
-        faults = {f"more than the {self.max_references} that it takes": counts > self.max_references}
-        if REFERENCE in self.required:
-            faults["none, which it needs"] = counts == 0
-        for what, wrong in faults.items():
-            if wrong.any():
-                first = ", ".join(str(names[row]) for row in np.flatnonzero(wrong)[:3])
-                raise BucketingError(
-                    f"{np.count_nonzero(wrong)} of {len(counts)} samples have references that a {self.pipeline_class} "
-                    f"cannot be trained with: {what}, such as row {first}. Prepare the data set again without these "
-                    "rows, or correct their references."
-                )
+        faults = {number: self.reference_rule().fault(number) for number in np.unique(counts).tolist()}
+        rows = np.flatnonzero(np.isin(counts, [number for number, fault in faults.items() if fault]))
+        if len(rows):
+            raise BucketingError(
+                f"A {self.pipeline_class} cannot be trained with the references of {len(rows)} of {len(counts)} "
+                f"samples, such as row {names[rows[0]]}: {faults[int(counts[rows[0]])]}. Prepare the data set again "
+                "for this model, and correct these rows or reject them with --on_error reject."
+            )
+
+    @classmethod
+    def reference_rule(cls) -> ReferenceRule:
+        """Return how many references of a sample the model takes, and where, in sizes of any multiples."""
+        required = int(REFERENCE in cls.required)
+        return ReferenceRule(least=required, most=cls.max_references, in_front=cls.references_in_front)
 
     @classmethod
     def taken_conditions(cls) -> tuple[str, ...]:

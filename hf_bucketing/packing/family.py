@@ -370,7 +370,7 @@ class Family:
         if self.runs_alone and (len(rows.latents) > 1 or rows.text_mask is not None):
             return torch.cat([self.run(transformer, row, wrapped=wrapped) for row in rows.one_by_one()])
         if rows.references:
-            rows = self._with_references(transformer, rows)
+            rows = self.with_references(transformer, rows)
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
         device = rows.latents.device
         kwargs = tree_map_only(torch.Tensor, lambda value: to_device(value, device), kwargs)
@@ -383,7 +383,7 @@ class Family:
             output = output[:, : math.prod(rows.grid)]
         return self.restored(output, rows.grid, rows.patch)
 
-    def _with_references(self, transformer: Transformer, rows: Rows) -> Rows:
+    def with_references(self, transformer: Transformer, rows: Rows) -> Rows:
         """Check the references of unpacked samples, and give them timesteps where each token has one."""
         grids = rows.grids
         self.check_grid(transformer, grids[0], shown=grids[1:])

@@ -132,7 +132,8 @@ class TrainingData(RunData):
         plan = self.sampler.plan()
         lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
         most = int(lengths.argmax())
-        return LargestStep(self.sizes(plan.batch(most)), int(lengths[most]))
+        rows = plan.batch(most)
+        return LargestStep(self.sizes(rows), int(lengths[most]), self.reference_sizes(rows))
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
