@@ -89,6 +89,7 @@ def main(args: argparse.Namespace) -> None:
         sources,
         spec=spec,
         native_sizes=recipe.native_sizes,
+        audio=recipe.read_audio_rule(args.pretrained_model_name_or_path),
         num_proc=args.num_proc,
         overwrite=args.overwrite,
     )

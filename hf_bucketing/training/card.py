@@ -118,6 +118,11 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
         "of the base model applies.\n",
+        *(
+            ["Video and its audio are trained together; samples without a track of sound train video alone.\n"]
+            if recipe.audio
+            else []
+        ),
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
@@ -218,6 +223,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
     replaced = count_replaced(logs.batches)
     return [
         ("in the data set", len(rejection)),
+        *([] if data.with_audio is None else [("with audio", data.with_audio)]),
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
         *((f"dropped: {reason}", count) for reason, count in plan["dropped"].items() if reason != "rejected"),
         ("kept, per epoch", plan["kept"]),

@@ -57,7 +57,7 @@ def _pipeline(
         connectors=LTX2TextConnectors(**connectors).eval(),
         vae=_vae(),
         audio_vae=AutoencoderKLLTX2Audio(
-            base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8
+            base_channels=4, ch_mult=(1, 1, 1), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8
         ).eval(),
         vocoder=LTX2Vocoder(
             in_channels=16, hidden_channels=32, output_sampling_rate=16000, **upsampling, **residuals
