@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hf_bucketing import BucketingError, MediaError
-from hf_bucketing.media import MediaSource, write_video
-from hf_bucketing.media.audio import AudioRule, has_audio, read_audio
+from hf_bucketing import BucketingError, MediaError, Size
+from hf_bucketing.media import MediaSource, View, write_video
+from hf_bucketing.media.audio import AUDIO, AudioRule, has_audio, read_audio
+from hf_bucketing.media.rows import FileSample
+from hf_bucketing.media.sample import load
 from hf_bucketing.media.write import Sound
 
 RATE = 48000
 SECONDS = 4.0
+RULE = AudioRule(rate=16000, samples_per_token=640)
 PITCHES = (440.0, 1200.0)
 """Pitches in Hz of the left channel, and of the right one, which is silent up to the third second."""
 
@@ -107,7 +111,29 @@ def test_a_file_that_is_no_video_is_named(tmp_path: Path) -> None:
 
 
 def test_tokens_follow_from_frames_and_rate() -> None:
-    rule = AudioRule(rate=16000, samples_per_token=640)
-    assert rule.num_tokens([24, 24, 1], [24.0, 16.0, 0.0]).tolist() == [25, 38, 0]
+    assert RULE.num_tokens([24, 24, 1], [24.0, 16.0, 0.0]).tolist() == [25, 38, 0]
     with pytest.raises(BucketingError, match="samples per token of at least 1"):
         AudioRule(rate=16000, samples_per_token=0)
+
+
+def sample_of(source: MediaSource, view: View, *, present: bool = True) -> FileSample:
+    return FileSample(source=source, view=view, audio=RULE, has_audio=present)
+
+
+def test_a_sample_has_the_sound_of_its_own_frames_in_whole_tokens(clip: MediaSource) -> None:
+    view = View(size=Size(9, 16, 32), fps=8.0, start=8, offset=1.0)
+    heard = load(sample_of(clip, view)).shown[AUDIO].numpy()
+    assert heard.shape == (2, 28 * 640)
+    whole = read_audio(clip, start=0.0, samples=64000, rate=16000)
+    assert whole is not None
+    assert np.abs(heard - whole[:, 32000 : 32000 + 28 * 640]).max() < 0.02
+    mirrored = load(sample_of(clip, replace(view, flip=True))).shown[AUDIO].numpy()
+    assert np.array_equal(mirrored, heard[::-1])
+
+
+def test_a_sample_without_a_track_has_no_sound_and_one_that_lost_it_is_named(tmp_path: Path) -> None:
+    write_video(tmp_path / "silent.mp4", frames(1.0), fps=8)
+    silent, view = MediaSource.from_cell(str(tmp_path / "silent.mp4")), View(size=Size(5, 16, 32), fps=8.0)
+    assert load(sample_of(silent, view, present=False)).shown[AUDIO].shape == (2, 0)
+    with pytest.raises(MediaError, match=r"silent\.mp4 has no sound, but its row says so"):
+        load(sample_of(silent, view))

@@ -10,12 +10,13 @@ import torch
 from diffusers import LTX2Pipeline
 
 from hf_bucketing import PackingError
-from hf_bucketing.models import enable_packing
+from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.ltx2.packing import FAMILY
 from hf_bucketing.packing import packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference
 from tests.models.families import CASES
+from tests.pretended_device import module_on_device, on_cpu, on_device, pretended_device
 
 UNUSED = tuple(FAMILY.unused_in(None, audio=True))
 LENGTHS = (5, 0, 9, 1, 0, 12)
@@ -100,6 +101,37 @@ def test_a_step_without_any_audio_isolates_video_and_leaves_no_weight_without_a_
     (loss_of(videos, []) + sum(audio.sum() for audio in audios)).backward()
     lacking = [name for name, parameter in samples.model.named_parameters() if parameter.grad is None]
     assert [name for name in lacking if not any(part in name for part in UNUSED)] == []
+
+
+def test_recomputed_blocks_read_the_audio_of_their_own_pack() -> None:
+    samples = AudioSamples("ltx2.3")
+    plain = gradients(samples.model, loss_of(*samples.packed()))
+    disable_packing(samples.model)
+    samples.model.enable_gradient_checkpointing()
+    samples.model.train()
+    assert_same_gradients(plain, gradients(samples.model, loss_of(*samples.packed())), 1e-9, without_gradient=UNUSED)
+
+
+def test_a_pack_with_audio_waits_for_no_device() -> None:
+    samples = AudioSamples("ltx2.3")
+    expected = [output.detach() for outputs in samples.packed() for output in outputs]
+    samples.model = module_on_device(samples.case.model(torch.float64))
+    samples.latents, samples.text, samples.timesteps = on_device((samples.latents, samples.text, samples.timesteps))
+    samples.conditioning["sigma"] = on_device(samples.conditioning["sigma"])
+    parts = {name: on_device(list(getattr(samples.audio, name))) for name in ("latents", "text")}
+    levels = {name: on_device(getattr(samples.audio, name)) for name in ("timesteps", "video_timesteps")}
+    samples.audio = replace(samples.audio, **parts, **levels)
+    packing = enable_packing(samples.model, strip_length=4)
+    with pretended_device() as waits:
+        for _ in range(2):  # positions of a size are made in the first pack
+            waits.clear()
+            batch = samples.pack(packing, audio=samples.audio)
+            strips, audio = packed_forward_with_audio(samples.model, batch)
+            loss_of([strips], audio).backward()
+        assert not waits
+        outputs = on_cpu([*batch.unpack(strips), *audio])
+    present = [pair for pair in zip(expected, outputs, strict=True) if pair[0].numel()]
+    assert largest_difference(*zip(*present, strict=True)) <= 1e-11
 
 
 @pytest.mark.parametrize(

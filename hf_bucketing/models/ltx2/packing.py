@@ -178,7 +178,8 @@ class LTX2Family(Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each token's own coordinates and the audio, and modulate tokens by the noise level of their sample."""
-        complete = partial(_complete, Tables(_coordinates), Tables(_reference_coordinates))
+        tables = Tables(_coordinates), Tables(_reference_coordinates), Tables(_audio_coordinates)
+        complete = partial(_complete, *tables)
         handles = [transformer.register_forward_pre_hook(complete, with_kwargs=True)]
         for name, rows in _MODULATIONS.items():
             if hasattr(transformer, name):
@@ -294,7 +295,12 @@ def _levels_of(rows: str, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _complete(
-    tables: Tables, references: Tables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tables: Tables,
+    references: Tables,
+    audio_tables: Tables,
+    transformer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
     layout, rows = active_layout(), kwargs["hidden_states"]
     (pixels,) = position_strips(
@@ -303,15 +309,17 @@ def _complete(
         lambda grids: references(transformer, grids, rows.device),
     )
     audio = AudioLayout.of(layout)
-    given = _no_audio(transformer, rows) if audio is None else _audio_coordinates(transformer, audio, rows.device)
-    return args, {**kwargs, **given, "video_coords": _in_seconds(pixels, kwargs["fps"])}
+    if audio is None:
+        heard = _no_audio(transformer, rows)
+    else:
+        seconds = [audio_tables(transformer, length, rows.device)[0] for length in audio.lengths]
+        heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
+    return args, {**kwargs, **heard, "video_coords": _in_seconds(pixels, kwargs["fps"])}
 
 
-def _audio_coordinates(transformer: Any, audio: AudioLayout, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the first and the last second of each token of audio rows, `(rows, 1, row_length, 2)`."""
-    longest = transformer.audio_rope.prepare_audio_coords(1, max(1, *audio.lengths), device)[0, 0]
-    seconds = torch.cat([longest[:length] for length in audio.lengths])
-    return {"audio_coords": audio.in_rows(seconds)[:, None]}
+def _audio_coordinates(transformer: Any, length: int, *, device: torch.device) -> tuple[torch.Tensor]:
+    """Return the first and the last second of each token of an audio, `(length, 2)`."""
+    return (transformer.audio_rope.prepare_audio_coords(1, length, device)[0, 0],)
 
 
 FAMILY = LTX2Family()
