@@ -1,4 +1,4 @@
-"""Which rows have sound: a column, by the headers of their files."""
+"""A column of which rows have sound, by the headers of their files."""
 
 from __future__ import annotations
 
