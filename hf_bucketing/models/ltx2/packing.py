@@ -25,54 +25,24 @@ from ..ltx.packing import over_sample
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
-    """Self- and cross-attention of LTX-2's video stream, `LTX2Attention`, over the strips of a pack."""
-
-    norms_whole_width = True
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        query_rotary_emb: Rotary | None = None,
-        key_rotary_emb: None = None,
-        perturbation_mask: None = None,
-        all_perturbed: bool | None = None,
-    ) -> torch.Tensor:
-        """Attend inside each sample; the last three are those of cross-modal attention and of perturbed guidance."""
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb)
-
-    def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Rotate `(N, H, D)` as the model does, by tables of strips: by head where it splits heads into halves."""
-        turn = apply_split_rotary_emb if rotary[0].ndim == 4 else apply_interleaved_rotary_emb
-        rotated: torch.Tensor = turn(tokens.flatten(1).unflatten(0, (len(rotary[0]), -1)), rotary)
-        return rotated.reshape(tokens.shape)
-
-    def gate(self, attn: Any, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Scale each head by its gate, which the model computes from the tokens that attend."""
-        if attn.to_gate_logits is None:
-            return attended
-        return attended * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).flatten(0, 1).unsqueeze(-1)
-
-
-class PackedLTX2AudioAttnProcessor(PackedLTX2AttnProcessor):
-    """Attention of audio to itself and to text, and between audio and video, inside the samples of a pack.
-
-    Where a sample has no audio, its video gets exactly nothing, no bias either. In a pack without audio, nothing is
-    computed.
+    """Attention of LTX-2, `LTX2Attention`, over the strips of a pack and the rows of its audio.
 
     Args:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-        part (`str`): Segments of [`AudioLayout`] in which the module attends.
+        part (`str`, *optional*): Segments of [`AudioLayout`] in which the module attends, if it reads or writes audio.
+            In a pack without audio, such a module computes nothing.
     """
 
-    def __init__(self, backend: Backend, *, part: str) -> None:
+    norms_whole_width = True
+
+    def __init__(self, backend: Backend = "segments", *, part: str | None = None) -> None:
         super().__init__(backend)
         self.part = part
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
-        """Return those of its part, in packs with audio."""
+        """Return those of its part, none in packs without audio, or those of video and its text."""
+        if self.part is None:
+            return super().segments(layout)
         audio = AudioLayout.of(layout)
         return [] if audio is None else [getattr(audio, self.part)]
 
@@ -87,23 +57,49 @@ class PackedLTX2AudioAttnProcessor(PackedLTX2AttnProcessor):
         perturbation_mask: None = None,
         all_perturbed: bool | None = None,
     ) -> torch.Tensor:
-        """Attend inside each sample; keys have their own positions between audio and video."""
+        """Attend inside each sample; the last two arguments are those of perturbed guidance."""
+        if self.part is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb)
         if not (segments := self.segments(active_layout())):
             return torch.zeros_like(hidden_states)
         states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        key_rotary = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
+        return self._attend_in(segments[0], attn, hidden_states, states, (query_rotary_emb, key_rotary))
+
+    def _attend_in(
+        self,
+        segments: SegmentSpans,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        states: torch.Tensor,
+        rotary: tuple[Rotary | None, Rotary | None],
+    ) -> torch.Tensor:
+        """Attend from hidden states to states, each with its positions; exactly 0, without a bias, where no key is."""
         query = self.split_heads(attn, attn.to_q(hidden_states), attn.norm_q)
-        key, value = self.split_heads(attn, attn.to_k(states), attn.norm_k), self.split_heads(attn, attn.to_v(states))
-        if query_rotary_emb is not None:
-            query = self.rotate(query, query_rotary_emb)
-            key = self.rotate(key, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
-        key, value = key[: segments[0].num_keys], value[: segments[0].num_keys]
-        if segments[0].queries:
-            attended = attend(query, key, value, segments[0], backend=self.backend)
+        key = self.split_heads(attn, attn.to_k(states), attn.norm_k)
+        pairs = zip((query, key), rotary, strict=True)
+        query, key = (side if table is None else self.rotate(side, table) for side, table in pairs)
+        value = self.split_heads(attn, attn.to_v(states))
+        if segments.queries:
+            count = segments.num_keys
+            attended = attend(query, key[:count], value[:count], segments, backend=self.backend)
         else:  # weights get gradients of 0, for which other processes may wait
             attended = 0 * (query + key.sum() + value.sum())
         attended = self.gate(attn, attended, hidden_states)
         output = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
-        return (output * segments[0].has_key(output.device)[:, None]).view_as(hidden_states)
+        return (output * segments.has_key(output.device)[:, None]).view_as(hidden_states)
+
+    def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Rotate `(N, H, D)` as the model does, by tables of strips: by head where it splits heads into halves."""
+        turn = apply_split_rotary_emb if rotary[0].ndim == 4 else apply_interleaved_rotary_emb
+        rotated: torch.Tensor = turn(tokens.flatten(1).unflatten(0, (len(rotary[0]), -1)), rotary)
+        return rotated.reshape(tokens.shape)
+
+    def gate(self, attn: Any, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scale each head by its gate, which the model computes from the tokens that attend."""
+        if attn.to_gate_logits is None:
+            return attended
+        return attended * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).flatten(0, 1).unsqueeze(-1)
 
 
 _AUDIO_PARTS = {
@@ -173,8 +169,7 @@ class LTX2Family(Family):
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of the module's modality, or of attention between both."""
-        part = _AUDIO_PARTS.get(name.split(".")[-1])
-        return super().processor(name, backend) if part is None else PackedLTX2AudioAttnProcessor(backend, part=part)
+        return PackedLTX2AttnProcessor(backend, part=_AUDIO_PARTS.get(name.split(".")[-1]))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass each token's own coordinates and the audio, and modulate tokens by the noise level of their sample."""
