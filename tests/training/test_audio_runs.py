@@ -28,7 +28,7 @@ from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run
+from tests.training.training_cases import in_process, run, run_card
 
 CLIP = Clip(9, 32, 64, 8)
 TEXT_TOKENS = 64
@@ -208,7 +208,7 @@ def test_training_from_a_cache_is_training_from_files(
 
 
 def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
-    cached: Path, pipeline: Path, tmp_path: Path
+    cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validation = {
         "validation_prompts": ["a red circle"],
@@ -226,6 +226,13 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     card = (tmp_path / "README.md").read_text()
     assert "Video and its audio are trained together" in card
     assert "| with audio | 2 |" in card, "one of three is held out"
+    place = tmp_path / "place"
+    place.mkdir()
+    for folder in (pipeline, tmp_path):  # the card names them by the last part of their paths
+        (place / folder.name).symlink_to(folder)
+    monkeypatch.chdir(place)
+    run_card(tmp_path, dtype="float32")
+    check_sound(place / "video.mp4")
     run_script_here(
         "sample_video.py",
         pipeline,
