@@ -207,6 +207,7 @@ def test_training_from_a_cache_is_training_from_files(
     assert same == [], "audio and attention between both are trained too"
 
 
+@pytest.mark.slow
 def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
