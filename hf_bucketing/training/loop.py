@@ -166,6 +166,7 @@ class Trainer:
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
             loading=opened.loading,
+            audio=opened.trains_audio,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:
