@@ -25,7 +25,7 @@ from ..media.conditions import (
     columns_of,
 )
 from ..media.probe import MediaInfo, probe
-from ..media.references import REFERENCE_SIZES, ReferenceLimits
+from ..media.references import REFERENCE_SIZES
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns
@@ -53,12 +53,11 @@ class ConditionColumns:
     A condition must have its sample's aspect ratio, but for rounding each side by a pixel; references may have any,
     unless they lie over their sample. `first_frame` and `last_frame` are images, the others also videos as long as
     their sample, or longer if the sample is a clip of a longer video; references that do not lie over it may always
-    be longer. A mask may be missing, and there may be any number of references.
+    be longer. A mask may be missing, and there may be as many references as `files.references` says.
 
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
         on_error (`"raise"` or `"reject"`): Whether a batch with faults stops the map, or rows are marked.
-        limits ([`ReferenceLimits`][hf_bucketing.media.references.ReferenceLimits]): Shapes that references may have.
 
     Raises:
         ColumnError: If `on_error` is unknown.
@@ -66,7 +65,6 @@ class ConditionColumns:
 
     files: MediaColumns
     on_error: OnFileError = field(default="raise", kw_only=True)
-    limits: ReferenceLimits = field(default_factory=ReferenceLimits, kw_only=True)
     rule_version: int = field(default=2, init=False)
 
     optional_columns = (CLIP_START,)
@@ -133,16 +131,20 @@ class ConditionColumns:
         sizes: list[int] = []
         for name, columns in self.files.conditions.items():
             files = list(self.files.cells(name, cells))
+            rule = self.files.references
+            if name == REFERENCE and (fault := rule.fault(len(files))):
+                column, cell = files[rule.most] if len(files) > rule.most else (columns, None)
+                return _in_column(": ".join(filter(None, (fault, path_of(cell)))), column), []
             if not files:
                 try:
                     self.files.condition(name, cells, name="it")
                 except MediaError as error:
-                    return _in_column(error, columns), []
+                    return _in_column(str(error), columns), []
             for column, cell in files:
                 try:
                     found = self._check(name, cell, batch, row, headers)
                 except MediaError as error:
-                    return _in_column(error, column), []
+                    return _in_column(str(error), column), []
                 if name == REFERENCE:
                     sizes += [found.num_frames, found.height, found.width]
         return "", sizes
@@ -160,7 +162,7 @@ class ConditionColumns:
             found = headers[source.path] = probe(source)
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
-        if name == REFERENCE and (fault := self.limits.fault(found.height, found.width)):
+        if name == REFERENCE and (fault := self.files.references.shape_fault(found.height, found.width)):
             raise MediaError(f"The reference {source.path} has {fault}.")
         lies_over = name != REFERENCE or self.files.references.lie_over
         if lies_over:
@@ -181,8 +183,8 @@ class ConditionColumns:
         return found
 
 
-def _in_column(error: MediaError, column: str) -> str:
-    return f"{str(error).rstrip('.')} (column {column})."
+def _in_column(fault: str, column: str) -> str:
+    return f"{fault.rstrip('.')} (column {column})."
 
 
 def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> None:

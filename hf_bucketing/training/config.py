@@ -231,6 +231,9 @@ class ObjectiveConfig:
         reference_dropout (`float`): Share of samples that are shown no references, so that the model also works
             without; in buckets, the share of batches.
 
+        audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has
+            audio; the losses are added.
+
     Raises:
         BucketingError: On an impossible value.
     """
@@ -242,6 +245,7 @@ class ObjectiveConfig:
     loss_reduction: Reduction = "sample"
     caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
+    audio_weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -250,6 +254,8 @@ class ObjectiveConfig:
             read_shift(self.shift)
         if self.guidance is not None and not 0 <= self.guidance < math.inf:
             raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
+        if not 0 < self.audio_weight < math.inf:
+            raise BucketingError(f"`audio_weight` must be above 0 and finite, got {self.audio_weight!r}.")
 
 
 @explains_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..buckets.table import BucketTable
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
-from ..media.references import CountingRule, ReferenceRule
+from ..media.references import ReferenceRule
 from ..models.recipe import Recipe, TextEmbeddings
 from .config import TrainingConfig
 
@@ -54,13 +54,11 @@ class ModelTokens:
 
 
 def counting_rule(rule: ReferenceRule, *, in_front: bool, text_tokens: int = 0) -> ReferenceRule:
-    """Return the rule that counts the references of a data set.
+    """Return the rule that counts the references of a data set for a model, whatever model it was prepared for.
 
     One in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`.
     """
-    if in_front:
-        return ReferenceRule(downscale_factor=1, multiples=rule.multiples)
-    return CountingRule(**asdict(rule), text_tokens=text_tokens) if text_tokens else rule
+    return replace(rule, in_front=in_front, text_tokens=text_tokens).counted
 
 
 class StepRows(NamedTuple):
@@ -87,10 +85,12 @@ class LargestStep(NamedTuple):
     Attributes:
         sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
         tokens (`int`): Tokens of its samples, their references and texts.
+        references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
     """
 
     sizes: list[Size]
     tokens: int
+    references: list[tuple[Size, ...]]
 
 
 @dataclass(kw_only=True)
@@ -169,6 +169,11 @@ class RunData(ABC):
 
     def cached_batch(self) -> Mapping[str, Any] | None:
         """Return a batch of one usable row of a cache; None where nothing is cached."""
+        return None
+
+    @property
+    def with_audio(self) -> int | None:
+        """Usable rows that have audio; None where none is trained."""
         return None
 
     @property

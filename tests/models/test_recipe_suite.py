@@ -116,7 +116,7 @@ def test_the_loss_is_the_one_by_hand(
     assert losses.tolist() == pytest.approx(by_hand, abs=case.tolerance, rel=case.tolerance)
     if batching == "pack" and recipe.family.text.in_sequence:
         pictures = max((len(references) for references in batch["shown"].get("reference", ())), default=0)
-        counted = recipe.text_tokens(recipe.max_sequence_length) + pictures * recipe.reference_text_tokens
+        counted = recipe.text_tokens(recipe.max_sequence_length, references=pictures)
         assert max(lengths) <= counted, "max_tokens counts the text"
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import Size
-from ...media.references import ReferenceLimits
 from ...packing.family import UNLIMITED
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
@@ -36,7 +35,8 @@ class Flux2Recipe(FluxRecipe):
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
     max_references = UNLIMITED
-    reference_limits = ReferenceLimits(min_reference_side=64, max_reference_ratio=8)
+    min_reference_side = 64
+    max_reference_ratio = 8
     shown_as = MappingProxyType({"reference": "image"})
     prompt_outputs = ("values",)
 
