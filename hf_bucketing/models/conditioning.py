@@ -87,7 +87,7 @@ class ConditionShares:
     shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if min(self.shares) <= 0 or abs(sum(self.shares) - 1) > 1e-6:
+        if not all(share > 0 for share in self.shares) or not abs(sum(self.shares) - 1) < 1e-6:
             raise BucketingError(
                 f"The shares of `condition` must be above 0 and add up to 1, got {list(self.shares)}; `none` is the "
                 "share of samples that are shown nothing."
