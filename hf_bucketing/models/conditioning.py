@@ -1,4 +1,4 @@
-"""Which part of a sample a model is shown without noise, drawn anew for each sample from shares."""
+"""Parts of samples that a model is shown without noise, drawn for each sample from shares."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Drawn(NamedTuple):
     """What is shown of a sample.
 
     Attributes:
-        frames (array of `bool`, shape `(F,)`): Which of its frames.
+        frames (array of `bool`, shape `(F,)`): True for the frames that are shown.
         masked (`bool`): Whether what its mask leaves out is shown too.
     """
 

@@ -64,6 +64,7 @@ def extended(frames: list[Any]) -> dict[str, Any]:
 STOCK = {
     "ltx-condition": ("LTXConditionPipeline", "prefix@2", ltx),
     "ltx2": ("LTX2ConditionPipeline", "prefix@2", ltx2),
+    "cosmos-v2w": ("CosmosVideoToWorldPipeline", "prefix@2", video),
     "cosmos2-v2w": ("Cosmos2VideoToWorldPipeline", "prefix@2", video),
     "skyreels-v2-df": ("SkyReelsV2DiffusionForcingVideoToVideoPipeline", "prefix@2", extended),
     "wan-2.2-i2v": (
