@@ -13,12 +13,13 @@ from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing import BucketingError
-from hf_bucketing.buckets.sizes import Size
+from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import read_condition
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
 from hf_bucketing.models.recipe import Recipe, Samples
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.shown_parts import shown_part
 from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
@@ -59,6 +60,15 @@ def video(frames: list[Any]) -> dict[str, Any]:
 
 def extended(frames: list[Any]) -> dict[str, Any]:
     return {"video": frames, "overlap_history": len(frames), "base_num_frames": 97}
+
+
+def test_a_sample_of_which_nothing_would_be_left_is_shown_nothing() -> None:
+    spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 1, 1))
+    shares, parts = read_condition("first_frame+last_frame"), []
+    for latent_frames in (1, 2, 3):
+        drawn = shares.draw(0, latent_frames=latent_frames, stride=4)
+        parts.append(shown_part(drawn, torch.zeros(4, latent_frames, 2, 2), None, spec).flatten().tolist())
+    assert parts == [[False], [False, False], [True, False, True]]
 
 
 STOCK = {
@@ -116,19 +126,21 @@ def test_a_recipe_shows_frames_as_the_stock_pipeline_does(
 
 def make_batch(recipe: Recipe, *, stacked: bool = False, mask: bool = False) -> dict[str, Any]:
     stride, generator = recipe.spec.temporal_stride, torch.Generator().manual_seed(0)
-    shapes = [Size(3 * stride + 1, 64, 96), Size(2 * stride + 1, 96, 64)] * 2
-    shapes = shapes[:1] * 5 if stacked else [*shapes, Size(1 if recipe.fewest_frames == 1 else stride + 1, 64, 64)]
+    shapes = [Size(3 * stride + 1, 32, 64), Size(2 * stride + 1, 64, 32)] * 2
+    shapes = shapes[:1] * 5 if stacked else [*shapes, Size(1 if recipe.fewest_frames == 1 else stride + 1, 32, 32)]
     sizes = [recipe.spec.snap(size) for size in shapes]
     pixels = [torch.rand(3, *size, generator=generator) * 2 - 1 for size in sizes]
     masks = [torch.ones(1, *size) for size in sizes]
     for white in masks:
-        white[..., :32, :] = 0
+        white[..., :32] = 0
+    shows = recipe.max_references > 0 and not stacked
+    references = [(clip[..., ::2, ::2],) * (row % 2 * shows) for row, clip in enumerate(pixels)]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,
         "caption": ["a", "b", "c", "d", "e"],
         "fps": [8.0] * 5,
         "index": [3, 4, 5, 6, 7],
-        "shown": {"mask": masks} if mask else {},
+        "shown": {"reference": references, **({"mask": masks} if mask else {})},
     }
 
 
@@ -153,6 +165,7 @@ def losses(step: Step, batch: dict[str, Any], *, epoch: int = 1) -> torch.Tensor
     [
         ("ltx", MIXED),
         ("ltx", "mask:0.5,prefix+mask:0.5"),
+        pytest.param("ltx2-in-context", MIXED, marks=pytest.mark.slow),
         pytest.param("ltx2", MIXED, marks=pytest.mark.slow),
         pytest.param("wan-2.2-ti2v", "mask:0.5,last_frame:0.5", marks=pytest.mark.slow),
         pytest.param("cosmos2-v2w", MIXED, marks=pytest.mark.slow),
@@ -187,7 +200,7 @@ def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(recip
     noised = step.objective(list(clean), indices=batch["index"], epoch=1)
     shown = torch.zeros_like(clean[:, :1], dtype=torch.bool)
     shown[:, :, 0] = True
-    shown[..., : shown.shape[3] // 2, :] = True
+    shown[..., : shown.shape[4] // 2] = True
     levels = noised.timesteps[:, None, None, None, None] * ~shown
     tokens = torch.where(shown, clean, torch.stack(noised.latents)).flatten(2).transpose(1, 2)
     text = recipe.encode_text(batch["caption"]).to(torch.float64)
@@ -248,6 +261,20 @@ def test_channels_hold_the_drawn_frames_and_grey_ones(recipe: Recipe) -> None:
     inputs = recipe.model_inputs(samples)
     assert inputs.weights is None
     assert isinstance(inputs.timesteps, torch.Tensor)
+
+
+@pytest.mark.parametrize("recipe", ["cogvideox-i2v"], indirect=True)
+@torch.no_grad()
+def test_channels_of_a_first_frame_that_is_not_drawn_are_zero(recipe: Recipe) -> None:
+    batch, shown = make_batch(recipe, stacked=True), []
+    for condition in ("none", "first_frame"):
+        media = step_of(recipe, condition).media(batch, [(index,) for index in batch["index"]])
+        noised = Noised(media["latents"], media["latents"], torch.ones(5), media["latents"])
+        text = recipe.encode_text(["x"])
+        samples = Samples(noised=noised, text=text, fps=torch.full((5,), 8.0), conditions=media)
+        assert recipe.model_inputs(samples).weights is None
+        shown.append([bool(channels.any()) for channels in recipe.added_channels(samples)])
+    assert shown == [[False] * 5, [True] * 5]
 
 
 @pytest.mark.parametrize("recipe", ["skyreels-v2-df"], indirect=True)
