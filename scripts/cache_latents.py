@@ -77,7 +77,10 @@ def main(args: argparse.Namespace) -> None:
     parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
     loading = Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling)
     loaded = recipe.load(
-        args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length, loading=loading
+        args.pretrained_model_name_or_path,
+        max_sequence_length=args.max_sequence_length,
+        loading=loading,
+        audio=prepared.audio is not None,
     )
     loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)

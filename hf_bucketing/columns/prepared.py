@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, load_from_disk
 
@@ -21,10 +22,11 @@ from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
+from ..media.audio import HAS_AUDIO, AudioRule
 from ..media.conditions import REFERENCE
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
-from ..media.row_references import RowReferences
+from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import MediaColumns
 from .arrays import column_array, column_batches
 from .faults import path_of
@@ -86,8 +88,10 @@ class PreparedDataset:
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if there are several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
-            shown.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
+            have, and the sizes in which they are shown.
+        audio ([`AudioRule`][hf_bucketing.media.audio.AudioRule], *optional*): Rule of the audio of the samples; None
+            if they have none.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -102,6 +106,7 @@ class PreparedDataset:
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
+    audio: AudioRule | None = None
     cache: CacheInfo | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,7 +119,21 @@ class PreparedDataset:
             other_roots=self.other_roots,
             conditions=self.conditions,
             references=self.references,
+            audio=self.audio,
         )
+
+    def audio_tokens(self, bucket_ids: npt.NDArray[np.int64], table: BucketTable | OpenTable) -> IntArray:
+        """Return the tokens of the audio of each row, `(n,)`, in the buckets of a table; 0 where it has none."""
+        if self.audio is None:
+            return np.zeros(len(bucket_ids), np.int64)
+        frames = sample_sizes(bucket_ids, table)[:, 0]
+        tokens = self.audio.num_tokens(frames, column_array(self.dataset, "fps"))
+        return np.where(column_array(self.dataset, HAS_AUDIO), tokens, 0)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of what the samples have beside their media and captions: conditions, and audio."""
+        return self.files.shown
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -142,14 +161,14 @@ class PreparedDataset:
         return self.open_table.spec
 
     def row_references(self, rule: ReferenceRule | None = None) -> RowReferences | None:
-        """Return the references of the rows, counted by a rule or by `references`; None if samples have none."""
+        """Return the references of the rows, as a rule or `references` counts them; None if samples have none."""
         if REFERENCE not in self.conditions:
             return None
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]
         return RowReferences(
-            rule=self.references if rule is None else rule,
+            rule=(rule or self.references).counted,
             stored=np.concatenate(sides).reshape(-1, 3),
             offsets=np.append(0, np.cumsum(np.concatenate(counts) // 3)),
         )
@@ -180,6 +199,7 @@ class PreparedDataset:
             "other_roots": [root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
             "references": asdict(self.references),
+            "audio": None if self.audio is None else asdict(self.audio),
             "cache": None
             if self.cache is None
             else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
@@ -204,7 +224,7 @@ class PreparedDataset:
                 f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
                 "from it with `streaming=True`, or prepare its rows without --streaming."
             )
-        cache, config = manifest["cache"], path / CONFIG_FILE
+        cache, audio, config = manifest["cache"], manifest.get("audio"), path / CONFIG_FILE
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -215,6 +235,7 @@ class PreparedDataset:
             other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
             references=read_rule(manifest),
+            audio=None if audio is None else AudioRule(**audio),
             cache=None
             if cache is None
             else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),

@@ -237,6 +237,9 @@ class ObjectiveConfig:
             by `+`; `prefix@2` has two latent frames, and `prefix` any number. By default image-to-video models are
             shown what their pipelines show, and others nothing.
 
+        audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has
+            audio; the losses are added.
+
     Raises:
         BucketingError: On an impossible value.
     """
@@ -249,6 +252,7 @@ class ObjectiveConfig:
     caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     condition: str | None = setting(None, on_resume="applied")
+    audio_weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -259,6 +263,8 @@ class ObjectiveConfig:
             read_condition(self.condition)
         if self.guidance is not None and not 0 <= self.guidance < math.inf:
             raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
+        if not 0 < self.audio_weight < math.inf:
+            raise BucketingError(f"`audio_weight` must be above 0 and finite, got {self.audio_weight!r}.")
 
 
 @explains_names

@@ -111,7 +111,9 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
-        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
+        stream = None
+        if config.stream.streaming:
+            stream = open_stream(opened.config, self.accelerator, taken=opened.recipe.reference_rule())
         prepared = opened.prepared if stream is None else stream.prepared
         assert prepared is not None, "a run has rows or a stream"
         validation = plan_validation(opened, prepared)
@@ -164,6 +166,7 @@ class Trainer:
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
             loading=opened.loading,
+            audio=opened.trains_audio,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:

@@ -20,12 +20,13 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
+from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
 from ..media.sample import frame_rates
 from ..models.conditioning import ConditionShares, read_condition
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
-from ..models.objectives import Noised, Objective
+from ..models.objectives import Noised, NoisedAudio, Objective
 from ..models.recipe import (
     REFERENCES,
     SHOWN_FRAMES,
@@ -36,7 +37,7 @@ from ..models.recipe import (
     TextEmbeddings,
 )
 from ..models.shown_parts import shown_part
-from ..packing.forward import packed_forward
+from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.names import Grid
 from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
@@ -95,6 +96,7 @@ class Step(ABC):
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
+    audio_weight: float = 1.0
     sharded: bool = False
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
 
@@ -118,7 +120,8 @@ class Step(ABC):
         ]
         text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
-        samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+        audio = self._noised_audio(media, noised, keys=seeds)
+        samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
         predicted = None
         if any(of_base) or (self.sharded and self.preservation.base_predictions):
             predicted = self._base_predictions(transformer, samples, seeds, batch=batch, targets=of_base)
@@ -147,6 +150,15 @@ class Step(ABC):
         media[SHOWN_FRAMES] = frames
         media[SHOWN_LATENTS] = [shown_part(shown, latent, mask, spec) for shown, latent, mask in parts]
         return media
+
+    def _noised_audio(
+        self, media: Mapping[str, Any], noised: Noised, *, keys: Sequence[tuple[int, ...]]
+    ) -> NoisedAudio | None:
+        """Add noise to the audio of samples, of which `media` are the encoded conditions; None if none is trained."""
+        if not self.recipe.audio:
+            return None
+        latents = [latent.to(noised.latents[0]) for latent in media[AUDIO]]
+        return self.objective.audio(latents, timesteps=noised.timesteps, keys=keys)
 
     def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
         """Return which samples are shown no references, by the keys of their draws."""
@@ -200,7 +212,8 @@ class Step(ABC):
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
-            samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+            audio = self._noised_audio(media, noised, keys=[(index, level) for index in batch["index"]])
+            samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
             values = self._predict(transformer, samples, None).losses(noised)
             found.append(
                 StepLosses(values, self.objective.noise_levels(noised.timesteps), np.zeros(len(values), np.int64))
@@ -256,13 +269,22 @@ class PackStep(Step):
             timesteps=inputs.timesteps,
             references=inputs.references,
             conditioning=inputs.conditioning,
+            audio=self.recipe.pack_audio(samples),
             token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
             **samples.text.pack_kwargs(),
         )
-        output = packed_forward(transformer, pack)
-        losses = partial(self.objective.packed_losses, output, pack=pack, weights=loss_weights(inputs, samples))
-        return Prediction(partial(pack.unpack, output), losses)
+        weights = loss_weights(inputs, samples)
+        if samples.audio is None:
+            output = packed_forward(transformer, pack)
+            losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
+            return Prediction(partial(pack.unpack, output), losses)
+        output, heard = packed_forward_with_audio(transformer, pack)
+        of_audio = self.audio_weight * samples.audio.losses(heard)
+        return Prediction(
+            partial(pack.unpack, output),
+            lambda noised: self.objective.packed_losses(output, noised, pack, weights=weights) + of_audio,
+        )
 
 
 def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:
@@ -284,6 +306,7 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
         "sharded": sharded,
+        "audio_weight": config.objective.audio_weight,
     }
     if config.batches.batching == "bucket":
         return BucketStep(**common)
@@ -458,6 +481,8 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
     if REFERENCE in data.conditions and not recipe.references_in_front:
         needed.add(REFERENCES)
+    if recipe.audio:
+        needed.add(AUDIO)
     if missing := needed - batch.get("conditions", {}).keys():
         raise BucketingError(
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "

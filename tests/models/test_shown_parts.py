@@ -204,16 +204,13 @@ def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(recip
     levels = noised.timesteps[:, None, None, None, None] * ~shown
     tokens = torch.where(shown, clean, torch.stack(noised.latents)).flatten(2).transpose(1, 2)
     text = recipe.encode_text(batch["caption"]).to(torch.float64)
-    frames, height, width = clean.shape[2:]
     scale = (recipe.spec.temporal_stride / 8.0, recipe.spec.spatial_stride, recipe.spec.spatial_stride)
     output = recipe.transformer(
         hidden_states=tokens,
         encoder_hidden_states=text.values,
         timestep=levels.flatten(1),
         encoder_attention_mask=text.mask,
-        num_frames=frames,
-        height=height,
-        width=width,
+        **dict(zip(("num_frames", "height", "width"), clean.shape[2:], strict=True)),
         rope_interpolation_scale=scale,
         return_dict=False,
     )[0]

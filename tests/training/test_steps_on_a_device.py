@@ -18,6 +18,7 @@ from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.devices import DeviceTimer, to_device
+from hf_bucketing.media.audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.conditioning import read_condition
@@ -117,6 +118,15 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder
     check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
+def test_a_step_with_audio_waits_at_its_end_alone(folder_of) -> None:
+    case = RECIPES["ltx2"]
+    batch = batch_of(case, (), stacked=False)
+    tokens = (16, 0, 28)  # of the sound of five and nine frames; the image has none
+    batch["shown"] = {AUDIO: [torch.rand(2, 640 * count) * 2 - 1 for count in tokens]}
+    step, step_there = (make_step(case, folder_of(case), stacked=False, audio=True) for _ in range(2))
+    check_step(step, step_there, batch, named={*PACKED_WAITS}, limit=1e-4)
+
+
 def check_step(
     step: Step, step_there: Step, batch: Mapping[str, Any], *, named: set[str], limit: float
 ) -> dict[str, float]:
@@ -138,10 +148,15 @@ def check_step(
 
 
 def make_step(
-    case: RecipeCase, folder: Path, *, stacked: bool, preservation: PreservationConfig | None = None
+    case: RecipeCase,
+    folder: Path,
+    *,
+    stacked: bool,
+    preservation: PreservationConfig | None = None,
+    audio: bool = False,
 ) -> Step:
     """Return a step, which trains adapters if it has a base model to preserve."""
-    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
+    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, audio=audio)
     common: dict[str, Any] = {
         "recipe": recipe,
         "objective": recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0),
