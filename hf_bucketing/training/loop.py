@@ -42,6 +42,7 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
+from .data_changes import describe_changes
 from .data import make_data, make_held_out_data, unreadable_log
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
@@ -106,6 +107,9 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
+        if self.accelerator.is_main_process:
+            for line in describe_changes(opened.config, opened.prepared, resumed=self.checkpoint is not None):
+                logger.warning(line)
         stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
         prepared = opened.prepared if stream is None else stream.prepared
         assert prepared is not None, "a run has rows or a stream"
