@@ -2,8 +2,8 @@ r"""Say which rows of two prepared data sets differ, and in what; or of the data
 
 python scripts/compare_data.py demo/prepared demo/prepared-again
 
-Compared are hashes that preparing and caching write, and that a run keeps in its output folder: of each row's file, clip
-and sizes, captions and conditions. No file is read.
+Compared are hashes that preparing and caching write, and that a run keeps in its output folder: of each row's file,
+clip and sizes, captions and conditions. No media is read.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from hf_bucketing.files import check_writable, complete_file
 from hf_bucketing.report.data_rows import RowTexts, describe_difference, describe_row
 
 if TYPE_CHECKING:
-    from hf_bucketing.columns import PreparedDataset
+    pass
 
 
 def make_parser() -> FlagParser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,10 +44,14 @@ class DataChanges:
         Args:
             name_row (callable): Returns the name of a row of the later lock.
         """
-        parts = [f"{len(rows):,} {name}" for name, rows in (("added", self.added), ("removed", self.removed)) if len(rows)]
+        parts = [
+            f"{len(rows):,} {name}" for name, rows in (("added", self.added), ("removed", self.removed)) if len(rows)
+        ]
         if len(self.now):
             kinds = ", ".join(f"{count:,} in {name}" for name, of in self.fields.items() if (count := of.sum()))
-            first = listed([name_row(row) for row in self.now[:NAMED_ROWS].tolist()], total=len(self.now), separator=", ")
+            first = listed(
+                [name_row(row) for row in self.now[:NAMED_ROWS].tolist()], total=len(self.now), separator=", "
+            )
             parts.append(f"{len(self.now):,} changed ({kinds}; {first})")
         if not parts:
             return "The same rows in another order." if self.moved else ""

@@ -42,8 +42,8 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .config import TrainingConfig
-from .data_changes import describe_changes
 from .data import make_data, make_held_out_data, unreadable_log
+from .data_changes import describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
