@@ -15,6 +15,7 @@ from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
 from hf_bucketing.report.data_rows import RowTexts, describe_difference, describe_row
+from hf_bucketing.settings import check_at_least
 
 if TYPE_CHECKING:
     pass
@@ -45,6 +46,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.data_changes import compare_locks
     from hf_bucketing.columns.data_lock import require_lock
 
+    check_at_least(0, args, "max_rows")
     check_writable(args.json)
     was, now = require_lock(args.was), require_lock(args.now)
     changes = compare_locks(was, now)

@@ -26,6 +26,7 @@ from hf_bucketing.report import render_page
 from hf_bucketing.report.data_page import DataRow, data_page, write_rows
 from hf_bucketing.report.data_rows import RowTexts, describe_difference, describe_row
 from hf_bucketing.report.text import size_label
+from hf_bucketing.settings import check_at_least
 
 if TYPE_CHECKING:
     from hf_bucketing.columns import PreparedDataset
@@ -169,6 +170,7 @@ def main(args: argparse.Namespace) -> None:
 
     from hf_bucketing.columns import PreparedDataset
 
+    check_at_least(0, args, "max_rows", "max_thumbnails")
     folder = args.html.with_name(f"{args.html.stem}_files")
     check_writable(args.html)
     check_folder_writable(folder)
@@ -178,7 +180,9 @@ def main(args: argparse.Namespace) -> None:
         len(prepared.dataset), np.zeros(0, np.int64) if earlier is None else earlier.rows, args.max_rows
     )
     pictured = {*spread(chosen, args.max_thumbnails).tolist()}
-    changes = "" if earlier is None else f"Since {args.compare}: {earlier.changes.describe() or 'nothing changed.'}"
+    changes = (
+        "" if earlier is None else f"Compared with {args.compare}. {earlier.changes.describe() or 'The same rows.'}"
+    )
     rows = [] if earlier is None else earlier.removed(args.max_rows)
     with complete_folder(folder, marker=MARKER) as partial:
         for start in tqdm(range(0, len(chosen), ROWS_AT_ONCE), desc=f"{len(pictured)} rows with pictures"):

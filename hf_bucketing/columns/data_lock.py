@@ -23,7 +23,7 @@ from ..buckets.open_table import OpenTable
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
-from ..media.conditions import REFERENCE, columns_of
+from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES
 from ..media.row_references import sample_sizes
 from ..media.rows import CLIP_END, CLIP_START, MediaColumns
@@ -139,29 +139,26 @@ class LockRule:
 
     def lock(self, dataset: Dataset) -> DataLock:
         """Return the lock of rows. Columns that they lack count as empty."""
-        files = {self.files.column: (self.files.column,)}
-        files |= {name: columns_of(name, column) for name, column in self.files.conditions.items()}
-        columns = [name for named in files.values() for name in named if name in dataset.column_names]
-        kinds = {media_kind(cell_of_list(dataset.features[name])) for name in columns}
+        files = (self.files.column, *all_columns(self.files.conditions))
+        others = (REFERENCE_SIZES, CLIP_START, CLIP_END, *SIZE_COLUMNS, "fps", "bucket_id")
+        columns = dict.fromkeys([*files, *others, *filter(None, [self.caption_column])])
+        present = dataset.select_columns([name for name in columns if name in dataset.column_names])
+        kinds = {media_kind(cell_of_list(kind)) for name, kind in present.features.items() if name in files}
         size = _ROWS if kinds <= {"path", None} else _ROWS_WITH_BYTES
-        others = [self.caption_column, REFERENCE_SIZES, CLIP_START, CLIP_END, *SIZE_COLUMNS, "fps", "bucket_id"]
-        columns = list(dict.fromkeys([*columns, *(name for name in others if name in dataset.column_names)]))
-        batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=size)
-        parts: dict[str, list[Hashes]] = {field.name: [np.zeros(0, np.uint64)] for field in fields(DataLock)}
-        for batch in batches:
+        parts: dict[str, list[Hashes]] = {name: [np.zeros(0, np.uint32)] for name in LOCKED}
+        parts["name"] = [np.zeros(0, np.uint64)]
+        for batch in present.with_format("arrow").iter(batch_size=size):
             for name, hashes in self._hashes(batch).items():
-                parts[name].append(hashes)
-        whole = {name: np.concatenate(hashes) for name, hashes in parts.items()}
-        return DataLock(name=whole.pop("name"), **{name: hashes.astype(np.uint32) for name, hashes in whole.items()})
+                parts[name].append(hashes.astype(parts[name][0].dtype))
+        return DataLock(**{name: np.concatenate(hashes) for name, hashes in parts.items()})
 
     def _hashes(self, batch: pa.Table) -> dict[str, Hashes]:
         """Return the hashes of some rows, `uint64` of shape `(n,)` each."""
         nothing = np.zeros(len(batch), np.uint64)
         names, versions = self._files(batch, self.files.column)
         conditions: list[Any] = [nothing]
-        for name, column in self.files.conditions.items():
-            for part in columns_of(name, column):
-                conditions.extend(self._files(batch, part) if part in batch.column_names else ())
+        for column in all_columns(self.files.conditions):
+            conditions.extend(self._files(batch, column) if column in batch.column_names else ())
         if REFERENCE in self.files.conditions:
             conditions.append(np.full(len(batch), repr(self.files.references), object))
         if REFERENCE_SIZES in batch.column_names:

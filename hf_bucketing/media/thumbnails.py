@@ -7,7 +7,6 @@ import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from .conditions import MOVING, REFERENCE
@@ -19,6 +18,8 @@ from .source import MediaSource
 
 _MOST_FRAMES = 24
 _QUALITY = 72
+_GAP = 4
+"""Pixels between frames that lie side by side."""
 
 
 class Thumbnail(NamedTuple):
@@ -71,8 +72,11 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
     size = round(view.size.height * scale), round(view.size.width * scale)
 
     def cropped(frames: Sequence[Frame]) -> Thumbnail:
-        strip = np.concatenate([shown_part(frame, size, *view.crop(*frame.shape[:2])) for frame in frames], 1)
-        return _encode([Image.fromarray(strip)], form="jpeg", quality=_QUALITY)
+        strip = Image.new("RGB", (len(frames) * (size[1] + _GAP) - _GAP, size[0]), "grey")
+        for place, frame in enumerate(frames):
+            part = shown_part(frame, size, *view.crop(*frame.shape[:2]))
+            strip.paste(Image.fromarray(part), (place * (size[1] + _GAP), 0))
+        return _encode([strip], form="jpeg", quality=_QUALITY)
 
     pictures = {"first, middle and last frame" if len(frames) > 1 else "image": cropped(frames)}
     for name, file in sample.conditions.items():

@@ -91,7 +91,7 @@ def test_videos_show_three_frames_of_their_clip(prepared_dir: Path, tmp_path: Pa
     assert videos
     for row in videos:
         _, name, width, height = row["pictures"][0]
-        assert (height, width) == (int(sizes[row["number"]][1]), 3 * int(sizes[row["number"]][2]))
+        assert (height, width) == (int(sizes[row["number"]][1]), 3 * int(sizes[row["number"]][2]) + 8)
         assert Image.open(tmp_path / "data_files" / name).size == (width, height)
 
 
