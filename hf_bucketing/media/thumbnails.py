@@ -55,7 +55,7 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
     """Return JPEGs of what a model is shown of a sample, by what they are: of its frames, conditions and references.
 
     Of a video they are the first, middle and last frame that its view picks, side by side. All have the crop of the
-    sample, but references, which are shown whole.
+    sample, but references that do not lie over it, which are shown whole.
 
     Args:
         sample ([`FileSample`]): The sample.
@@ -85,10 +85,11 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
             source = source.opened()
             moving = name in MOVING and not is_image(source)
             (frame,) = iter_frames(source, times[:1] if moving else [0.0], video_decoder=view.video_decoder)
-            if name == REFERENCE:
-                pictures[f"{name} {number}"] = _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY)
-            else:
-                pictures[name] = cropped([frame])
+            label = f"{name} {number}" if name == REFERENCE else name
+            whole = name == REFERENCE and not sample.references.lie_over
+            pictures[label] = (
+                _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY) if whole else cropped([frame])
+            )
     return pictures
 
 

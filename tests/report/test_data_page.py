@@ -14,6 +14,7 @@ from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
+from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.report.data_page import DataRow, data_page, write_rows
 from hf_bucketing.report.page import render_page
 from tests.browser import look_at
@@ -81,6 +82,15 @@ def test_rows_hold_what_the_model_will_see(tmp_path: Path) -> None:
     assert small["filters"]["rejected"] == "too_small"
     assert small["texts"]["trained at"] == ["rejected: too_small"]
     assert [label for label, *_ in small["pictures"]] == ["not trained"]
+
+
+def test_references_that_lie_over_their_sample_have_its_crop(tmp_path: Path) -> None:
+    folder = save_images(tmp_path / "images")
+    data = PreparedDataset.load(folder)
+    replace(data, references=ReferenceRule(downscale_factor=2)).save(folder)
+    wide = report(folder, tmp_path / "data.html")[0]
+    assert wide["pictures"][3][0] == "reference 2"
+    assert np.array(Image.open(tmp_path / "data_files" / wide["pictures"][3][1]))[:, :, 2].min() > 200
 
 
 def test_videos_show_three_frames_of_their_clip(prepared_dir: Path, tmp_path: Path) -> None:
