@@ -37,6 +37,8 @@ from hf_bucketing.report import (
     render_page,
 )
 from hf_bucketing.report.crops import WorstCrop
+from hf_bucketing.report.peers import choose_peers, compare_peers, describe_peers
+from hf_bucketing.report.peers.choose import PEERS
 from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
 from hf_bucketing.training.script_settings import settings_of_scripts
@@ -60,6 +62,11 @@ def make_parser() -> FlagParser:
     parser.add_settings(ReportConfig, skip=["cost_model"])
     parser.add_argument(
         "--cost_model", help="Cost of tokens as a run measured it: its cost_model.json, instead of --width."
+    )
+    parser.add_argument(
+        "--compare",
+        help="Other trainers that the rows are compared with, separated by commas, or all: "
+        f"{', '.join(PEERS)}; musubi-tuner=FILE and diffusion-pipe=FILE read the settings of their TOML.",
     )
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
@@ -172,6 +179,7 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
     table = choose_table(args, prepared)
+    chosen = {} if args.compare is None else choose_peers(args.compare, table=table, spec=prepared.spec)
     measured = None if args.cost_model is None else read_cost_model(args.cost_model)
     config = from_flags(ReportConfig, args, cost_model=measured)
     sizes = read_sizes(prepared.dataset)
@@ -191,11 +199,15 @@ def main(args: argparse.Namespace) -> None:
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
     print(f"Rows {origin}.")
     print(format_report(report))
-    values, counts = report.to_dict(), []
+    values, counts, peers = report.to_dict(), [], ()
     if prepared.sources:
         counts = count_sources(**prepared.source_columns())
         print("\nSources, as they were prepared\n" + describe_sources(counts))
         values["sources"] = [asdict(count) for count in counts]
+    if chosen:
+        peers = compare_peers(sizes, report, chosen)
+        print("\nWhat other trainers would do with these rows\n" + describe_peers(peers))
+        values["peers"] = [asdict(peer) for peer in peers]
     if args.json:
         with complete_file(args.json) as partial:
             partial.write_text(json.dumps(values, indent=2) + "\n")
@@ -203,7 +215,7 @@ def main(args: argparse.Namespace) -> None:
     if args.figures:
         print("Figures:", *draw_figures(report, args.figures))
     if args.html:
-        write_page(args, prepared, report, assignment=f"Rows {origin}.", sources=counts)
+        write_page(args, prepared, report, assignment=f"Rows {origin}.", sources=counts, peers=peers)
 
 
 if __name__ == "__main__":
