@@ -86,7 +86,9 @@ def main(args: argparse.Namespace) -> None:
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
         given = {name: value for name, value in vars(args).items() if name != "config"}
-        replace(cached, settings={**prepared.settings, "cache_latents": given}).save(args.output_dir)
+        info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)
+        settings = {**prepared.settings, "cache_latents": given}
+        replace(cached, cache=info, settings=settings).save(args.output_dir)
         for name in ("encoded", "found", "unreadable", "rejected"):
             print(f"{counts[name]:8} rows {name}")
         for name in ("encoded", "found"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import MediaError
 from ..loaders.captions import texts_of
 from ..media.conditions import REFERENCE
-from ..media.remote import is_url, version
+from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
@@ -376,9 +375,6 @@ def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:
     """Return what identifies a file's content, unchanged when the folder of all files is moved."""
     if source.data is not None:
-        return [hashlib.sha256(source.data).hexdigest()]
-    if is_url(source.path):
-        return [source.path, *version(source.path)]
-    status = os.stat(source.path)
-    path = source.path if root is None or is_url(root) else os.path.relpath(source.path, root)
-    return [path, status.st_size, status.st_mtime_ns]
+        return source.version()
+    whole = root is None or is_url(root) or is_url(source.path)
+    return [source.path if whole else os.path.relpath(source.path, root), *source.version()]

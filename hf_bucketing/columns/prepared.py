@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +23,14 @@ from ..command_line.config_file import CONFIG_FILE, read_config_file, write_conf
 from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
 from ..media.audio import HAS_AUDIO, AudioRule
-from ..media.conditions import REFERENCE
+from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import MediaColumns
+from .apply import undecoded
 from .arrays import column_array, column_batches
+from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
 
 MANIFEST = "bucketing.json"
@@ -63,6 +65,7 @@ class CacheInfo:
         text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
         empty_text_key (`str`, *optional*): Key of the entry of the text that stands for a dropped caption.
         views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
+        prepared (`str`, *optional*): Prepared folder of the rows that were encoded, where it is known.
     """
 
     folder: str
@@ -71,6 +74,12 @@ class CacheInfo:
     text_model: str | None
     empty_text_key: str | None
     views: dict[str, Any]
+    prepared: str | None = None
+
+    def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
+        """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""
+        source = None if self.prepared is None else change(self.prepared)
+        return replace(self, folder=change(self.folder), prepared=source)
 
 
 @explains_arguments()
@@ -136,6 +145,13 @@ class PreparedDataset:
         return self.files.shown
 
     @property
+    def lock_rule(self) -> LockRule:
+        """Rule of the hashes of what a model sees of each row."""
+        return LockRule(
+            files=self.files, caption_column=self.caption_column, table=self.table, open_table=self.open_table
+        )
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Names of the sources, if there are several."""
         feature = self.dataset.features.get(SOURCE)
@@ -173,6 +189,11 @@ class PreparedDataset:
             offsets=np.append(0, np.cumsum(np.concatenate(counts) // 3)),
         )
 
+    def read_rows(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield some rows with all their columns, their files as paths or bytes."""
+        columns = [self.column, *all_columns(self.conditions)]
+        yield from undecoded(self.dataset.with_format(None).select(rows), columns)
+
     def file_names(self, rows: Sequence[int]) -> list[str]:
         """Return the paths of some rows' files, or `row N` for bytes without a path."""
         cells = self.dataset.select_columns([self.column]).with_format(None).select(rows)[self.column]
@@ -181,6 +202,8 @@ class PreparedDataset:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, replacing an earlier one; it gets its name only when it is complete.
+
+        Beside the rows lies their lock, see [`DataLock`][hf_bucketing.columns.data_lock.DataLock].
 
         Raises:
             BucketingError: If the folder exists and is not such a data set.
@@ -202,10 +225,11 @@ class PreparedDataset:
             "audio": None if self.audio is None else asdict(self.audio),
             "cache": None
             if self.cache is None
-            else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
+            else asdict(self.cache.with_folders(lambda folder: os.path.relpath(folder, target))),
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
+            self.lock_rule.lock(load_from_disk(str(partial))).save(partial / LOCK_FILE)
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
             if self.settings:
                 (partial / CONFIG_FILE).write_text(write_config(self.settings), encoding="utf-8")
@@ -238,7 +262,7 @@ class PreparedDataset:
             audio=None if audio is None else AudioRule(**audio),
             cache=None
             if cache is None
-            else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            else CacheInfo(**cache).with_folders(lambda folder: os.path.normpath(path / folder)),
             settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 

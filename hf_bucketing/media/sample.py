@@ -17,7 +17,7 @@ from ..errors import BucketingError, MediaError
 from .audio import AUDIO, CHANNELS, read_audio
 from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
-from .images import is_image
+from .images import is_image, shown_part
 from .references import ReferenceRule
 from .rows import FileSample
 from .source import MediaSource
@@ -149,7 +149,7 @@ def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[in
         _, height, width = rule.sizes((num_frames, *frame.shape[:2]), view.size)[0].tolist()
         if rule.lie_over:
             check_shape(REFERENCE, source.path, size=frame.shape[:2], sample=stored)
-            pixels = _channels_first(_over_sample(frame, (height, width), *view.crop(*stored)))
+            pixels = _channels_first(shown_part(frame, (height, width), *view.crop(*stored)))
         else:
             pixels = _channels_first(frame)
         frames.append(_placed(pixels, (height, width), CropBox(0, 0, height, width)))
@@ -162,19 +162,6 @@ def _opened(name: str, source: MediaSource, view: View) -> tuple[MediaSource, bo
     still = is_image(source)
     check_kind(name, source.path, still=still, sample_is_image=not view.fps)
     return source, still
-
-
-def _over_sample(
-    frame: npt.NDArray[np.uint8], size: tuple[int, int], resized: tuple[int, int], box: CropBox
-) -> npt.NDArray[np.uint8]:
-    """Resize to `(height, width)` the part of a frame that a crop of its sample, `resized` as a whole, shows."""
-    height, width = frame.shape[:2]
-    across, down = width / resized[1], height / resized[0]
-    right, bottom = min(width, (box.left + box.width) * across), min(height, (box.top + box.height) * down)
-    image = Image.fromarray(frame).resize(
-        size[::-1], Image.Resampling.BICUBIC, box=(box.left * across, box.top * down, right, bottom)
-    )
-    return np.array(image)
 
 
 def _channels_first(frame: npt.NDArray[np.uint8]) -> torch.Tensor:

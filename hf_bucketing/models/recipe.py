@@ -30,6 +30,7 @@ from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
+from .conditioning import BLACK, ConditionShares
 from .experts import TrainedComponent, transformers_of
 from .index import PipelineIndex
 from .loading import (
@@ -156,6 +157,25 @@ class ModelInputs:
     weights: Sequence[torch.Tensor] | None = None
     references: Sequence[Sequence[torch.Tensor]] | None = None
 
+    def showing(
+        self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]
+    ) -> ModelInputs:
+        """Return inputs in which a part of each sample has no noise, timestep 0 and no weight in the loss.
+
+        Args:
+            parts (sequence of `torch.Tensor` of `bool`): What is shown, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is
+                not whole frames, which needs a model with a timestep per token.
+            clean (sequence of `(C, f, h, w)`): Latents without noise.
+            patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+        """
+        latents, timesteps, weights = [], [], []
+        for noisy, own, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
+            latents.append(torch.where(part, own.to(noisy), noisy))
+            tokens = part[0, :: patch[0], :: patch[1], :: patch[2]]
+            timesteps.append(torch.where(tokens, 0, level.view(-1, 1, 1)).flatten())
+            weights.append((~part).to(noisy).expand_as(noisy[:1]))
+        return replace(self, latents=latents, timesteps=timesteps, weights=weights)
+
 
 Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
@@ -173,6 +193,12 @@ Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
 
 Of [`REFERENCES`] there is a tuple of tensors per sample.
 """
+
+SHOWN_FRAMES = "shown_frames"
+"""Which frames of a sample a run draws to show, `(F,)` of `bool` on the CPU; `encode_conditions` gets it too, beside
+what the data set shows."""
+SHOWN_LATENTS = "shown_latents"
+"""Which latents of a sample these are, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is shown parts of frames."""
 
 
 def cleans_captions() -> bool:
@@ -651,6 +677,40 @@ class Recipe:
             max_ratio=cls.max_reference_ratio,
         )
 
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """Kinds of conditions that a run may draw for its samples, see [`read_condition`]; by default none."""
+        return ()
+
+    @property
+    def encodes_drawn(self) -> bool:
+        """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
+        return False
+
+    def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
+        """Raise BucketingError if a run cannot show the model what it would draw.
+
+        Args:
+            shares ([`ConditionShares`][hf_bucketing.models.conditioning.ConditionShares]): What it draws.
+            names (collection of `str`): Names of the data set's conditions.
+            cached (`bool`): Whether latents come from a cache.
+        """
+        if unknown := sorted({*shares.kinds} - {*self.drawn_kinds}):
+            takes = f"takes {quoted(self.drawn_kinds)} alone" if self.drawn_kinds else "takes none; omit it"
+            raise BucketingError(
+                f"`condition` shows the model {quoted(unknown)}, but a {self.pipeline_class} of this configuration "
+                f"{takes}."
+            )
+        if BLACK in shares.kinds and MASK not in names:
+            raise BucketingError(
+                "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
+            )
+        if cached and self.encodes_drawn:
+            raise BucketingError(
+                f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
+                "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
+            )
+
     @classmethod
     def taken_conditions(cls) -> tuple[str, ...]:
         """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
@@ -720,19 +780,28 @@ class Recipe:
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`].
 
-        Behind the latents come [`added_channels`].
+        Behind the latents come [`added_channels`]; some latents may be clean ([`clean_parts`]).
         """
         noised, latents = samples.noised, samples.noised.latents
         if added := self.added_channels(samples):
             pairs = zip(latents, added, strict=True)
             latents = [torch.cat([latent, channels.to(latent)]) for latent, channels in pairs]
         timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-        return ModelInputs(
+        inputs = ModelInputs(
             latents=latents,
             timesteps=timesteps,
             conditioning=self.conditioning(samples),
             references=self.references(samples),
         )
+        parts = self.clean_parts(samples)
+        return inputs if parts is None else inputs.showing(parts, clean=noised.clean, patch=self.spec.patch)
+
+    def clean_parts(self, samples: Samples) -> Sequence[torch.Tensor] | None:
+        """Return the part of each sample that its latents show without noise, see [`ModelInputs.showing`].
+
+        By default it is what the run draws; None where it draws nothing, or the model is shown it in another way.
+        """
+        return samples.conditions.get(SHOWN_LATENTS)
 
     def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
         """Return the references of each sample, in the dtype of its latent; None where no data set has any."""
