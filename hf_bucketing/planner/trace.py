@@ -1,6 +1,7 @@
-"""Peak memory of a training step by torch's MemTracker under FakeTensorMode: shapes and dtypes run, no weight exists.
+"""Peak memory and operations of a training step, under FakeTensorMode: shapes and dtypes run, no weight exists.
 
-A few blocks are traced, and the others extrapolated: each adds the same bytes.
+torch's MemTracker and FlopCounterMode watch the same run. A few blocks are traced, and the others extrapolated: each
+adds the same bytes and operations.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ..placement.quantization import quantized_linears
 from ..placement.settings import Precision, Quantization
 from ..placement.sharding import HALF
 from .components import Component
-from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
+from .trackers import FlopCounter, Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
@@ -96,6 +97,7 @@ class Traced:
         block_bytes (`float`): Bytes of the frozen weights of the largest block.
         frozen_bytes (`float`): Bytes of the frozen weights of all blocks.
         blocks (`float`): Number of blocks.
+        flops (`float`): Floating-point operations of all passes, a multiply-add as two.
     """
 
     peaks: Peaks
@@ -106,6 +108,7 @@ class Traced:
     block_bytes: float
     frozen_bytes: float
     blocks: float
+    flops: float
 
     def plus(self, other: Traced, times: float) -> Traced:
         """Return this and some times the other; the largest block and tensor remain what they are."""
@@ -118,7 +121,25 @@ class Traced:
             block_bytes=self.block_bytes,
             frozen_bytes=self.frozen_bytes + times * other.frozen_bytes,
             blocks=self.blocks + times * other.blocks,
+            flops=self.flops + times * other.flops,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall:
+    """What a call of a frozen model needs.
+
+    Attributes:
+        peak ([`Kinds`]): Bytes at the highest moment.
+        flops (`float`): Floating-point operations, a multiply-add as two.
+    """
+
+    peak: Kinds = field(default_factory=Kinds)
+    flops: float = 0
+
+    def plus(self, other: TracedCall, times: float = 1) -> TracedCall:
+        """Return this and some times the other."""
+        return TracedCall(peak=self.peak.plus(other.peak, times), flops=self.flops + times * other.flops)
 
 
 def trace(step: TracedStep) -> Traced:
@@ -181,7 +202,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             _shard(model, mesh, step)
             tracker = ShardedPeakTracker.of(model, given)
         try:
-            with KnownValues(), tracker:
+            with FlopCounter() as counter, KnownValues(), tracker:
                 loss = _forward(model, inputs, step)
                 tracker.phase = "backward"
                 loss.backward()
@@ -189,7 +210,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             raise BucketingError(
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
-    return counted(peaks=tracker.peaks)
+    return counted(peaks=tracker.peaks, flops=counter.get_total_flops())
 
 
 def _without_storage(given: torch.Tensor) -> torch.Tensor:
@@ -255,16 +276,19 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
 @torch.no_grad()
 def trace_call(
     component: Component, call: Callable[[Any, torch.Tensor], Any], given: torch.Tensor, *, dtype: torch.dtype
-) -> Kinds:
-    """Return the peak of a call of a frozen model, such as a text encoder: its weights, and what the call makes."""
+) -> TracedCall:
+    """Return the peak and the operations of a call of a frozen model, such as a text encoder.
+
+    The peak has its weights, and what the call makes.
+    """
     model = component.build()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _assign(model, lambda name, parameter: dtype if parameter.is_floating_point() else parameter.dtype)
         tracker = PeakTracker.of(model, [])
         given = torch.empty(given.shape, dtype=given.dtype)
-        with tracker:
+        with FlopCounter() as counter, tracker:
             call(model, given)
-    return tracker.peaks["forward"]
+    return TracedCall(peak=tracker.peaks["forward"], flops=counter.get_total_flops())
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:

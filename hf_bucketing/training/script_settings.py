@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..caching.settings import CacheConfig
 from ..columns.settings import SourceConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
+from ..planner.gpus import TimeConfig
 from ..planner.settings import PlanConfig
 from ..report.measure import ReportConfig
 from ..settings import flag_names, flatten, settings_in
@@ -29,7 +30,8 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         "cache_latents": {*flag_names(CacheConfig), pipeline, "dataset_dir", "cache_dir", "output_dir"}
         | {"mixed_precision", "vae_tiling", "max_sequence_length"},
         "train_text_to_video": {*flag_names(TrainingConfig)},
-        "plan_memory": {*flag_names(PlanConfig), pipeline, "gpu_memory", "figure", "json"},
+        "plan_memory": {*flag_names(PlanConfig), *flag_names(TimeConfig), pipeline, "gpu_memory", "figure", "json"}
+        - {"price_per_hour"},
         "report_buckets": {
             *flag_names(ReportConfig),
             "dataset",
