@@ -11,6 +11,7 @@ from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError, quoted
 from ..loaders.captions import CaptionRule
 from ..loaders.faults import FaultRule
+from ..loaders.workers import worker_options
 from ..losses.names import Reduction
 from ..media.views import ViewRule
 from ..models.experts import TrainedComponent
@@ -188,6 +189,21 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         check_at_least(0, self, "dataloader_num_workers", "dataloader_timeout")
+
+    def options(self) -> dict[str, Any]:
+        """Return options of a `DataLoader`; batches for a GPU lie in pinned memory, which it reads while it computes.
+
+        Raises:
+            BucketingError: As [`worker_options`][hf_bucketing.loaders.worker_options].
+        """
+        from accelerate import PartialState
+
+        workers = self.dataloader_num_workers
+        return {
+            "timeout": self.dataloader_timeout if workers else 0,
+            "pin_memory": PartialState().device.type == "cuda",
+            **worker_options(workers),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,6 @@ from ..loaders.occurrences import NumberedRows
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
-from ..loaders.workers import worker_options
 from ..losses.reduction import reduction_weights
 from ..media.conditions import REFERENCE
 from ..media.row_references import RowReferences, sample_sizes
@@ -358,16 +357,14 @@ def _data_of(
                 "scripts/prepare_dataset.py wrote."
             )
         texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
-    workers = config.loader.dataloader_num_workers
     repeats = weighted or (batches.remainder == "repeat" and not evaluation)
     rows: Any = NumberedRows(dataset) if repeats else dataset
     loader: DataLoader[Any] = DataLoader(
         rows,
         batch_sampler=sampler,
         collate_fn=collator,
-        persistent_workers=workers > 0,
-        timeout=config.loader.dataloader_timeout if workers else 0,
-        **worker_options(workers),
+        persistent_workers=config.loader.dataloader_num_workers > 0,
+        **config.loader.options(),
     )
     return TrainingData(
         loader=loader,

@@ -22,7 +22,6 @@ from ..columns.arrays import column_array
 from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
 from ..loaders.faults import OnFault
-from ..loaders.workers import worker_options
 from .config import LoaderConfig
 from .data import TrainingData
 from .experts import Experts
@@ -125,7 +124,7 @@ class HeldOutLoss:
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
             for reason in batch.pop("unreadable", ()):
                 logger.warning(reason, main_process_only=False)
-            batch = send_to_device(batch, accelerator.device)
+            batch = send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
             losses = step.held_out(transformer, batch, num_levels=levels)
             if accelerator.process_index % neighbours:
                 continue
@@ -141,7 +140,7 @@ class HeldOutLoss:
 
     def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
         """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
-        workers, loader = self.workers.dataloader_num_workers, self.data.loader
+        loader = self.data.loader
         collator: Callable[[list[Any]], Any] = loader.collate_fn
         if self.on_error == "replace":
             collator = ReadableRows(collator, loader.dataset)
@@ -149,9 +148,8 @@ class HeldOutLoss:
             loader.dataset,
             batch_sampler=[rows.tolist() for rows in batches],
             collate_fn=collator,
-            timeout=self.workers.dataloader_timeout if workers else 0,
             generator=torch.Generator(),
-            **worker_options(workers),
+            **self.workers.options(),
         )
 
     def _summary(self, rows: IntArray, parts: Sequence[_Levels], index: IntArray) -> dict[str, Any]:

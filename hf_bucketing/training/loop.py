@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,10 +15,16 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, disable_fsdp_ram_efficient_loading, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    disable_fsdp_ram_efficient_loading,
+    set_seed,
+)
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..command_line.config_file import ConfigFile, write_config
+from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.planned import StepCount
@@ -303,7 +308,7 @@ class Trainer:
             self.report.log.write_plan(epoch, self.data.epoch_summary(self.loader))
         num_batches = self.loader.step
         for batch in self.loader:
-            since = time.perf_counter()
+            timer = DeviceTimer(self.accelerator.device)
             num_batches += 1
             step = self.loader.step - 1
             rows = self.data.rows_of(self.loader, batch, epoch=epoch)
@@ -315,9 +320,9 @@ class Trainer:
                 if last:
                     factor = self.window.finish(self.trained.weights[self.step.recipe.trained])
                     norm = self.trained.clip_gradients()
-                self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, since=since)
+                self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, timer=timer)
                 if last:
-                    metrics = self.report.metrics.finish(factor, grad_norm=norm, stop=self.signals.number)
+                    metrics = self.report.finish(factor, grad_norm=norm, stop=self.signals.number)
                     entry = self._apply_step(metrics, epoch=epoch, step=step)
                 self.trained.optimizer.zero_grad()
             if last:
@@ -456,6 +461,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,
+        dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),  # see LoaderConfig.options
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )

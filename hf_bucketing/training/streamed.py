@@ -25,7 +25,6 @@ from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
-from ..loaders.workers import worker_options
 from ..losses.reduction import reduction_weights
 from ..media.conditions import REFERENCE
 from ..media.references import REFERENCE_SIZES, ReferenceRule
@@ -325,10 +324,8 @@ def make_streamed_data(
         faults=config.faults.log(unreadable_log(config)),
         kept=[*([SOURCE] if prepared.sources else []), *([] if references is None else [REFERENCE_SIZES])],
     )
-    workers = config.loader.dataloader_num_workers
-    timeout = config.loader.dataloader_timeout if workers else 0
     return StreamedData(
-        loader=batcher.make_loader(timeout=timeout, **worker_options(workers)),
+        loader=batcher.make_loader(**config.loader.options()),
         stream=batcher,
         table=table,
         spec=spec,
