@@ -319,7 +319,7 @@ def _kept_of_trained(traced: Traced, config: PlanConfig) -> MemoryParts:
     buckets = traced.trained_bytes if shards == 1 and config.num_processes > 1 else 0
     return MemoryParts(
         gradients=round(buckets),
-        optimizer=round(_state_bytes(traced, config) / shards),
+        optimizer=round(optimizer_bytes(traced, config) / shards),
         averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
     )
 
@@ -342,7 +342,7 @@ def _offloaded(traced: Traced, config: PlanConfig) -> int:
     return -round(max(waiting - traced.block_bytes, 0))
 
 
-def _state_bytes(traced: Traced, config: PlanConfig) -> float:
+def optimizer_bytes(traced: Traced, config: PlanConfig) -> float:
     """Return the bytes of the optimizer's state; those of AdamW in 8 bits are known where it is not installed."""
     if config.optimizer.optimizer == "adamw_8bit":
         return 2 * _QUANTISED_MOMENT * traced.trained

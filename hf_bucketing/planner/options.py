@@ -32,6 +32,11 @@ class MemoryOption:
     saved: int
     max_tokens: int
 
+    @property
+    def saves(self) -> bool:
+        """Whether it needs noticeably less than the row above."""
+        return self.saved > 0.001 * self.plan.total
+
 
 def plan_options(
     name_or_path: str,
@@ -60,26 +65,39 @@ def plan_options(
     """
     components = read_components(name_or_path, trained=config.trained_component)
     rows: list[MemoryOption] = []
+    for row in iter_options(components, config, gpu_memory=gpu_memory):
+        progress(row)
+        if not rows or row.saves:
+            rows.append(row)
+    return rows
+
+
+def iter_options(components: Components, config: PlanConfig, *, gpu_memory: float) -> Iterator[MemoryOption]:
+    """Iterate over options as they are planned, those included that save nothing; see [`plan_options`].
+
+    Raises:
+        BucketingError: If the model cannot be trained on such samples.
+    """
+    above: MemoryPlan | None = None
     for name, settings in _ladder(components, config):
         try:
             plan = plan_components(components, settings)
         except BucketingError:
-            if not rows:
+            if above is None:
                 raise
             continue  # the settings as given can be planned, so this model cannot have the option
         row = MemoryOption(
             name=name,
             config=settings,
             plan=plan,
-            saved=rows[-1].plan.total - plan.total if rows else 0,
+            saved=above.total - plan.total if above else 0,
             max_tokens=largest_tokens(components, settings, memory=gpu_memory * 2**30),
         )
-        progress(row)
-        if not rows or row.saved > 0.001 * plan.total:
-            rows.append(row)
+        yield row
+        if above is None or row.saves:
+            above = plan
         if row.max_tokens + plan.shape.length // plan.shape.samples > MOST_TOKENS:
-            break
-    return rows
+            return
 
 
 def best_option(rows: Sequence[MemoryOption], *, gpu_memory: float) -> MemoryOption:

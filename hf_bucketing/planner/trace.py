@@ -98,6 +98,8 @@ class Traced:
         frozen_bytes (`float`): Bytes of the frozen weights of all blocks.
         blocks (`float`): Number of blocks.
         flops (`float`): Floating-point operations of all passes, a multiply-add as two.
+        waiting (`float`): Bytes of activations that wait on the CPU, in page-locked memory.
+        pinned (`float`): Bytes of the frozen weights in page-locked memory, if all of them waited on the CPU.
     """
 
     peaks: Peaks
@@ -109,6 +111,8 @@ class Traced:
     frozen_bytes: float
     blocks: float
     flops: float
+    waiting: float
+    pinned: float
 
     def plus(self, other: Traced, times: float) -> Traced:
         """Return this and some times the other; the largest block and tensor remain what they are."""
@@ -122,6 +126,8 @@ class Traced:
             frozen_bytes=self.frozen_bytes + times * other.frozen_bytes,
             blocks=self.blocks + times * other.blocks,
             flops=self.flops + times * other.flops,
+            waiting=self.waiting + times * other.waiting,
+            pinned=self.pinned + times * other.pinned,
         )
 
 
@@ -203,14 +209,14 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             tracker = ShardedPeakTracker.of(model, given)
         try:
             with FlopCounter() as counter, KnownValues(), tracker:
-                loss = _forward(model, inputs, step)
+                loss, waiting = _forward(model, inputs, step)
                 tracker.phase = "backward"
                 loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise BucketingError(
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
-    return counted(peaks=tracker.peaks, flops=counter.get_total_flops())
+    return counted(peaks=tracker.peaks, flops=counter.get_total_flops(), waiting=waiting)
 
 
 def _without_storage(given: torch.Tensor) -> torch.Tensor:
@@ -241,7 +247,16 @@ def _count(model: torch.nn.Module) -> Callable[..., Traced]:
         block_bytes=max(frozen),
         frozen_bytes=sum(frozen),
         blocks=len(blocks),
+        pinned=sum(pinned_bytes(parameter) for parameter in model.parameters() if not parameter.requires_grad),
     )
+
+
+def pinned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in page-locked memory, of which torch takes powers of two.
+
+    Source: `CachingHostAllocator` of torch, which keeps such memory for tensors to come.
+    """
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
 
 
 def _shard(model: torch.nn.Module, mesh: Any, step: TracedStep) -> None:
@@ -257,12 +272,16 @@ def _shard(model: torch.nn.Module, mesh: Any, step: TracedStep) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> torch.Tensor:
-    """Return the loss of the traced step, in the precision in which accelerate runs the model."""
+def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> tuple[torch.Tensor, int]:
+    """Return the loss of the traced step, in the precision in which accelerate runs the model.
+
+    Also return the bytes of the activations that wait on the CPU.
+    """
     half = HALF.get(step.mixed_precision)
     kept: AbstractContextManager[Any] = nullcontext()
+    waiting: list[int] = []
     if step.offload_activations:
-        kept = torch.autograd.graph.saved_tensors_hooks(_leave, _fetch)
+        kept = torch.autograd.graph.saved_tensors_hooks(functools.partial(_leave, waiting), _fetch)
     with kept:
         with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
             with torch.no_grad(), base_model(model):
@@ -270,7 +289,7 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
                 of_base = [torch.stack(of_base).sum(0)] if of_base else []
             output = output_of(model(**inputs, return_dict=False))
         target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
-        return (output.float() - target).square().mean()
+        return (output.float() - target).square().mean(), sum(waiting)
 
 
 @torch.no_grad()
@@ -354,10 +373,11 @@ def _assign(model: torch.nn.Module, dtype_of: Callable[[str, torch.Tensor], torc
                 module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)
 
 
-def _leave(tensor: torch.Tensor) -> Any:
-    """Keep of an activation only its shape: it waits on the CPU."""
+def _leave(waiting: list[int], tensor: torch.Tensor) -> Any:
+    """Keep of an activation only its shape: it waits on the CPU, with its bytes in the list."""
     if not tensor.requires_grad or tensor.is_leaf:
         return tensor
+    waiting.append(pinned_bytes(tensor))
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
