@@ -94,7 +94,6 @@ CASES = [
     Case(model="wan-130m", side=256, num_processes=2, settings={**BF16, **CHECKPOINTS}),
     Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings=CHECKPOINTS),
     Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings={**BF16, **CHECKPOINTS}),
-    Case(model="wan-130m", side=512, cached=False, settings={**CHECKPOINTS, "dataloader_num_workers": 2}),
     Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
     Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
     Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),

@@ -32,11 +32,6 @@ class MemoryOption:
     saved: int
     max_tokens: int
 
-    @property
-    def saves(self) -> bool:
-        """Whether it needs noticeably less than the row above."""
-        return self.saved > 0.001 * self.plan.total
-
 
 def plan_options(
     name_or_path: str,
@@ -65,39 +60,42 @@ def plan_options(
     """
     components = read_components(name_or_path, trained=config.trained_component)
     rows: list[MemoryOption] = []
-    for row in iter_options(components, config, gpu_memory=gpu_memory):
-        progress(row)
-        if not rows or row.saves:
-            rows.append(row)
-    return rows
-
-
-def iter_options(components: Components, config: PlanConfig, *, gpu_memory: float) -> Iterator[MemoryOption]:
-    """Iterate over options as they are planned, those included that save nothing; see [`plan_options`].
-
-    Raises:
-        BucketingError: If the model cannot be trained on such samples.
-    """
-    above: MemoryPlan | None = None
-    for name, settings in _ladder(components, config):
-        try:
-            plan = plan_components(components, settings)
-        except BucketingError:
-            if above is None:
-                raise
-            continue  # the settings as given can be planned, so this model cannot have the option
+    for name, settings, plan in iter_plans(components, config):
         row = MemoryOption(
             name=name,
             config=settings,
             plan=plan,
-            saved=above.total - plan.total if above else 0,
+            saved=rows[-1].plan.total - plan.total if rows else 0,
             max_tokens=largest_tokens(components, settings, memory=gpu_memory * 2**30),
         )
-        yield row
-        if above is None or row.saves:
-            above = plan
+        progress(row)
+        if not rows or row.saved > 0.001 * plan.total:
+            rows.append(row)
         if row.max_tokens + plan.shape.length // plan.shape.samples > MOST_TOKENS:
-            return
+            break
+    return rows
+
+
+def iter_plans(components: Components, config: PlanConfig) -> Iterator[tuple[str, PlanConfig, MemoryPlan]]:
+    """Iterate over the given settings and those with one more option each, and the memory that they need.
+
+    Options that the model cannot have are omitted.
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        config ([`PlanConfig`]): Settings to start from.
+
+    Raises:
+        BucketingError: If it cannot be trained on such samples with the given settings.
+    """
+    for name, settings in _ladder(components, config):
+        try:
+            plan = plan_components(components, settings)
+        except BucketingError:
+            if name == AS_GIVEN:
+                raise
+            continue  # the settings as given can be planned, so this model cannot have the option
+        yield name, settings, plan
 
 
 def best_option(rows: Sequence[MemoryOption], *, gpu_memory: float) -> MemoryOption:

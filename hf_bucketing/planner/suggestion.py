@@ -25,10 +25,11 @@ from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..report.measure import Sizes, Targets, bucket_targets, own_targets
 from ..settings import changed
+from ..units import format_bytes
 from .components import Components
 from .host import DiskPlan, HostPlan, check_host, plan_disk, plan_host
-from .memory import PLAN_ERROR, MemoryPlan, StepShape, plan_components, verdict_on
-from .options import MemoryOption, best_option, iter_options
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, plan_components, verdict_on
+from .options import iter_plans
 from .rows import DataRows
 from .settings import MachineConfig, PlanConfig
 from .time import BatchCost, EpochTime, Speed, StepSeconds, encoding_flops, epoch_time, training_flops
@@ -43,7 +44,7 @@ _MORE_TOKENS = 1.25
 """Factor from which on more tokens per step are a candidate of their own."""
 
 _FRAMES = 81
-_QUANTILES = (0.05, 0.25, 0.5, 0.75)
+_QUANTILES = (0, 0.25, 0.5, 0.75)
 _SMALLER = 4
 """Factor between the two budgets of a table of the model's own sizes, see docs/choosing-a-table.md."""
 
@@ -92,7 +93,7 @@ def _frames_of(components: Components, frames: IntArray) -> list[int]:
     if fixed is not None:
         return [int(fixed)]
     spec = components.spec
-    wanted = np.minimum(np.quantile(videos, _QUANTILES), _FRAMES).astype(int).tolist()
+    wanted = np.minimum(np.quantile(videos, _QUANTILES, method="lower"), _FRAMES).astype(int).tolist()
     counts = {spec.snap(Size(max(count, 1), *spec.multiples)).frames for count in wanted}
     return sorted({*counts, *([1] if (frames == 1).any() else [])})
 
@@ -293,43 +294,53 @@ class Suggester:
         if not len(ids) or ids[-1] == 0:
             raise BucketingError(f"No row can be trained: {dict(count_rejections(way.targets.rejection))}.")
         sizes = [Size(*(int(side[row]) for side in way.targets.sizes)) for row in where[ids > 0]]
-        option = self._option(way, sizes[-1])
-        flops = training_flops(self.components, option.config, sizes)
-        length = option.plan.shape.length
-        degree = option.config.memory.context_parallel_degree
-        processes = self.machine.num_gpus // degree
-        epoch = int(way.targets.num_tokens.sum() / self.rows.share) + self.text_tokens * self.rows.sizes.frames.size
-        most = min(option.max_tokens / (1 + PLAN_ERROR), epoch / (LEAST_STEPS * processes))
-        for max_tokens in [length, *([int(most)] if most >= _MORE_TOKENS * length else [])]:
-            yield self._plan(way, sizes[-1], replace(option.config, max_tokens=max_tokens), flops, processes=processes)
+        config, plan = self._option(way, sizes[-1])
+        flops = training_flops(self.components, config, sizes)
+        processes = self.machine.num_gpus // config.memory.context_parallel_degree
+        for max_tokens in self._tokens_per_step(way, sizes[0], config, plan, processes=processes):
+            yield self._plan(way, sizes[-1], replace(config, max_tokens=max_tokens), flops, processes=processes)
 
-    def _option(self, way: Way, size: Size) -> MemoryOption:
+    def _tokens_per_step(
+        self, way: Way, smallest: Size, config: PlanConfig, plan: MemoryPlan, *, processes: int
+    ) -> list[int]:
+        """Return the tokens of the largest sample, and as many as memory holds where that is noticeably more.
+
+        Memory is a line through the smallest sample and the largest, which were traced for their operations.
+        """
+        text, length = self.text_tokens, plan.shape.length
+        of_epoch = float((way.targets.num_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
+        tokens = self.components.spec.num_tokens(smallest)
+        small = plan_components(self.components, config, StepShape.of([smallest], tokens=tokens, text_tokens=text))
+        room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
+        most = min(_tokens_that_fit(small, plan, room), of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
+        if way.batching == "bucket":
+            most -= most % length  # more hold no further sample of the largest bucket
+        return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
+
+    def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
         base = replace(self.base, batching=way.batching, sample_size=[*size])
         if self.rows.total and self.machine.num_train_epochs > 1:
             base = replace(base, cached="all")
-        memory, degree, tried = self.machine.gpu_memory, 1, []
-        while degree <= self.machine.num_gpus:
+        memory, degree = self.machine.gpu_memory * 2**30, 1
+        tried: list[tuple[str, PlanConfig, MemoryPlan]] = []
+        while degree <= self.machine.num_gpus and not self.machine.num_gpus % degree:
             if degree > 1:
                 check_model(degree, self.components.recipe, self.components.transformer.config)
-            shared = changed(base, context_parallel_degree=degree)
-            for option in iter_options(self.components, shared, gpu_memory=memory):
-                if not self.rows.total and option.config.cached != "nothing":
+            for name, config, plan in iter_plans(self.components, changed(base, context_parallel_degree=degree)):
+                if not self.rows.total and config.cached != "nothing":
                     continue  # a stream has no cache
-                tried.append(option)
-                if verdict_on(option.plan.total, memory * 2**30) == "fits":
-                    return option
+                tried.append((name, config, plan))
+                if verdict_on(plan.total, memory) == "fits":
+                    return config, plan
             degree *= 2
-            if self.machine.num_gpus % degree:
-                break
-        option = best_option(tried, gpu_memory=memory)
-        if verdict_on(option.plan.total, memory * 2**30) == "does not fit":
-            frames, height, width = size
+        name, config, plan = min(tried, key=lambda option: option[-1].total)
+        if verdict_on(plan.total, memory) == "does not fit":
             raise BucketingError(
-                f"a sample of {frames}×{height}×{width} ({option.plan.shape.length:,} tokens) needs "
-                f"{option.plan.total / 2**30:.1f} GiB with all options up to {option.name!r}"
+                f"a sample of {size} ({plan.shape.length:,} tokens) needs {format_bytes(plan.total)}; the least that "
+                f"options make of it, those up to {name!r}"
             )
-        return option
+        return config, plan
 
     def _plan(self, way: Way, size: Size, config: PlanConfig, flops: BatchCost, *, processes: int) -> Candidate:
         """Plan an epoch of a way, its memory and its time."""
@@ -430,3 +441,14 @@ class Suggester:
         width = components.recipe.family.text_dim(components.transformer.build())
         half = 4 if config.mixed_precision == "no" else 2
         return round(latents + half * length * width * (self.rows.total or 0))
+
+
+def _tokens_that_fit(small: MemoryPlan, large: MemoryPlan, memory: float) -> float:
+    """Return the tokens at which the first phase reaches the memory, on lines through two plans."""
+    more = large.shape.length - small.shape.length
+    counts = [MOST_TOKENS * 1.0]
+    for name, parts in large.phases.items():
+        per_token = (parts.total - small.phases[name].total) / more if more else 0.0
+        if per_token > 0:
+            counts.append(large.shape.length + (memory - parts.total) / per_token)
+    return min(counts) if more else float(large.shape.length)
