@@ -86,8 +86,6 @@ class Family:
             override [`reference_positions`], or place references where they place a sample's own tokens.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
             samples of a stack run one after another, each with its own text.
-        context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
-            diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
     """
 
     transformer_class: ClassVar[str]
@@ -120,7 +118,6 @@ class Family:
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
     runs_alone: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""
@@ -288,6 +285,11 @@ class Family:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
         own, references = partial(self.positions, base_size=base_size), self.reference_positions
         return partial(strip_tables, Tables(own), Tables(references))
+
+    def parallel_plan(self, transformer: Transformer) -> Mapping[str, Any]:
+        """Return what processes that share samples split and gather: by default diffusers' `_cp_plan`."""
+        plan: Mapping[str, Any] = transformer._cp_plan
+        return plan
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None

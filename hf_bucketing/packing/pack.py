@@ -37,6 +37,12 @@ class Packing:
         """The transformer's class, for messages."""
         return type(self.transformer).__name__
 
+    @property
+    def processes(self) -> int:
+        """Processes that share a pack, each with a part of its strips (context parallelism)."""
+        config = self.transformer._parallel_config
+        return 1 if config is None else int(config.context_parallel_config.ulysses_degree)
+
     def pack(
         self,
         latents: Sequence[torch.Tensor],
@@ -107,6 +113,7 @@ class Packing:
             shown=shown,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
+            processes=self.processes,
             device=latents[0].device,
             added_lengths=self.family.added_lengths(conditions),
             caption_ids=caption_ids if pad_text_to is None else None,
