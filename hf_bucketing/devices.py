@@ -1,6 +1,8 @@
-"""Copies to a device that do not wait for what the device still computes."""
+"""Copies to a device that do not wait for what it still computes, one wait for all that is read, and its own time."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
@@ -14,3 +16,42 @@ def to_device(tensor: torch.Tensor, device: torch.device | str, *, dtype: torch.
     """
     waits = tensor.device.type != "cpu" or torch.device(device).type == "mps"
     return tensor.to(device, dtype=dtype, non_blocking=not waits)
+
+
+def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors of one dtype as they are on the CPU, of which one wait for their device reads all."""
+    values = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = values.split([tensor.numel() for tensor in tensors])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class DeviceTimer:
+    """Time that a device takes for what a program starts from here to [`stop`][DeviceTimer.stop].
+
+    A program reaches both places before the device has computed what lies between them, so that the device notes the
+    times itself, as events of its stream. The CPU computes at once.
+
+    Args:
+        device (`torch.device`): The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.Event, torch.Event] | None = None
+        if device.type not in ("cpu", "meta"):
+            self._events = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+            self._events[0].record()
+        self._start = self._end = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the time that is measured."""
+        if self._events is not None:
+            self._events[1].record()
+        self._end = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the time in seconds; this waits until the device has reached its end."""
+        if self._events is None:
+            return self._end - self._start
+        start, end = self._events
+        end.synchronize()
+        return start.elapsed_time(end) / 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,10 +15,16 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, disable_fsdp_ram_efficient_loading, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    disable_fsdp_ram_efficient_loading,
+    set_seed,
+)
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..command_line.config_file import ConfigFile, write_config
+from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
 from ..loaders.planned import StepCount
@@ -43,6 +48,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import make_data, make_held_out_data, unreadable_log
+from .data_changes import describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
@@ -106,7 +112,12 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
-        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
+        if self.accelerator.is_main_process:
+            for line in describe_changes(opened.config, opened.prepared, resumed=self.checkpoint is not None):
+                logger.warning(line)
+        stream = None
+        if config.stream.streaming:
+            stream = open_stream(opened.config, self.accelerator, taken=opened.recipe.reference_rule())
         prepared = opened.prepared if stream is None else stream.prepared
         assert prepared is not None, "a run has rows or a stream"
         validation = plan_validation(opened, prepared)
@@ -159,6 +170,7 @@ class Trainer:
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
             loading=opened.loading,
+            audio=opened.trains_audio,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:
@@ -257,6 +269,13 @@ class Trainer:
         for line in self.describe():
             logger.info(line)
         self._write_status("running")
+        if self.checkpoint is None:
+            self._log_held_out()
+
+    def _log_held_out(self, *, last: bool = False) -> None:
+        entry = self.evaluation.held_out_loss(self.global_step, last=last)
+        if entry is not None:
+            self.report.held_out(self.global_step, entry)
 
     def _resume(self) -> tuple[dict[str, int] | None, list[str]]:
         """Load the checkpoint to resume, if any; return the state of its logs, and the settings that changed since."""
@@ -303,7 +322,7 @@ class Trainer:
             self.report.log.write_plan(epoch, self.data.epoch_summary(self.loader))
         num_batches = self.loader.step
         for batch in self.loader:
-            since = time.perf_counter()
+            timer = DeviceTimer(self.accelerator.device)
             num_batches += 1
             step = self.loader.step - 1
             rows = self.data.rows_of(self.loader, batch, epoch=epoch)
@@ -315,9 +334,9 @@ class Trainer:
                 if last:
                     factor = self.window.finish(self.trained.weights[self.step.recipe.trained])
                     norm = self.trained.clip_gradients()
-                self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, since=since)
+                self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, timer=timer)
                 if last:
-                    metrics = self.report.metrics.finish(factor, grad_norm=norm, stop=self.signals.number)
+                    metrics = self.report.finish(factor, grad_norm=norm, stop=self.signals.number)
                     entry = self._apply_step(metrics, epoch=epoch, step=step)
                 self.trained.optimizer.zero_grad()
             if last:
@@ -363,9 +382,7 @@ class Trainer:
             self.stopped = stop
             self._save_early()
             return
-        held_out = self.evaluation.held_out_loss(self.global_step, last=last)
-        if held_out is not None:  # before a checkpoint, which counts the lines of logs
-            self.report.held_out(self.global_step, held_out)
+        self._log_held_out(last=last)  # before a checkpoint, which counts the lines of logs
         every = self.config.checkpoints.checkpointing_steps
         if every and self.global_step % every == 0:
             self._save_checkpoint()
@@ -456,6 +473,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,
+        dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),  # see LoaderConfig.options
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )

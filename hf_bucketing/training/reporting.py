@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +14,16 @@ from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
 from ..adapters.lora import SETTINGS
+from ..buckets.arrays import IntArray
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE
+from ..devices import DeviceTimer, to_device
 from ..files import complete_file, writing
 from ..loaders.collators import PLANNED
 from ..loaders.planned import StepCount
 from .base_targets import TARGETS
 from .config import TrainingConfig
+from .data_changes import keep_lock
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
 from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_status
@@ -29,6 +31,16 @@ from .skipped import SkippedSteps
 from .steps import StepLosses
 
 logger = get_logger(__name__)
+
+
+class _Batch(NamedTuple):
+    """A batch whose losses `(n,)` the device may not have computed yet."""
+
+    losses: torch.Tensor
+    rows: list[int]
+    counted: IntArray
+    timer: DeviceTimer
+    entry: dict[str, Any]
 
 
 class RunReport:
@@ -64,6 +76,7 @@ class RunReport:
             degree=degree,
             groups={"source": data.sources, "target": TARGETS if config.preservation.base_predictions else ()},
         )
+        self._window: list[_Batch] = []
         self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
 
     def start(
@@ -80,6 +93,7 @@ class RunReport:
         if self.accelerator.is_main_process:
             if resumed is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
+                keep_lock(self.config)
             else:
                 self.log.write_step("resumes", global_step, resumed)
             settings = json.dumps(self.config.flat(), indent=2) + "\n"
@@ -113,9 +127,9 @@ class RunReport:
         *,
         epoch: int,
         step: int,
-        since: float,
+        timer: DeviceTimer,
     ) -> None:
-        """Add a batch to the metrics and to the log of samples.
+        """Add a batch to the metrics, without a wait for the device.
 
         Args:
             losses ([`StepLosses`]): Losses, noise levels and targets of its samples.
@@ -124,34 +138,47 @@ class RunReport:
             batch (mapping): The batch.
             epoch (`int`): Its epoch.
             step (`int`): Its place in the epoch.
-            since (`float`): `time.perf_counter()` when it came.
+            timer ([`DeviceTimer`][hf_bucketing.devices.DeviceTimer]): What measures its time, started when it came.
         """
-        # Reading the losses waits until the device has done all that was started before.
-        counted = (rows.weights > 0).numpy()
-        loss = losses.values.detach().float().cpu().numpy()
-        seconds = time.perf_counter() - since
-        index = np.array(batch["index"])
-        self.skipped.add(index.tolist(), loss)
-        tokens = rows.tokens[counted]
+        timer.stop()
+        counted = np.flatnonzero((rows.weights > 0).numpy())
+        index, tokens = np.array(batch["index"]), rows.tokens[counted]
         groups = {} if rows.sources is None else {"source": rows.sources[counted]}
         if self.config.preservation.base_predictions:
             groups["target"] = losses.targets[counted]
         values, noise_levels = losses.values, losses.noise_levels
-        if not counted.all():
-            values, noise_levels, weights = values[counted], noise_levels[counted], weights[counted]
+        if len(counted) < len(index):
+            there = to_device(torch.from_numpy(counted), values.device)
+            values, noise_levels, weights = values[there], noise_levels[there], weights[there]
         cost = float(self.data.cost_model.cost(tokens).sum())
-        self.metrics.add(
-            values, noise_levels, weights=weights, tokens=tokens, cost=cost, seconds=seconds, groups=groups
+        self.metrics.add(values, noise_levels, weights=weights, tokens=tokens, cost=cost, groups=groups)
+        entry = {
+            "epoch": epoch,
+            "step": step,
+            "bucket_id": batch.get("bucket_id"),
+            "index": index[counted].tolist(),
+            "sources": groups["source"].tolist() if "source" in groups else None,
+            "planned": np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
+        }
+        self._window.append(_Batch(losses.values.detach(), index.tolist(), counted, timer, entry))
+
+    def finish(self, factor: float, *, grad_norm: torch.Tensor | float | None, stop: int) -> dict[str, float]:
+        """Log the samples of the batches since the last optimizer step; return the metrics of the one that ends.
+
+        See [`StepMetrics.finish`][hf_bucketing.training.run_log.StepMetrics].
+        """
+        window, self._window = self._window, []
+        metrics, losses = self.metrics.finish(
+            factor,
+            seconds=sum(batch.timer.seconds() for batch in window),
+            losses=[batch.losses for batch in window],
+            grad_norm=grad_norm,
+            stop=stop,
         )
-        self.log.write_samples(
-            epoch=epoch,
-            step=step,
-            bucket_id=batch.get("bucket_id"),
-            index=index[counted].tolist(),
-            loss=loss[counted].tolist(),
-            sources=groups["source"].tolist() if "source" in groups else None,
-            planned=np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
-        )
+        for batch, values in zip(window, losses, strict=True):
+            self.skipped.add(batch.rows, values)
+            self.log.write_samples(**batch.entry, loss=values[batch.counted].tolist())
+        return metrics
 
     def step(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, and move the progress bar."""

@@ -15,8 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from ..buckets.arrays import FloatArray
 from ..buckets.calibration import fit_costs
-from ..devices import to_device
+from ..devices import read, to_device
 from ..errors import BucketingError
 from ..files import complete_file
 from .config import COST_MODEL
@@ -24,7 +25,7 @@ from .config import COST_MODEL
 _BINS = 10
 """Bins of noise levels."""
 
-_COUNTS = 6
+_COUNTS = 6  # samples, tokens, cost, batches, pairs of tokens, seconds
 
 TABLE = "table.json"
 """File in the folder of logs that holds the buckets of a run, if it has any."""
@@ -187,7 +188,7 @@ class StepMetrics:
     def _reset(self) -> None:
         # The loss; and by noise level and by group, the sum of the losses and the number of samples.
         self._sums = torch.zeros(1 + 2 * len(self._names), device=self.accelerator.device)
-        self._counts = np.zeros(_COUNTS)  # samples, tokens, cost, batches, pairs of tokens, seconds
+        self._counts = np.zeros(_COUNTS - 1)  # all but the seconds
 
     def add(
         self,
@@ -197,7 +198,6 @@ class StepMetrics:
         weights: torch.Tensor,
         tokens: npt.NDArray[np.int64],
         cost: float,
-        seconds: float,
         groups: Mapping[str, npt.NDArray[np.int64]] = MappingProxyType({}),
     ) -> None:
         """Add a batch.
@@ -208,7 +208,6 @@ class StepMetrics:
             weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the step over all processes.
             tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
-            seconds (`float`): Time from the arrival of the batch to the end of its backward pass on the device.
             groups (mapping of `str` to arrays of `int`, shape `(n,)`): Group of each sample, by what divides them.
         """
         values = values.detach().float()
@@ -222,14 +221,25 @@ class StepMetrics:
         self._sums.index_add_(0, 1 + bins, values)
         self._sums.index_add_(0, 1 + len(self._names) + bins, torch.ones_like(values))
         pairs = np.square(tokens, dtype=np.float64).sum()
-        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, seconds)
+        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs)
 
     def finish(
-        self, factor: float = 1.0, *, grad_norm: torch.Tensor | float | None = None, stop: int = 0
-    ) -> dict[str, float]:
+        self,
+        factor: float = 1.0,
+        *,
+        seconds: float,
+        losses: Sequence[torch.Tensor] = (),
+        grad_norm: torch.Tensor | float | None = None,
+        stop: int = 0,
+    ) -> tuple[dict[str, float], list[FloatArray]]:
         """Return the step's metrics over all processes, and start the next step; call it on every process.
 
-        The weights that were added are multiplied by `factor`, where they were not known before the step's end.
+        All that is read of a step is read here, in one wait for the device: with the metrics also `losses`, those of
+        the samples of each batch of this process, which are returned as arrays. The next step needs it: whether the
+        weights may change depends on the metrics.
+
+        `seconds` is the time of this process's batches, each from its arrival to the end of its backward pass. The
+        weights that were added are multiplied by `factor`, where they were not known before the step's end.
         `grad_norm`, the norm of the gradients before they are clipped, and `stop`, the number of a signal to stop, are
         the largest of all processes; they are among the metrics where there are any.
 
@@ -246,23 +256,24 @@ class StepMetrics:
             grad_norm = grad_norm.full_tensor()
         shared = torch.zeros(2, device=self._sums.device)
         shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
-        counted = to_device(torch.from_numpy(self._counts).float(), self._sums.device)
-        mine = torch.cat([shared, self._sums, counted])
-        rows = self.accelerator.gather(mine[None]).cpu().double()
+        counted = torch.from_numpy(np.append(self._counts, seconds)).float()
+        mine = torch.cat([shared, self._sums, to_device(counted, self._sums.device)])
+        rows, *own_losses = read(self.accelerator.gather(mine[None]), *(values.detach().float() for values in losses))
+        rows = rows.double()
         bins = len(self._names)
         largest = dict(zip(("grad_norm", "stop"), rows[:, :2].amax(0).tolist(), strict=True))
         loss, sums, seen, counts = rows[:: self.degree, 2:].split([1, bins, bins, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
         costliest = int(cost.argmax())
         now = time.perf_counter()
-        seconds, self._start = now - self._start, now
+        whole, self._start = now - self._start, now
         metrics = {
             "train_loss": float(loss.sum()) * factor,
             "samples": int(samples.sum()),
             "tokens": int(tokens.sum()),
-            "seconds": seconds,
-            "samples_per_second": float(samples.sum()) / seconds,
-            "tokens_per_second": float(tokens.sum()) / seconds,
+            "seconds": whole,
+            "samples_per_second": float(samples.sum()) / whole,
+            "tokens_per_second": float(tokens.sum()) / whole,
             "imbalance": float(cost.max() / cost.mean()),
             "busy_seconds": float(busy[costliest]),
             "busy_tokens": int(tokens[costliest]),
@@ -276,7 +287,7 @@ class StepMetrics:
         for level in torch.nonzero(seen.sum(0)).flatten().tolist():
             metrics[f"loss_by_{self._names[level]}"] = float(sums[:, level].sum() / seen[:, level].sum())
         self._reset()
-        return metrics
+        return metrics, [values.numpy() for values in own_losses]
 
 
 def write_cost_model(output_dir: Path) -> str:

@@ -140,8 +140,8 @@ def test_all_processes_decide_by_the_largest_norm_and_the_first_signal() -> None
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather=gather)
     metrics = StepMetrics(cast("Any", accelerator), max_tokens=None)
     ones = torch.ones(1)
-    metrics.add(ones, ones / 2, weights=ones, tokens=np.array([4]), cost=1.0, seconds=1.0)
-    entry = metrics.finish(grad_norm=torch.tensor(0.5))
+    metrics.add(ones, ones / 2, weights=ones, tokens=np.array([4]), cost=1.0)
+    entry, _ = metrics.finish(seconds=1.0, grad_norm=torch.tensor(0.5))
     assert math.isnan(entry["grad_norm"])
     assert entry["stop"] == 15
 

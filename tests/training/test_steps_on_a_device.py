@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
-from hf_bucketing.devices import to_device
+from hf_bucketing.buckets.cost import CostModel
+from hf_bucketing.devices import DeviceTimer, to_device
+from hf_bucketing.media.audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.conditioning import read_condition
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.base_targets import TARGETS
-from hf_bucketing.training.run_log import StepMetrics
+from hf_bucketing.training.config import BatchConfig, TrainingConfig
+from hf_bucketing.training.reporting import RunReport
+from hf_bucketing.training.run_data import StepRows
 from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of, text_of
 from tests.models.families import RECIPES
@@ -41,8 +47,8 @@ __all__ = ["folder_of"]
 
 FAST = ("wan", "lumina2")
 """Recipes that are tried in every run of the tests; the others in the slow ones."""
-AT_THE_END = {"copy to the CPU in training/run_log.py:finish"}
-"""The sums of an optimizer step's losses are read once, after all of it."""
+AT_THE_END = {"copy to the CPU in hf_bucketing/devices.py:read": 1}
+"""All that is read of an optimizer step, however many batches it has, is read once, after its last backward pass."""
 PACKED_WAITS = {**STOCK_WAITS, **FIRST_WAITS}
 STACKED_WAITS = {
     **PACKED_WAITS,
@@ -98,7 +104,27 @@ def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(batching: 
     by_target = {name: value for name, value in logged.items() if "target" in name}
     assert by_target.keys() == {"loss_by_target/preservation", "loss_by_target/slider"}
     preserved, slid = by_target.values()
-    assert (preserved + others * slid) / (1 + others) == pytest.approx(logged["train_loss"])
+    counted = {"preserved": 2, "slid": 2 * others - 1}
+    mean = (counted["preserved"] * preserved + counted["slid"] * slid) / sum(counted.values())
+    assert mean == pytest.approx(logged["train_loss"])
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder_of) -> None:
+    case, stacked = RECIPES["ltx"], batching == "bucket"
+    batch, shares = batch_of(case, ("mask",), stacked=stacked), read_condition("prefix+mask:0.5,keyframes:0.5")
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
+    step.condition = step_there.condition = shares
+    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+
+
+def test_a_step_with_audio_waits_at_its_end_alone(folder_of) -> None:
+    case = RECIPES["ltx2"]
+    batch = batch_of(case, (), stacked=False)
+    tokens = (16, 0, 28)  # of the sound of five and nine frames; the image has none
+    batch["shown"] = {AUDIO: [torch.rand(2, 640 * count) * 2 - 1 for count in tokens]}
+    step, step_there = (make_step(case, folder_of(case), stacked=False, audio=True) for _ in range(2))
+    check_step(step, step_there, batch, named={*PACKED_WAITS}, limit=1e-4)
 
 
 def check_step(
@@ -115,18 +141,22 @@ def check_step(
         }
         waits.clear()  # pipelines wait where they tokenize and encode; a step that reads a cache does neither
         metrics_there = train(step_there, encoded, device=DEVICE)
-    assert set(waits) - named == AT_THE_END
-    assert waits.keys() >= AT_THE_END
+    assert {place: count for place, count in waits.items() if place not in named} == AT_THE_END
     assert metrics_there == pytest.approx(metrics, rel=1e-4)
     assert_same_gradients(step.recipe.transformer, step_there.recipe.transformer, limit=limit)
     return metrics_there
 
 
 def make_step(
-    case: RecipeCase, folder: Path, *, stacked: bool, preservation: PreservationConfig | None = None
+    case: RecipeCase,
+    folder: Path,
+    *,
+    stacked: bool,
+    preservation: PreservationConfig | None = None,
+    audio: bool = False,
 ) -> Step:
     """Return a step, which trains adapters if it has a base model to preserve."""
-    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
+    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, audio=audio)
     common: dict[str, Any] = {
         "recipe": recipe,
         "objective": recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0),
@@ -162,27 +192,44 @@ def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train(step: Step, batch: Mapping[str, Any], *, device: torch.device) -> dict[str, float]:
-    """Run an optimizer step as the loop does; return what is logged of it, but for times."""
-    transformer = step.recipe.transformer
-    accelerator = SimpleNamespace(device=device, gather=lambda sums: sums)
-    metrics = StepMetrics(accelerator, max_tokens=None, groups={"target": TARGETS})
+    """Run an optimizer step of two batches as the loop does; return what is logged of it, but for times.
+
+    The batches are the same; of the second one, the last sample does not count.
+    """
+    transformer, number = step.recipe.transformer, len(batch["index"])
     trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    losses = step(transformer, batch, epoch=1)
-    losses.values.mean().backward()
-    torch.nn.utils.clip_grad_norm_(trained, 1.0)
-    optimizer.step()
-    weights = to_device(torch.full((len(batch["index"]),), 1 / len(batch["index"])), device)
-    tokens = np.full(len(batch["index"]), 8)
-    values, noise_levels, targets = losses
-    metrics.add(
-        values,
-        noise_levels,
-        weights=weights,
-        tokens=tokens,
-        cost=1.0,
-        seconds=1.0,
-        groups={"target": targets},
-    )
-    logged = metrics.finish()
+    weights = torch.ones(2, number) / (2 * number - 1)
+    weights[1, -1] = 0
+    with tempfile.TemporaryDirectory() as folder:
+        report = report_of(step, device=device, folder=folder)
+        for weight in weights:
+            timer = DeviceTimer(device)
+            losses = step(transformer, batch, epoch=1)
+            there = to_device(weight, device)
+            (losses.values * there).sum().backward()
+            rows = StepRows(weights=weight, total=1.0, tokens=np.full(number, 8))
+            report.batch(losses, rows, there, batch, epoch=1, step=0, timer=timer)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        logged = report.finish(1.0, grad_norm=norm, stop=0)
+        optimizer.step()
+        report.log.close()
+    assert logged["samples"] == 2 * number - 1
     return {name: value for name, value in logged.items() if "second" not in name}
+
+
+def report_of(step: Step, *, device: torch.device, folder: str) -> RunReport:
+    """Return what tells of a run on a device."""
+    accelerator: Any = SimpleNamespace(
+        device=device, process_index=0, num_processes=1, gather=lambda sums: sums, distributed_type=DistributedType.NO
+    )
+    data: Any = SimpleNamespace(sources=(), cost_model=CostModel(linear=1.0, quadratic=0.0))
+    config = TrainingConfig(
+        pretrained_model_name_or_path="model",
+        dataset_dir="data",
+        output_dir=folder,
+        batches=BatchConfig(batching="bucket", train_batch_size=2),
+        preservation=step.preservation,
+        adapters=AdapterConfig(lora_rank=2),
+    )
+    return RunReport(config, data, accelerator, keep=None)
