@@ -64,8 +64,11 @@ def files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
             if name:
                 files[name[1]] = tmp_path / name[1]
                 files[name[1]].write_text(block)
-    (tmp_path / "trained").mkdir()
-    (tmp_path / "trained" / "config.yaml").write_text(files["run.yaml"].read_text())  # as a run leaves it
+    texts = {"trained": files["run.yaml"].read_text()}  # as a run leaves it
+    texts["suggested/1"] = texts["trained"] + "cache_dir: cache\ncached_dir: cached\n"  # as a suggestion is written
+    for folder, text in texts.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(text)
     return files
 
 
