@@ -55,7 +55,7 @@ class CacheInfo:
     keys. This value is part of the prepared folder, so it is defined here, with plain fields.
 
     Args:
-        folder (`str`): Folder of the entries.
+        folder (`str`): Folder or URL of the entries.
         batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
         latents_model (`str`): Fingerprint of the encoder of the latents.
         text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
@@ -182,7 +182,7 @@ class PreparedDataset:
             "references": asdict(self.references),
             "cache": None
             if self.cache is None
-            else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
+            else {**asdict(self.cache), "folder": root_from(self.cache.folder, target)},
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
@@ -215,9 +215,7 @@ class PreparedDataset:
             other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
             references=read_rule(manifest),
-            cache=None
-            if cache is None
-            else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            cache=None if cache is None else CacheInfo(**{**cache, "folder": read_root(cache["folder"], path)}),
             settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 

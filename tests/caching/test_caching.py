@@ -123,7 +123,7 @@ def test_missing_corrupt_and_rejected_entries_name_their_row(prepared, pipeline_
         collator([keyed.dataset[0], keyed.dataset[1]])
     with pytest.raises(ColumnError, match="text_key"):
         collator([{name: cell for name, cell in row.items() if name != "text_key"}])
-    path = collator.cache.path(row["latents_key"])
+    path = Path(collator.cache.path(row["latents_key"]))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CacheError, match=r"Cannot load row 1: .*cannot be read"):
         collator([row])
