@@ -1,8 +1,10 @@
-"""Two nodes train from an object store, which holds clips and cache; one dies, and the other one resumes."""
+"""The commands of the page of object stores, on two nodes beside an S3 server; one dies, and one resumes."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,19 +16,26 @@ import psutil
 import pytest
 
 from hf_bucketing.training.review import losses_of
-from tests.conftest import TRAINING_SCRIPT, as_flags, launch_training, run_script_here
+from tests.conftest import ROOT, launch_training, run_script_here
+from tests.docs.pages import PAGES
+from tests.docs.test_model_pages import on_small_weights
 from tests.object_store import BUCKET, object_store
 from tests.processes import dump_stacks_and_end
 
+PAGE = PAGES["docs/object-stores.md"]
 STEPS = 16
-SECONDS = 120.0
+FEW = ["--max_train_steps", STEPS, "--checkpointing_steps", 2, "--dataloader_num_workers", 1, "--report_to", "none"]
+SECONDS = 240.0
 
 
 def start_node(rank: int, *, port: int, flags: list[object]) -> subprocess.Popen[bytes]:
-    """Start torchrun as on one of two nodes, with one process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
-    launcher += ["--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port, TRAINING_SCRIPT]
-    return subprocess.Popen(list(map(str, [*launcher, *flags])), env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    """Start one of two nodes, with one process each, as Slurm does."""
+    slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": str(rank), "PROCESSES_PER_NODE": "1"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHON": sys.executable}
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "launch" / "train_node.sh"), *map(str, flags)],
+        env={**os.environ, **slurm, **rendezvous, "ACCELERATE_USE_CPU": "true"},
+    )
 
 
 def free_port() -> int:
@@ -60,23 +69,20 @@ def test_two_nodes_train_from_a_bucket_and_one_resumes_after_the_other_died(
     media_dir: Path, pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = {"pretrained_model_name_or_path": pipeline_dir}
+    names = {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": str(pipeline_dir)}
+    calls = dict(PAGE.under("## Prepare, look, cache").script_calls()[:3])
+    (command,) = [line for line in PAGE.commands() if line.startswith("bash scripts/launch/train_node.sh")]
+    flags = [*on_small_weights(shlex.split(command)[2:], names), *FEW]
     with object_store() as store:
         store.put(str(media_dir), f"{BUCKET}/clips", recursive=True)
-        prepared = {"dataset": f"{BUCKET}/clips/metadata.jsonl", "output_dir": "prepared", "target_fps": 8}
-        run_script_here(
-            "prepare_dataset.py", **model, **prepared, bucket_tokens="60,110,150", bucket_frames="1,9,17,25"
-        )
-        cached = {"dataset_dir": "prepared", "cache_dir": f"{BUCKET}/cache", "output_dir": "cached"}
-        encoded = run_script_here("cache_latents.py", **model, **cached)
-        found = run_script_here("cache_latents.py", **model, **cached)
-        assert "20 rows encoded" in encoded.stdout
-        assert "20 rows found" in found.stdout
-        flags = as_flags(**model, dataset_dir="cached", output_dir="trained", lora_rank=2, max_train_steps=STEPS)
-        flags += as_flags(train_batch_size=2, checkpointing_steps=2, dataloader_num_workers=1, report_to="none")
+        run_script_here("prepare_dataset.py", *on_small_weights(calls["prepare_dataset.py"], names), "--num_proc", 1)
+        cache = [*on_small_weights(calls["cache_latents.py"], names)]
+        (encoded,) = re.findall(r"(\d+) rows encoded", run_script_here("cache_latents.py", *cache).stdout)
+        assert int(encoded) > 10
+        assert f"{encoded} rows found" in run_script_here("cache_latents.py", *cache).stdout
+        assert not Path("cache").exists()
         train_on_two_nodes_until(lambda: any(Path("trained").glob("checkpoint-*")), flags)
-        resumed = launch_training(*flags, "--resume_from_checkpoint", "latest", num_processes=1)
+        resumed = launch_training(*flags, num_processes=1)
         assert "Resumed after optimizer step" in resumed.stderr
         assert len(losses_of(Path("trained"))) == STEPS
-        assert not Path("cache").exists()
         run_script_here("report_training.py", "trained", min_fall=-9)
