@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
+from ..errors import BucketingError
 from ..models.experts import transformers_of
 from ..models.loading import Part, part_of, tile
 from ..optimizers.optimizer import state_bytes
@@ -160,9 +162,10 @@ class StepShape:
     Attributes:
         size ([`Size`][hf_bucketing.Size]): Frames, height and width of the largest sample.
         samples (`int`): Number of samples.
-        tokens (`int`): Tokens of all samples.
+        tokens (`int`): Tokens of all samples and of their references.
         text_tokens (`int`): Tokens of the texts in their sequences.
-        pixels (`int`): Pixels of all samples, frames times height times width.
+        pixels (`int`): Pixels of all samples and references, frames times height times width.
+        references (`tuple` of [`Size`][hf_bucketing.Size]): Sizes of the references of the sample that has most.
     """
 
     size: Size
@@ -170,16 +173,25 @@ class StepShape:
     tokens: int
     text_tokens: int
     pixels: int
+    references: tuple[Size, ...] = ()
 
     @classmethod
-    def of(cls, sizes: Sequence[Size], *, tokens: int, text_tokens: int = 0) -> StepShape:
-        """Return the shape of a step of samples of these sizes."""
+    def of(
+        cls,
+        sizes: Sequence[Size],
+        *,
+        tokens: int,
+        text_tokens: int = 0,
+        references: Sequence[tuple[Size, ...]] = (),
+    ) -> StepShape:
+        """Return the shape of a step of samples of these sizes, with these references of each."""
         return cls(
             size=max(sizes, key=math.prod),
             samples=len(sizes),
             tokens=tokens,
             text_tokens=text_tokens,
-            pixels=sum(math.prod(size) for size in sizes),
+            pixels=sum(math.prod(size) for size in chain(sizes, *references)),
+            references=max(references, key=lambda shown: sum(map(math.prod, shown)), default=()),
         )
 
     @property
@@ -223,27 +235,38 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
         size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
     else:
         size = Size(*config.sample_size)
-    per_sample = spec.num_tokens(size)  # raises if it does not divide into tokens
+    recipe, shown = components.recipe, config.references()
+    if fault := recipe.reference_rule().fault(len(shown)):
+        raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
+    if recipe.references_in_front:
+        shown = (size._replace(frames=1),) * len(shown)
+    per_sample = sum(map(spec.num_tokens, (size, *shown)))  # raises if one does not divide into tokens
     if config.batching == "pack":
         per_sample = strip_tokens(per_sample, config.strip_length)
-    text = components.recipe.text_tokens(config.max_sequence_length)
+    text = recipe.text_tokens(config.max_sequence_length, references=len(shown))
     samples = config.train_batch_size
     if config.max_tokens is not None:
         samples = max(1, config.max_tokens // (per_sample + text))
-    return StepShape.of([size] * samples, tokens=samples * per_sample, text_tokens=samples * text)
+    return StepShape.of(
+        [size] * samples, tokens=samples * per_sample, text_tokens=samples * text, references=[shown] * samples
+    )
 
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
     memory, spec = config.memory, components.spec
-    latents = spec.latent_size(shape.size)
+    latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe, length = components.recipe, config.max_sequence_length
-    if tokens != spec.num_tokens(shape.size):
-        latents = _grid_of(tokens, spec, frames=latents[0])
+    shown = sum(map(spec.num_tokens, shape.references))
+    if recipe.references_in_front or memory.context_parallel_degree > 1 or tokens <= shown:
+        references, shown = [], 0  # they are frames of the sample, or a part of its tokens
+    if tokens - shown != spec.num_tokens(shape.size):
+        latents = _grid_of(tokens - shown, spec, frames=latents[0])
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
-        text_length=recipe.text_tokens(length) or length or recipe.default_sequence_length,
+        reference_sizes=tuple(references),
+        text_length=-(-shape.text_tokens // shape.samples) or length or recipe.default_sequence_length,
         mixed_precision=config.mixed_precision,
         trained_dtype=memory.trained_dtype,
         adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),
@@ -270,11 +293,13 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
-        text = _encode_texts(components, config, samples=shape.samples)
+        text = _encode_texts(components, config, shape)
         text = text.plus(_others(components, config, "text_encoders"))
     if config.cached == "nothing":
         together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
-        vae = _encode_media(components, shape.size, together, config.memory.vae_tiling)
+        encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}
+        calls = [_encode_media(components, *call, config.memory.vae_tiling) for call in encoded.items()]
+        vae = max(calls, key=lambda call: call.total)
         vae = vae.plus(_others(components, config, "vae"))
         pixels = 3 * 4 * shape.pixels
     resident = replace(
@@ -356,9 +381,15 @@ def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:
     return traced.trained_bytes if config.device == "cuda" else 2 * traced.largest
 
 
-def _encode_texts(components: Components, config: PlanConfig, *, samples: int) -> Kinds:
-    """Return the weights of all text encoders, and the most that the call of one of them makes."""
-    length = config.max_sequence_length or components.recipe.default_sequence_length
+def _encode_texts(components: Components, config: PlanConfig, shape: StepShape) -> Kinds:
+    """Return the weights of all text encoders, and the most that the call of one of them makes.
+
+    One that sees references encodes captions one by one, and reads pictures as tokens. What it makes of these tokens
+    before is less than what it makes of them then.
+    """
+    length, samples = config.max_sequence_length or components.recipe.default_sequence_length, shape.samples
+    if components.recipe.text_sees_references:
+        length, samples = length + components.recipe.reference_text_tokens * len(shape.references), 1
     dtype = HALF.get(config.mixed_precision, torch.float32)
     calls = [_encode_text(encoder, samples, length, dtype) for encoder in components.text_encoders]
     return Kinds(

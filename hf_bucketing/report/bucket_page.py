@@ -16,7 +16,7 @@ from .peers.table import READING, peer_cells, peer_notes
 from .references import describe_references
 from .sources import SourceUse, source_cells
 from .text import (
-    LEFT_OUT,
+    BESIDE_REFERENCES,
     bucket_cells,
     bucket_note,
     describe_cut_samples,
@@ -136,7 +136,7 @@ def _buckets(report: Report) -> list[Block]:
         if len(rows) > MAX_BARS:
             blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
         if report.references is not None:
-            blocks.append(Paragraphs(texts=[f"{describe_references(report.references)} {LEFT_OUT}"]))
+            blocks.append(Paragraphs(texts=[f"{describe_references(report.references)} {BESIDE_REFERENCES}"]))
         if (cut := report.buckets.cut_short) is not None:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hf_bucketing import BucketTable, LatentSpec, open_table
+from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.row_references import RowReferences, sample_sizes, tokens_of_key
 
@@ -34,7 +36,11 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
     assert tokens.tolist() == [sum(int(np.prod(grid)) for grid in lists) for lists in grids]
     sizes = references.sizes(samples)
     assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
-    assert [tokens_of_key(key) for key in references.grid_keys(samples, spec=VIDEOS)] == tokens.tolist()
+    keys = references.grid_keys(samples, spec=VIDEOS)
+    assert [tokens_of_key(key) for key in keys] == tokens.tolist()
+    seen = replace(references, rule=replace(RULE, text_tokens=5))
+    assert seen.num_tokens(samples, spec=VIDEOS).tolist() == [tokens_of_key(key, text_tokens=5) for key in keys]
+    assert (seen.num_tokens(samples, spec=VIDEOS) - tokens).tolist() == [5 * len(lists) for lists in grids]
     signatures = references.signatures(samples, spec=VIDEOS).tolist()
     for lists, signature in zip(grids, signatures, strict=True):
         assert (signature == 0) == (not lists)
@@ -81,3 +87,11 @@ def test_rejected_rows_count_nothing_and_rows_can_be_selected() -> None:
     some = references.select([3, 2, 0])
     assert some.counts.tolist() == [2, 0, 1]
     assert some.num_tokens(samples[[3, 2, 0]], spec=IMAGES).tolist() == [20, 0, 16]
+
+
+def test_the_references_that_take_most_tokens_depend_on_the_size_of_their_sample() -> None:
+    rows = RowReferences.of_lists([[], [1, 64, 64, 1, 64, 64], [1, 512, 512]], rule=RULE)
+    assert rows.most(Size(1, 256, 256), spec=IMAGES) == (Size(1, 256, 256),)
+    assert rows.most(Size(1, 64, 64), spec=IMAGES) == (Size(1, 64, 64),) * 2
+    assert RowReferences.of_lists([[], []], rule=RULE).most(Size(1, 64, 64), spec=IMAGES) == ()
+    assert RowReferences.of_lists([], rule=RULE).most(Size(1, 64, 64), spec=IMAGES) == ()
