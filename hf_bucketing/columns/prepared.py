@@ -260,9 +260,7 @@ class PreparedDataset:
             conditions=manifest["conditions"],
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
-            cache=None
-            if cache is None
-            else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
+            cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
             settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 
