@@ -48,7 +48,7 @@ class AdapterConfig:
     """
 
     adapter: AdapterKind = setting("lora", on_resume="equal")
-    lora_rank: int | None = None
+    lora_rank: int | None = setting(None, common=True)
     lora_alpha: int | None = setting(None, left_open=None)
     lora_targets: str | None = setting(None, left_open=None)
     lora_rslora: bool = False

@@ -85,9 +85,9 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal")
+    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True)
     train_batch_size: int = setting(4, argument="batch_size")
-    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto")
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True)
     remainder: Remainder = setting(
         BucketPlanConfig.remainder,
         batching="bucket",
@@ -302,14 +302,14 @@ class TrainingConfig:
     pretrained_model_name_or_path: str = field(metadata={"on_resume": "weights"})
     dataset_dir: str = field(metadata={"on_resume": "plan"})
     output_dir: str = field(metadata={"on_resume": "free"})
-    dry_run: bool = setting(False, on_resume="free")
+    dry_run: bool = setting(False, on_resume="free", common=True)
     seed: int = setting(0, on_resume="plan")
     num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True)
-    max_train_steps: int | None = setting(None, on_resume="applied")
+    max_train_steps: int | None = setting(None, on_resume="applied", common=True)
     gradient_accumulation_steps: int = setting(
         1, argument="accumulation_steps", on_resume="applied", decides_steps=True
     )
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")
     ema_decay: float | None = setting(None, on_resume="equal")
