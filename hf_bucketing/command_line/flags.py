@@ -56,7 +56,10 @@ class FlagParser(argparse.ArgumentParser):
         self._common: set[str] = set()
         super().__init__(description=description, formatter_class=FlagHelp, allow_abbrev=False, add_help=False)
         self.add_argument(
-            "-h", "--help", action=ShowHelp, help="Show the flags and exit; `all` shows those that few people need too."
+            "-h",
+            "--help",
+            action=ShowHelp,
+            help="Show the flags and exit; `all` adds those that few people need.",
         )
         for kind in kinds:
             self.add_settings(kind)

@@ -42,6 +42,7 @@ from .settings.checkpoints import CheckpointConfig
 from .settings.held_out import HeldOutConfig
 from .settings.hub import HubConfig
 from .settings.preservation import PreservationConfig
+from .settings.reporting import ReportingConfig
 from .settings.validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
@@ -277,7 +278,6 @@ class TrainingConfig:
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         ema_decay (`float`, *optional*): Decay of the exponential moving average of the weights, such as 0.999. The
             average is saved in place of the last weights; by default there is none.
-        report_to (`str`): Tracker of accelerate that receives losses and renderings, or `"none"`.
         batches ([`BatchConfig`]): Batches or packs.
         memory ([`MemoryConfig`][hf_bucketing.placement.settings.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
@@ -293,6 +293,7 @@ class TrainingConfig:
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
+        reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
     Raises:
@@ -313,7 +314,6 @@ class TrainingConfig:
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")
     ema_decay: float | None = setting(None, on_resume="equal")
-    report_to: str = setting("tensorboard", on_resume="free")
     batches: BatchConfig = part(BatchConfig, on_resume="plan")
     memory: MemoryConfig = part(MemoryConfig, on_resume="applied")
     views: ViewRule = part(ViewRule, on_resume="applied", encoded="media")
@@ -328,6 +328,7 @@ class TrainingConfig:
     validation: ValidationConfig = part(ValidationConfig, on_resume="free")
     held_out: HeldOutConfig = part(HeldOutConfig, on_resume="free")
     checkpoints: CheckpointConfig = part(CheckpointConfig, on_resume="free")
+    reporting: ReportingConfig = part(ReportingConfig, on_resume="free")
     hub: HubConfig = part(HubConfig, on_resume="free")
 
     def __post_init__(self) -> None:
