@@ -21,7 +21,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.media.rows import CLIP_START
-from hf_bucketing.media.thumbnails import Thumbnail, thumbnail
+from hf_bucketing.media.thumbnails import thumbnail
 from hf_bucketing.report import (
     AssignedColumns,
     Beside,
@@ -107,11 +107,12 @@ def read_sizes(dataset: "Dataset") -> SizeColumns:
 
 def read_thumbnails(
     prepared: "PreparedDataset", crops: Sequence[WorstCrop]
-) -> tuple[dict[int, Thumbnail], dict[int, str]]:
+) -> tuple[dict[int, tuple[str, int, int]], dict[int, str]]:
     """Decode the frame in the middle of some rows; return them, and what is wrong with files that cannot be read."""
     from hf_bucketing.columns.apply import undecoded
 
-    thumbnails, faults = {}, {}
+    thumbnails: dict[int, tuple[str, int, int]] = {}
+    faults: dict[int, str] = {}
     columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
     for crop, row in zip(crops, rows, strict=True):
@@ -119,7 +120,8 @@ def read_thumbnails(
         second = (row.get(CLIP_START) or 0.0) + crop.size.frames // 2 / fps if fps else 0.0
         try:
             source = prepared.files.source(row[prepared.column], name=f"row {crop.row}")
-            thumbnails[crop.row] = thumbnail(source, second=second)
+            small = thumbnail(source, second=second)
+            thumbnails[crop.row] = (small.uri, small.width, small.height)
         except MediaError as error:
             faults[crop.row] = str(error)
     return thumbnails, faults

@@ -18,6 +18,7 @@ from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
+from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import REFERENCES, Recipe
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
@@ -303,6 +304,8 @@ def _random_batch(
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
+        if MASK in data.conditions:
+            batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
     if not recipe.modules("text_encoders"):

@@ -166,6 +166,11 @@ class RunData(ABC):
         return None
 
     @property
+    def with_audio(self) -> int | None:
+        """Usable rows that have audio; None where none is trained."""
+        return None
+
+    @property
     def frame_rates(self) -> npt.NDArray[np.float64] | None:
         """Frames per second of the usable rows, `(n,)`, 0 for images; None where they come as a stream."""
         return None
