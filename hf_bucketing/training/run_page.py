@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ..buckets.sizes import Size
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
 from ..media.source import MediaSource
-from ..media.thumbnails import animation
+from ..media.thumbnails import Thumbnail, animation
 from ..report.charts import Line, bar_chart, heat_map, line_chart
 from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table, render_page
 from ..report.text import short_number, size_label
@@ -353,8 +354,14 @@ def _prompt_of(run: Logs, stem: str) -> tuple[str, str, Sequence[str]]:
     return size_label(shape), *named.get(stem, (words.replace("-", " "), []))
 
 
+@lru_cache(maxsize=2 * _MOST_PICTURES)
+def _small(file: Path, changed: int) -> Thumbnail:
+    """Return a rendering as it is shown; `changed`, when its file was, tells versions of it apart."""
+    return animation(MediaSource.from_cell(file), max_side=_LONGEST_SIDE)
+
+
 def _picture(file: Path, alt: str, name: str) -> Picture:
-    small = animation(MediaSource.from_cell(file), max_side=_LONGEST_SIDE)
+    small = _small(file, file.stat().st_mtime_ns)
     return Picture(
         source=small.uri,
         width=small.width,
