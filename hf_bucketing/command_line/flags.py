@@ -14,9 +14,21 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_or
 from ..errors import BucketingError, FlagError, did_you_mean, quoted
 from ..settings import Setting, build, choices, names_of, parts_of, settings_in, without_links
 from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
-from .help import FlagHelp, ShowHelp
+from .help import FlagHelp, short_help
 
 Config = TypeVar("Config")
+
+
+class _ShowHelp(argparse.Action):
+    """Print the help of a script, and end it; the value `all` asks for every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs="?", metavar="all", default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        assert isinstance(parser, FlagParser)
+        print(parser.format_help() if values == "all" else short_help(parser, parser.common), end="")
+        parser.exit()
 
 
 class _Several(argparse.Action):
@@ -58,7 +70,7 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument(
             "-h",
             "--help",
-            action=ShowHelp,
+            action=_ShowHelp,
             help="Show the flags and exit; `all` adds those that few people need.",
         )
         for kind in kinds:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import BucketingError
-
-if TYPE_CHECKING:
-    from .flags import FlagParser
 
 MOST_FLAGS = 25
 """Flags of a script that `--help` prints; of a script with more, only the common ones."""
@@ -28,27 +26,16 @@ class FlagHelp(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {_shown(action.default)})".lstrip()
 
 
-class ShowHelp(argparse.Action):
-    """Print the help of a script, and end it; the value `all` asks for every flag."""
-
-    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs="?", metavar="all", default=argparse.SUPPRESS, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        print(parser.format_help() if values == "all" else short_help(parser), end="")  # type: ignore[arg-type]
-        parser.exit()
-
-
-def short_help(parser: FlagParser) -> str:
+def short_help(parser: argparse.ArgumentParser, common: Sequence[argparse.Action]) -> str:
     """Return the help of a script, or of one with more than [`MOST_FLAGS`] flags that of its common ones."""
     count = len(parser._actions) - 1  # all but --help
     if count <= MOST_FLAGS:
         return parser.format_help()
     formatter = parser._get_formatter()
-    formatter.add_usage(parser.usage, parser.common, [])
+    formatter.add_usage(parser.usage, common, [])
     formatter.add_text(parser.description)
     formatter.start_section("what most people need")
-    formatter.add_arguments(parser.common)
+    formatter.add_arguments(common)
     formatter.end_section()
     formatter.add_text(f"--help all prints all {count} settings in groups.")
     return formatter.format_help()

@@ -1,4 +1,4 @@
-"""Trackers of accelerate: what they are told of a run, and pictures and videos for them."""
+"""Trackers of accelerate: what they receive of a run, and pictures and videos for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trackers are told of a run, without a network: the wandb here is a stub."""
+"""What trackers receive of a run, without a network: the wandb here is a stub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TAGS = ["cats", "rank 8"]
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Install a wandb that notes what it is told."""
+    """Install a wandb that notes what it receives."""
     told = SimpleNamespace(begun={}, settings={}, logged=[])
     stub = ModuleType("wandb")
     stub.init = lambda **options: (
