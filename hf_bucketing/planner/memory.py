@@ -389,7 +389,7 @@ def _encode_texts(components: Components, config: PlanConfig, shape: StepShape) 
     """
     length, samples = config.max_sequence_length or components.recipe.default_sequence_length, shape.samples
     if components.recipe.text_sees_references:
-        length, samples = length + components.recipe.added_text_tokens * len(shape.references), 1
+        length, samples = length + components.recipe.reference_text_tokens * len(shape.references), 1
     dtype = HALF.get(config.mixed_precision, torch.float32)
     calls = [_encode_text(encoder, samples, length, dtype) for encoder in components.text_encoders]
     return Kinds(
