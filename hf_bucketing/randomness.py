@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     PRESERVATION = 19  # sample: whether the base model's own prediction is its target
     SLIDER = 20  # sample: which of several pairs of captions
     REFERENCE_DROPOUT = 21  # sample, of a stack its first: whether it is shown no references
+    REPORT_SAMPLES = 22  # seed: samples that the page of a report shows
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:
