@@ -38,9 +38,9 @@ def choose_way(report: Report) -> Verdict:
         return Verdict(None, f"neither buckets nor packs can take any of the {_samples(total)}.")
     said = f"buckets {_said(buckets)}, packs {_said(packs)}."
     if buckets.kept and packs.kept:
-        cost = packs.epoch_cost / buckets.epoch_cost
+        cost = (packs.epoch_cost / packs.kept) / (buckets.epoch_cost / buckets.kept)
         said += (
-            f" An epoch in packs costs {cost:.2f} times as much; useful work is {packs.efficiency:.1%} of it, "
+            f" A sample costs {cost:.2f} times as much in packs; useful work is {packs.efficiency:.1%} of that, "
             f"in buckets {buckets.efficiency:.1%}."
         )
         ahead = max((_lost(buckets, total) - _lost(packs, total)).tolist(), key=abs)

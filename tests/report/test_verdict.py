@@ -26,8 +26,8 @@ def changed(report: Report, name: str, **values) -> Report:
 
 def test_buckets_that_lose_as_little_as_packs_are_recommended(equal: Report) -> None:
     assert str(choose_way(equal)) == (
-        "Bucket these: buckets lose nothing, packs lose nothing. An epoch in packs costs 1.00 times as much; useful "
-        "work is 100.0% of it, in buckets 100.0%."
+        "Bucket these: buckets lose nothing, packs lose nothing. A sample costs 1.00 times as much in packs; useful "
+        "work is 100.0% of that, in buckets 100.0%."
     )
 
 
