@@ -39,7 +39,9 @@ class Purpose(IntEnum):
     PRESERVATION = 19  # sample: whether the base model's own prediction is its target
     SLIDER = 20  # sample: which of several pairs of captions
     REFERENCE_DROPOUT = 21  # sample, of a stack its first: whether it is shown no references
-    REPORT_SAMPLES = 22  # seed: samples that the page of a report shows
+    AUDIO_NOISE = 22  # as NOISE, or as HELD_OUT_NOISE: noise of the audio of a sample
+    CONDITION = 23  # sample, or the index of a held-out one: the part of it that is shown without noise
+    REPORT_SAMPLES = 24  # seed: samples that the page of a report shows
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

@@ -85,7 +85,8 @@ def main(args: argparse.Namespace) -> None:
         print(describe_packed_frames(columns["num_frames"], stream.open_table))
         print(f"Saved the description of the stream to {args.output_dir}")
         return
-    prepared = prepare(sources, spec=spec, **of_model, num_proc=args.num_proc, overwrite=args.overwrite)
+    audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
+    prepared = prepare(sources, spec=spec, **of_model, audio=audio, num_proc=args.num_proc, overwrite=args.overwrite)
     given = {name: value for name, value in vars(args).items() if name in OWN}
     settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
     replace(prepared, settings=settings).save(args.output_dir)

@@ -113,17 +113,19 @@ def read_pictures(
     prepared: "PreparedDataset",
     crops: Sequence[SampleCrop],
     draw: Callable[[MediaSource, SampleCrop, float, float], Thumbnail],
-) -> tuple[dict[int, Thumbnail], dict[int, str]]:
+) -> tuple[dict[int, tuple[str, int, int]], dict[int, str]]:
     """Draw pictures of rows of their file, sample, frame rate and beginning; return them, and the faults of files."""
     from hf_bucketing.columns.apply import undecoded
 
-    pictures, faults = {}, {}
+    pictures: dict[int, tuple[str, int, int]] = {}
+    faults: dict[int, str] = {}
     columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
     for crop, row in zip(crops, rows, strict=True):
         try:
             source = prepared.files.source(row[prepared.column], name=f"row {crop.row}")
-            pictures[crop.row] = draw(source, crop, row.get("fps") or 0.0, row.get(CLIP_START) or 0.0)
+            small = draw(source, crop, row.get("fps") or 0.0, row.get(CLIP_START) or 0.0)
+            pictures[crop.row] = (small.uri, small.width, small.height)
         except MediaError as error:
             faults[crop.row] = str(error)
     return pictures, faults

@@ -13,12 +13,14 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
+from ..media.audio import AudioRule
 from ..media.conditions import REFERENCE, all_columns
 from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
 from .arrays import column_array
+from .audio import AudioColumns, describe_audio
 from .buckets import BucketColumns
 from .captions import check_captions, for_source
 from .clips import SCENE_END, SCENE_START, cut_clips
@@ -218,6 +220,9 @@ def _check_rows(
     )
     for sentence in sentences:
         say(sentence)
+    if source.with_audio:
+        dataset = map_columns(dataset, AudioColumns(files), num_proc=num_proc, overwrite=True)
+        say(describe_audio(dataset))
     dataset = with_marks(dataset, source, say=say)
     sizes = ",".join(f"{name}={column}" for name, column in sized.columns.items())
     config = replace(
@@ -255,6 +260,7 @@ def prepare(
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
     taken: ReferenceRule | None = None,
+    audio: AudioRule | None = None,
     num_proc: int | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = print,
@@ -264,14 +270,17 @@ def prepare(
     Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
     Where rows do not occur once per epoch, a column `weight` says how often.
 
-    The arguments are those of [`check_sources`].
+    The arguments are those of [`check_sources`], and `audio`, the rule of the audio of the model, if it makes some.
 
     Raises:
         BucketingError: As [`check_sources`], for all sources at once, if the data set already has bucket columns, or
             only some sources have a `weight`.
     """
+    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    if configs[0].with_audio and audio is None:
+        raise BucketingError("Omit `with_audio`: the model makes video without audio.")
     checked = check_sources(
-        sources,
+        configs,
         spec=spec,
         native_sizes=native_sizes,
         taken=taken,
@@ -279,7 +288,6 @@ def prepare(
         overwrite=overwrite,
         say=say,
     )
-    configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
     table, ids = union_of_tables([source.table for source in checked.values()])
     parts = {name: source.rows for name, source in checked.items()}
     rows = next(iter(parts.values()))
@@ -308,6 +316,7 @@ def prepare(
         other_roots=rows.other_roots,
         conditions=rows.conditions,
         references=shared_rule(configs, spec, taken),
+        audio=audio if configs[0].with_audio else None,
     )
 
 
@@ -344,6 +353,8 @@ def _check_alike(configs: Sequence[SourceConfig]) -> None:
     """Raise BucketingError if sources differ in what all rows of a data set share: the rules of their packs."""
     if len({config.table.max_frames for config in configs}) > 1:
         raise BucketingError("`max_frames` must be the same for all sources, as packs of all of them share it.")
+    if len({config.with_audio for config in configs}) > 1:
+        raise BucketingError("`with_audio` must be the same for all sources; files without sound train video alone.")
     kinds = {config.table.image_sizes for config in configs}
     if len(kinds) > 1:
         raise BucketingError(

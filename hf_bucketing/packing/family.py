@@ -84,10 +84,12 @@ class Family:
         negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
+        references_apart (`bool`): Whether the references of a sample attend to themselves alone, while all else of the
+            sample attends to them too.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
             samples of a stack run one after another, each with its own text.
-        context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
-            diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
+        audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
+            may hold audio.
     """
 
     transformer_class: ClassVar[str]
@@ -119,8 +121,13 @@ class Family:
     attention_kwargs: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
+    references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
+    audio_parts: ClassVar[tuple[str, ...]] = ()
+
+    def variant(self, transformer: Transformer) -> Family:
+        """Return the family of this transformer, for classes whose attention processors tell families apart."""
+        return self
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""
@@ -216,12 +223,21 @@ class Family:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text.channels))
 
+    def audio_text_dim(self, transformer: Transformer) -> int:
+        """Return the channels of a text embedding for audio."""
+        raise NotImplementedError
+
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return parts of the names of parameters that predictions do not depend on, such as those of an audio stream.
 
-        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait.
+        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait. Those of `audio_parts` are
+        among them.
         """
         return ()
+
+    def unused_in(self, transformer: Transformer, *, audio: bool) -> list[str]:
+        """Return what is [`unused`], without `audio_parts` where audio is trained too."""
+        return [part for part in self.unused(transformer) if not (audio and part in self.audio_parts)]
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return what the transformer's forward needs of each sample beside the text, and how to draw it."""
@@ -289,6 +305,11 @@ class Family:
         own, references = partial(self.positions, base_size=base_size), self.reference_positions
         return partial(strip_tables, Tables(own), Tables(references))
 
+    def parallel_plan(self, transformer: Transformer) -> Mapping[str, Any]:
+        """Return what processes that share samples split and gather: by default diffusers' `_cp_plan`."""
+        plan: Mapping[str, Any] = transformer._cp_plan
+        return plan
+
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:
@@ -354,6 +375,10 @@ class Family:
         if self.latents_as == "frames_first":
             return output.transpose(1, 2)
         return output.unsqueeze(2) if self.latents_as == "images" else output
+
+    def audio_rows(self, result: Any) -> torch.Tensor:
+        """Return the prediction of audio, `(rows, row_length, channels)`, among what a forward of a pack returns."""
+        raise NotImplementedError
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
@@ -427,9 +452,9 @@ def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:
     return rows if rows.shape[2:] == sides else unpatchify(patchify(rows, patch), grid)
 
 
-def freeze_unused(family: Family, transformer: Transformer) -> None:
+def freeze_unused(family: Family, transformer: Transformer, *, audio: bool = False) -> None:
     """Freeze the parameters that predictions do not depend on, see [`Family.unused`]."""
-    parts = family.unused(transformer)
+    parts = family.unused_in(transformer, audio=audio)
     for name, parameter in transformer.named_parameters():
         if any(part in name for part in parts):
             parameter.requires_grad_(False)

@@ -48,6 +48,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import make_data, make_held_out_data, unreadable_log
+from .data_changes import describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
@@ -111,6 +112,9 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
+        if self.accelerator.is_main_process:
+            for line in describe_changes(opened.config, opened.prepared, resumed=self.checkpoint is not None):
+                logger.warning(line)
         stream = None
         if config.stream.streaming:
             stream = open_stream(opened.config, self.accelerator, taken=opened.recipe.reference_rule())
@@ -166,6 +170,7 @@ class Trainer:
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
             loading=opened.loading,
+            audio=opened.trains_audio,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:

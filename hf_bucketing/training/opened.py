@@ -85,6 +85,11 @@ class OpenedRun:
         )
 
     @property
+    def trains_audio(self) -> bool:
+        """Whether audio is trained with video: the data set has some."""
+        return self.prepared is not None and self.prepared.audio is not None
+
+    @property
     def renders(self) -> bool:
         """Whether this process renders prompts: the main one, or all where none holds all weights."""
         sharded = self.accelerator.distributed_type in SHARDED
@@ -159,8 +164,9 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         check_blocks(memory.offload_blocks, blocks=len(blocks_of(opened.empty_transformer)))
     if memory.context_parallel_degree > 1:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
-        check_model(memory.context_parallel_degree, opened.recipe, transformer)
-        if config.batches.batching == "bucket":
+        packed = config.batches.batching == "pack"
+        check_model(memory.context_parallel_degree, opened.recipe, transformer, packed=packed)
+        if not packed:
             check_sizes(memory.context_parallel_degree, _stacked_sizes(opened), spec=opened.spec)
 
 

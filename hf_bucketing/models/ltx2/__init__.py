@@ -1,1 +1,1 @@
-"""LTX-2: the video stream of an audio-video model, with its audio isolated; flow matching, shifted by size."""
+"""LTX-2, 2.3 and 2.5: audio-video models, of which video is trained with its audio or alone; shifted by size."""
