@@ -11,15 +11,11 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
-from datasets import Dataset
 
-from ..buckets.arrays import BoolArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
-from ..columns.arrays import is_list_type
 from ..errors import MediaError
 from ..loaders.captions import texts_of
 from ..media.conditions import REFERENCE
@@ -379,14 +375,6 @@ class SeeingTextColumns(_TextEntries):
 def _cell(views: Sequence[Any]) -> Any:
     """Return the cell of a row: what its only view has, or a list with what each of several has."""
     return views[0] if len(views) == 1 else views
-
-
-def has_latents(rows: Dataset) -> BoolArray:
-    """Return whether each row has cached latents, `(n,)`; rejected and unreadable ones have none."""
-    keys = rows.select_columns(["latents_key"]).with_format("arrow")[:]["latents_key"]
-    first = pc.list_element(keys, 0) if is_list_type(keys.type) else keys
-    has: BoolArray = pc.not_equal(first, "").to_numpy()
-    return has
 
 
 def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | None) -> list[Any] | None:

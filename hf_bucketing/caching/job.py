@@ -21,8 +21,9 @@ from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
-from .columns import LatentColumns, SeeingTextColumns, TextColumns, has_latents
+from .columns import LatentColumns, SeeingTextColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
+from .keys import has_latents
 from .settings import CacheConfig
 from .store import TensorCache
 

@@ -76,8 +76,8 @@ class BatchConfig:
             positions stretched to `base_size`, for samples larger than the model was trained with. Renderings for
             validation have native ones.
         base_size (`list` of `int`, *optional*): Frames, rows and columns, in tokens, to which positions are stretched.
-        cached_views (`"draw"`, `"all"` or `"first"`): Of a cache with several views of each sample, what an epoch
-            holds: one view drawn for each sample, each view once, or the first, which is without augmentation.
+        cached_views (`"draw"`, `"all"` or `"first"`): What an epoch holds, where a cache has several views of each
+            sample: one view drawn for each sample, each view once, or the first, which is without augmentation.
         token_drop_rate (`float`): Share of the tokens of each packed sample that training leaves out (NaViT's token
             dropping). Packs are planned by the tokens that are kept; those of `random_resize` by all tokens.
         token_drop_mode (`"random"`, `"tube"` or `"frames"`): Unit of token drop: single tokens, spatial positions over

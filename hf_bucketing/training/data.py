@@ -168,6 +168,7 @@ class TrainingData(RunData):
                 f"    of {name} = {counts['kept']} kept, {counts['repeated']} repeated, {counts['dropped']} dropped"
                 for name, counts in self.counts_by_source(plan).items()
             ),
+            *_describe_views(self.loader.collate_fn, config),
             *describe_conditions(self.conditions),
             f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
             f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
@@ -405,6 +406,14 @@ def _data_of(
 def _views_of(prepared: PreparedDataset) -> int:
     """Return the views of each row among which an epoch chooses."""
     return 1 if prepared.cache is None else prepared.cache.views_per_sample
+
+
+def _describe_views(collator: Any, config: TrainingConfig) -> list[str]:
+    """Return a line of text about several cached views of each sample, if there are any."""
+    if not isinstance(collator, CachedCollator) or collator.info.views_per_sample == 1:
+        return []
+    kept = {"draw": "one drawn per epoch", "all": "each once per epoch", "first": "the first one in every epoch"}
+    return [f"  Cached views of each sample = {collator.info.views_per_sample}, {kept[config.batches.cached_views]}"]
 
 
 def _weights(prepared: PreparedDataset, *, views: Literal["draw", "all", "first"]) -> npt.NDArray[np.float64] | None:

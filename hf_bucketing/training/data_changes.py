@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caching.columns import has_latents
+from ..caching.keys import has_latents
 from ..columns.data_changes import compare_locks
 from ..columns.data_lock import LOCK_FILE, DataLock, read_lock
 from ..columns.faults import NAMED_ROWS, listed

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 
 from hf_bucketing import BucketBatchSampler, BucketCollator, BucketingError, BucketTable, ColumnError, Size, ViewRule
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
+from hf_bucketing.caching.keys import describe_latents, has_latents
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import CacheInfo, PreparedDataset, map_columns
 from hf_bucketing.loaders import NumberedRows
@@ -21,6 +22,9 @@ from hf_bucketing.loaders.occurrences import OCCURRENCE
 from hf_bucketing.media.sample import load
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data, make_held_out_data
+from hf_bucketing.training.logs import Logs
+from hf_bucketing.training.recount import recount
+from hf_bucketing.units import format_bytes
 from tests.caching.test_caching import cached, first, flags, prepared
 from tests.caching.test_latents import TABLE, Encoder, columns, media, rows_of
 from tests.caching.test_references import load_seeing, referenced
@@ -71,7 +75,9 @@ def test_a_row_is_rejected_whole_if_one_view_cannot_be_read(media: Path, monkeyp
     rows = rows_of(media)
     (media / "1.png").write_bytes(b"broken")
     latents = columns(media, Encoder(), views=RANDOM, views_per_sample=2, on_error="reject")
-    keys = map_columns(rows, latents)["latents_key"][:]
+    rows = map_columns(rows, latents)
+    keys = rows["latents_key"][:]
+    assert np.flatnonzero(~has_latents(rows)).tolist() == [1]
     assert [row for row, views in enumerate(keys) if "" in views] == [1]
     assert keys[1] == ["", ""]
     assert latents.counts == {"unreadable": 1, "encoded": len(rows) - 1}
@@ -180,6 +186,12 @@ def test_the_script_names_the_views_and_a_run_plans_them(several_dir: Path, pipe
     prepared = PreparedDataset.load(several_dir)
     assert prepared.cache is not None
     assert prepared.cache.views_per_sample == 2
+    size = sum(
+        path.stat().st_size for path in several_dir.parent.rglob("cache/*/*") if b"latents" in path.read_bytes()
+    )
+    assert describe_latents(prepared) == f"6 rows in 2 views, about {format_bytes(size)}"
+    run_script_here("report_data.py", several_dir, "--html", tmp_path / "data.html", "--max_thumbnails", 0)
+    assert describe_latents(prepared) in (tmp_path / "data.html").read_text()
     spec = recipe_of(str(pipeline_dir)).read_spec(str(pipeline_dir))
 
     def data_of(make: Any = make_data, folder: Path = several_dir, **settings: Any) -> Any:
@@ -264,6 +276,7 @@ def test_a_resumed_run_repeats_the_views_and_losses_of_a_whole_one(
     )
     assert resumed == whole
     assert [sample for batch in read for sample in batch][-len(whole) + 4 :] == samples[4:]
+    assert not recount(Logs(tmp_path / "out")).faults
     epoch = samples[: len(samples) // 2]
     assert len(epoch) == (12 if views == "all" else 6)
     assert max(Counter(index for index, _ in epoch).values()) == (2 if views == "all" else 1)
