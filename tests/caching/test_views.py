@@ -12,14 +12,24 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from hf_bucketing import BucketBatchSampler, BucketCollator, BucketingError, BucketTable, ColumnError, Size, ViewRule
+from hf_bucketing import (
+    BucketBatchSampler,
+    BucketCollator,
+    BucketingError,
+    BucketTable,
+    ColumnError,
+    MediaError,
+    Size,
+    ViewRule,
+)
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.caching.keys import describe_latents, has_latents
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import CacheInfo, PreparedDataset, map_columns
 from hf_bucketing.loaders import NumberedRows
 from hf_bucketing.loaders.occurrences import OCCURRENCE
-from hf_bucketing.media.sample import load
+from hf_bucketing.media.rows import FileSample
+from hf_bucketing.media.sample import LoadedSample, load
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.logs import Logs
@@ -72,9 +82,14 @@ def test_caches_of_one_view_and_of_several_share_entries(media: Path) -> None:
 
 
 def test_a_row_is_rejected_whole_if_one_view_cannot_be_read(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of(media)
-    (media / "1.png").write_bytes(b"broken")
-    latents = columns(media, Encoder(), views=RANDOM, views_per_sample=2, on_error="reject")
+    def load_some(sample: FileSample) -> LoadedSample:
+        if sample.source.path.endswith("1.png") and sample.view.flip:
+            raise MediaError("broken")
+        return load(sample)
+
+    monkeypatch.setattr("hf_bucketing.caching.columns.load", load_some)
+    rows, flipped = rows_of(media), replace(CENTRED, flip_probability=1.0)
+    latents = columns(media, Encoder(), views=flipped, views_per_sample=2, on_error="reject")
     rows = map_columns(rows, latents)
     keys = rows["latents_key"][:]
     assert np.flatnonzero(~has_latents(rows)).tolist() == [1]
