@@ -30,6 +30,7 @@ from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
+from .conditioning import BLACK, ConditionShares
 from .experts import TrainedComponent, transformers_of
 from .index import PipelineIndex
 from .loading import (
@@ -156,6 +157,25 @@ class ModelInputs:
     weights: Sequence[torch.Tensor] | None = None
     references: Sequence[Sequence[torch.Tensor]] | None = None
 
+    def showing(
+        self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]
+    ) -> ModelInputs:
+        """Return inputs in which a part of each sample has no noise, timestep 0 and no weight in the loss.
+
+        Args:
+            parts (sequence of `torch.Tensor` of `bool`): What is shown, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is
+                not whole frames, which needs a model with a timestep per token.
+            clean (sequence of `(C, f, h, w)`): Latents without noise.
+            patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+        """
+        latents, timesteps, weights = [], [], []
+        for noisy, own, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
+            latents.append(torch.where(part, own.to(noisy), noisy))
+            tokens = part[0, :: patch[0], :: patch[1], :: patch[2]]
+            timesteps.append(torch.where(tokens, 0, level.view(-1, 1, 1)).flatten())
+            weights.append((~part).to(noisy).expand_as(noisy[:1]))
+        return replace(self, latents=latents, timesteps=timesteps, weights=weights)
+
 
 Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
@@ -173,6 +193,12 @@ Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
 
 Of [`REFERENCES`] there is a tuple of tensors per sample.
 """
+
+SHOWN_FRAMES = "shown_frames"
+"""Which frames of a sample a run draws to show, `(F,)` of `bool` on the CPU; `encode_conditions` gets it too, beside
+what the data set shows."""
+SHOWN_LATENTS = "shown_latents"
+"""Which latents of a sample these are, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is shown parts of frames."""
 
 
 def cleans_captions() -> bool:
@@ -226,8 +252,7 @@ class Recipe:
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     added_text_tokens: ClassVar[int] = 0
-    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder, or of a
-    reference that the text encoder sees."""
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
@@ -238,11 +263,17 @@ class Recipe:
     """Conditions among them without which the model cannot be trained."""
     max_references: ClassVar[int] = 0
     """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
+    min_reference_side: ClassVar[int] = 1
+    """Least height and width of a reference that the pipeline's call takes, in pixels."""
+    max_reference_ratio: ClassVar[float | None] = None
+    """Largest ratio of the longer to the shorter side of such a reference; None for any."""
     references_in_front: ClassVar[bool] = False
     """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
     their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
+    reference_text_tokens: ClassVar[int] = 0
+    """Most tokens that each of these adds to the text."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -363,17 +394,17 @@ class Recipe:
         return strides_of(vae)
 
     @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 1) -> int:
+    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 0) -> int:
         """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
 
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
-            references (`int`): References of the sample, for a text encoder that sees them; at least one is counted.
+            references (`int`): References of the sample, for a text encoder that sees them.
         """
-        pictures = max(1, references) if cls.text_sees_references else 1
         if not cls.family.text.in_sequence:
             return 0
-        return (max_sequence_length or cls.default_sequence_length) + pictures * cls.added_text_tokens
+        beside = cls.added_text_tokens + references * cls.reference_text_tokens
+        return (max_sequence_length or cls.default_sequence_length) + beside
 
     @property
     def transformer(self) -> Any:
@@ -636,9 +667,49 @@ class Recipe:
 
     @classmethod
     def reference_rule(cls) -> ReferenceRule:
-        """Return how many references of a sample the model takes, and where, in sizes of any multiples."""
-        required = int(REFERENCE in cls.required)
-        return ReferenceRule(least=required, most=cls.max_references, in_front=cls.references_in_front)
+        """Return which references of a sample the model takes, and where, in sizes of any multiples."""
+        return ReferenceRule(
+            least=int(REFERENCE in cls.required),
+            most=cls.max_references,
+            in_front=cls.references_in_front,
+            text_tokens=cls.reference_text_tokens,
+            min_side=cls.min_reference_side,
+            max_ratio=cls.max_reference_ratio,
+        )
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """Kinds of conditions that a run may draw for its samples, see [`read_condition`]; by default none."""
+        return ()
+
+    @property
+    def encodes_drawn(self) -> bool:
+        """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
+        return False
+
+    def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
+        """Raise BucketingError if a run cannot show the model what it would draw.
+
+        Args:
+            shares ([`ConditionShares`][hf_bucketing.models.conditioning.ConditionShares]): What it draws.
+            names (collection of `str`): Names of the data set's conditions.
+            cached (`bool`): Whether latents come from a cache.
+        """
+        if unknown := sorted({*shares.kinds} - {*self.drawn_kinds}):
+            takes = f"takes {quoted(self.drawn_kinds)} alone" if self.drawn_kinds else "takes none; omit it"
+            raise BucketingError(
+                f"`condition` shows the model {quoted(unknown)}, but a {self.pipeline_class} of this configuration "
+                f"{takes}."
+            )
+        if BLACK in shares.kinds and MASK not in names:
+            raise BucketingError(
+                "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
+            )
+        if cached and self.encodes_drawn:
+            raise BucketingError(
+                f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
+                "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
+            )
 
     @classmethod
     def taken_conditions(cls) -> tuple[str, ...]:
@@ -709,19 +780,28 @@ class Recipe:
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`].
 
-        Behind the latents come [`added_channels`].
+        Behind the latents come [`added_channels`]; some latents may be clean ([`clean_parts`]).
         """
         noised, latents = samples.noised, samples.noised.latents
         if added := self.added_channels(samples):
             pairs = zip(latents, added, strict=True)
             latents = [torch.cat([latent, channels.to(latent)]) for latent, channels in pairs]
         timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-        return ModelInputs(
+        inputs = ModelInputs(
             latents=latents,
             timesteps=timesteps,
             conditioning=self.conditioning(samples),
             references=self.references(samples),
         )
+        parts = self.clean_parts(samples)
+        return inputs if parts is None else inputs.showing(parts, clean=noised.clean, patch=self.spec.patch)
+
+    def clean_parts(self, samples: Samples) -> Sequence[torch.Tensor] | None:
+        """Return the part of each sample that its latents show without noise, see [`ModelInputs.showing`].
+
+        By default it is what the run draws; None where it draws nothing, or the model is shown it in another way.
+        """
+        return samples.conditions.get(SHOWN_LATENTS)
 
     def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
         """Return the references of each sample, in the dtype of its latent; None where no data set has any."""
@@ -804,12 +884,15 @@ class Recipe:
             size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels of what is rendered.
 
         Raises:
-            BucketingError: If the pipeline's call takes no references, or fewer.
+            BucketingError: If the pipeline's call takes no references, or fewer, or none of such a shape.
         """
         name, most = cls.shown_as.get(REFERENCE), cls.max_references
         if name is None or len(references) > most:
             takes = "no references" if name is None else f"at most {most} references"
             raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
+        for number, (frame, *_) in enumerate(references):
+            if fault := cls.reference_rule().shape_fault(frame.height, frame.width):
+                raise BucketingError(f"Reference {number} is shown to a {cls.pipeline_class} at {fault}.")
         return {name: [frames[0] for frames in references]}
 
     def render(

@@ -84,6 +84,8 @@ class Family:
         negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
+        references_apart (`bool`): Whether the references of a sample attend to themselves alone, while all else of the
+            sample attends to them too.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
             samples of a stack run one after another, each with its own text.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
@@ -121,9 +123,14 @@ class Family:
     attention_kwargs: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
+    references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
+
+    def variant(self, transformer: Transformer) -> Family:
+        """Return the family of this transformer, for classes whose attention processors tell families apart."""
+        return self
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""

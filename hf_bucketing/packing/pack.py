@@ -111,6 +111,7 @@ class Packing:
         layout = PackedLayout(
             grids=grids,
             shown=shown,
+            references_apart=self.family.references_apart,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             device=latents[0].device,

@@ -23,10 +23,20 @@ from ..loaders.occurrences import OCCURRENCE
 from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
 from ..media.sample import frame_rates
+from ..models.conditioning import ConditionShares, read_condition
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
-from ..models.recipe import REFERENCES, ModelInputs, Recipe, Samples, TextEmbeddings
+from ..models.recipe import (
+    REFERENCES,
+    SHOWN_FRAMES,
+    SHOWN_LATENTS,
+    ModelInputs,
+    Recipe,
+    Samples,
+    TextEmbeddings,
+)
+from ..models.shown_parts import shown_part
 from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.names import Grid
 from ..packing.pack import Packing
@@ -72,16 +82,17 @@ class Step(ABC):
 
     A share of the captions, `caption_dropout`, is replaced by the null text, for classifier-free guidance; it is drawn
     from the seed, the epoch, the sample's index and its occurrence in the epoch. So is the share of the samples,
-    `reference_dropout`, that are shown no references. `preservation` chooses samples whose
-    target is a prediction of the transformer without its adapters. `texts` are those of a cache, for its batches, by
-    caption; `""` is the null text. With `sharded` weights, all processes run each forward pass together, whether one
-    of their samples needs it or not.
+    `reference_dropout`, that are shown no references, and what `condition` shows of each sample. `preservation`
+    chooses samples whose target is a prediction of the transformer without its adapters. `texts` are those of a cache,
+    for its batches, by caption; `""` is the null text. With `sharded` weights, all processes run each forward pass
+    together, whether one of their samples needs it or not.
     """
 
     recipe: Recipe
     objective: Objective
     caption_dropout: float = 0.0
     reference_dropout: float = 0.0
+    condition: ConditionShares | None = None
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
@@ -98,7 +109,7 @@ class Step(ABC):
             for index, before in zip(indices, occurrences, strict=True)
         ]
         batch = without_references(batch, self._references_dropped(seeds))
-        media = media_of(self.recipe, batch)
+        media = self.media(batch, seeds)
         latents = media.pop("latents")
         noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
@@ -122,6 +133,23 @@ class Step(ABC):
         names = ["data" if target is None else target.name for target in of_base]
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets)
+
+    def media(self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]]) -> dict[str, list[Any]]:
+        """Return [`media_of`] a batch, and what is drawn to be shown of each sample by its key."""
+        if self.condition is None:
+            return media_of(self.recipe, batch)
+        spec = self.recipe.spec
+        drawn = [
+            self.condition.draw(*key, latent_frames=count, stride=spec.temporal_stride)
+            for key, count in zip(keys, latent_frames_of(batch, spec), strict=True)
+        ]
+        frames = [torch.from_numpy(shown.frames) for shown in drawn]
+        media = media_of(self.recipe, {**batch, "shown": {**batch.get("shown", {}), SHOWN_FRAMES: frames}})
+        weights = media.get(LOSS_MASK, [None] * len(drawn))
+        parts = zip(drawn, media["latents"], weights, strict=True)
+        media[SHOWN_FRAMES] = frames
+        media[SHOWN_LATENTS] = [shown_part(shown, latent, mask, spec) for shown, latent, mask in parts]
+        return media
 
     def _noised_audio(
         self, media: Mapping[str, Any], noised: Noised, *, keys: Sequence[tuple[int, ...]]
@@ -177,7 +205,7 @@ class Step(ABC):
         Nothing is drawn from the epoch: no caption and no token is dropped, and
         [`Objective.held_out`][hf_bucketing.models.objectives.Objective.held_out] adds the noise.
         """
-        media = media_of(self.recipe, batch)
+        media = self.media(batch, [(index,) for index in batch["index"]])
         latents = media.pop("latents")
         text = text_of(self.recipe, batch).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
@@ -273,6 +301,7 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "objective": objective,
         "caption_dropout": config.objective.caption_dropout,
         "reference_dropout": config.objective.reference_dropout,
+        "condition": None if config.objective.condition is None else read_condition(config.objective.condition),
         "seed": config.seed,
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
@@ -312,6 +341,8 @@ def check_data(step: Step, data: RunData) -> None:
 
     data.check_buckets(check)
     step.recipe.check_conditions(data.conditions)
+    if step.condition is not None:
+        step.recipe.check_drawn(step.condition, data.conditions, cached=data.cached_batch() is not None)
     data.check_references(step.recipe.check_references)
     check_cached(step.recipe, data)
 
@@ -381,6 +412,13 @@ def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         for row, sample in enumerate(pixels)
     ]
     return {name: [sample[name][0] for sample in encoded] for name in encoded[0]}
+
+
+def latent_frames_of(batch: Mapping[str, Any], spec: LatentSpec) -> list[int]:
+    """Return the latent frames of each sample of a batch of any collator, without those that repeat the first."""
+    if "latents" in batch:
+        return [latent.shape[1] - spec.num_repeats for latent in batch["latents"]]
+    return [1 + (pixels.shape[1] - 1) // spec.temporal_stride for pixels in batch["pixel_values"]]
 
 
 def text_of(
