@@ -58,6 +58,7 @@ def main(args: argparse.Namespace) -> None:
     from accelerate import Accelerator
 
     from hf_bucketing.caching import cache_dataset
+    from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.caching.store import TensorCache
     from hf_bucketing.columns import PreparedDataset
     from hf_bucketing.models.loading import Loading, Part
@@ -101,6 +102,7 @@ def main(args: argparse.Namespace) -> None:
             print(f"{counts[name]:8} rows {name}")
         for name in ("encoded", "found"):
             print(f"{counts[f'captions {name}']:8} captions {name}")
+        print(f"Latents: {describe_latents(cached)}")
         print(f"Saved to {args.output_dir}; entries in {args.cache_dir}")
     accelerator.end_training()
 

@@ -78,6 +78,16 @@ class TensorCache:
             return False
         return True
 
+    def num_bytes(self, key: str) -> int:
+        """Return the bytes of an entry.
+
+        Raises:
+            FileNotFoundError: If it is missing.
+            CacheError: If an object store cannot be reached.
+        """
+        with _object(self.path(key)) as (file_system, inner):
+            return int(file_system.size(inner))
+
     def write(
         self, key: str, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], *, about: Mapping[str, Any]
     ) -> None:

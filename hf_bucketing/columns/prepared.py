@@ -56,7 +56,8 @@ class CacheInfo:
     """Describe the cached latents and texts of a data set; see `hf_bucketing.caching`, which makes and reads them.
 
     The data set's `latents_key` and `text_key` columns hold the keys of the entries; rows without a bucket have empty
-    keys. This value is part of the prepared folder, so it is defined here, with plain fields.
+    keys. With several views, a cell of `latents_key` lists the keys of a row's views. This value is part of the
+    prepared folder, so it is defined here, with plain fields.
 
     Args:
         folder (`str`): Folder or URL of the entries.
@@ -66,6 +67,7 @@ class CacheInfo:
         empty_text_key (`str`, *optional*): Key of the entry of the text that stands for a dropped caption.
         views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
         prepared (`str`, *optional*): Prepared folder of the rows that were encoded, where it is known.
+        views_per_sample (`int`): Views of each row.
     """
 
     folder: str
@@ -75,6 +77,7 @@ class CacheInfo:
     empty_text_key: str | None
     views: dict[str, Any]
     prepared: str | None = None
+    views_per_sample: int = 1
 
     def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
         """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""

@@ -78,6 +78,8 @@ class BatchConfig:
             positions stretched to `base_size`, for samples larger than the model was trained with. Renderings for
             validation have native ones.
         base_size (`list` of `int`, *optional*): Frames, rows and columns, in tokens, to which positions are stretched.
+        cached_views (`"draw"`, `"all"` or `"first"`): What an epoch holds, where a cache has several views of each
+            sample: one view drawn for each sample, each view once, or the first, which is without augmentation.
         token_drop_rate (`float`): Share of the tokens of each packed sample that training leaves out (NaViT's token
             dropping). Packs are planned by the tokens that are kept; those of `random_resize` by all tokens.
         token_drop_mode (`"random"`, `"tube"` or `"frames"`): Unit of token drop: single tokens, spatial positions over
@@ -125,6 +127,9 @@ class BatchConfig:
     attention_backend: Backend = setting("auto", argument="backend", batching="pack", on_resume="free")
     positions: Literal["native", "interpolate"] = setting("native", batching="pack", on_resume="equal")
     base_size: list[int] | None = setting(None, batching="pack", on_resume="equal")
+    cached_views: Literal["draw", "all", "first"] = setting(
+        "draw", on_resume="applied", held_out="first", needs_rows="a stream is read from its files, not from a cache"
+    )
     token_drop_rate: float = setting(0.0, argument="rate", batching="pack", on_resume="equal", held_out=0.0)
     token_drop_mode: TokenDropMode = setting(
         "random", argument="mode", batching="pack", on_resume="equal", held_out="random"
