@@ -676,6 +676,16 @@ class Recipe:
         """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
         return False
 
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return whether samples have parts with timesteps of their own, as models that embed several take them.
+
+        Args:
+            settings (mapping): Settings of the pipeline, see [`PipelineIndex`][hf_bucketing.models.index].
+            draws (`bool`): Whether a run draws conditions.
+        """
+        return draws and cls.family.timesteps_per != "row"
+
     def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
         """Raise BucketingError if a run cannot show the model what it would draw.
 
