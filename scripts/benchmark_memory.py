@@ -1,7 +1,8 @@
 r"""Compare the planned memory of training runs with the measured one: resident memory less that before the model.
 
 Each run has a process of its own, or two. The CPU has no memory of its own for a model, so that what a process has
-loaded before is subtracted, and what torch's kernels allocate inside themselves is measured but not planned.
+loaded before is subtracted, and what torch's kernels allocate inside themselves is measured but not planned. Plans of
+the machine are compared with all of the resident memory, that of decoding processes included.
 
 python scripts/benchmark_memory.py --output scripts/benchmark_results/memory.json
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -166,13 +168,16 @@ def make_dataset(folder: Path, pipeline: Path, case: Case) -> Path:
 
 def measure(flags: dict[str, Any], output: Path) -> None:
     """Train in this process, and write what was planned and the highest resident memory, in MB."""
+    from hf_bucketing.planner.host import plan_host
     from hf_bucketing.training import TrainingConfig
-    from hf_bucketing.training.estimate import plan_of_run
+    from hf_bucketing.training.estimate import config_of_run, plan_of_run
     from hf_bucketing.training.loop import Trainer
 
     class MeasuredTrainer(Trainer):
         def _finish(self) -> None:  # before anything is saved
             self.highest = memory_in_mb("VmHWM")
+            workers = psutil.Process().children(recursive=True)
+            self.of_workers = sum(worker.memory_full_info().pss for worker in workers) / 2**20
 
     if "ACCELERATE_TORCH_DEVICE" in os.environ:
         # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is.
@@ -191,8 +196,13 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     trainer.run()
     measured = trainer.highest - before
     plan = plan_of_run(trainer.opened, trainer.data)
+    workers = trainer.config.loader.dataloader_num_workers
+    host = plan_host(plan, config_of_run(trainer.opened), num_workers=workers)
+    on_machine = torch.tensor(trainer.highest + trainer.of_workers)
+    on_machine = trainer.accelerator.reduce(on_machine).item()
     if trainer.accelerator.is_main_process:
         figures = {"planned_mb": plan.total / 2**20, "measured_mb": measured, "plan": str(plan)}
+        figures |= {"host_planned_mb": host.total / 2**20, "host_measured_mb": on_machine}
         output.write_text(json.dumps({**figures, "ratio": figures["planned_mb"] / measured}))
     if trainer.accelerator.num_processes == 1:
         trainer.release()
@@ -256,12 +266,16 @@ def table_of(runs: dict[str, Any]) -> dict[str, Any]:
             "planned MB": result["planned_mb"],
             "measured MB": result["measured_mb"],
             "more than planned": result["measured_mb"] / result["planned_mb"] - 1,
+            "machine planned MB": result["host_planned_mb"],
+            "machine measured MB": result["host_measured_mb"],
         }
         for name, result in runs.items()
     ]
     more = [row["more than planned"] for row in rows]
+    on_machine = [row["machine measured MB"] / row["machine planned MB"] - 1 for row in rows]
     shown = [{**row, "more than planned": f"{row['more than planned']:.1%}"} for row in rows]
     extremes = {"least_more_than_planned": min(more), "most_more_than_planned": max(more)}
+    extremes |= {"least_more_on_the_machine": min(on_machine), "most_more_on_the_machine": max(on_machine)}
     return {"table": shown, **extremes, "plan_error": PLAN_ERROR}
 
 
@@ -280,7 +294,8 @@ def main(args: argparse.Namespace) -> None:
         for case in cases:
             result = figures["runs"][case.name] = run(case, Path(folder))
             print(f"{result['ratio']:.3f}  planned {result['planned_mb']:8.1f} MB, measured "
-                  f"{result['measured_mb']:8.1f} MB: {case.name} ({result['plan']})", flush=True)  # fmt: skip
+                  f"{result['measured_mb']:8.1f} MB; on the machine {result['host_planned_mb']:8.1f} and "
+                  f"{result['host_measured_mb']:8.1f} MB: {case.name} ({result['plan']})", flush=True)  # fmt: skip
     figures |= table_of(figures["runs"])
     if args.output:
         args.output.write_text(json.dumps(figures, indent=2) + "\n")

@@ -18,6 +18,7 @@ from hf_bucketing.files import check_writable, complete_file
 def make_parser() -> FlagParser:
     from hf_bucketing.optimizers.settings import OptimizerConfig
     from hf_bucketing.placement.conflicts import conflicting_settings
+    from hf_bucketing.planner.gpus import TimeConfig
     from hf_bucketing.planner.settings import PlanConfig
     from hf_bucketing.settings import names_of
     from hf_bucketing.training.script_settings import settings_of_scripts
@@ -29,6 +30,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
     of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
     parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
+    parser.add_settings(TimeConfig, skip=["price_per_hour"])
     named = {*names_of(PlanConfig)} - of_no_effect - {"max_tokens"}  # which is a number here
     parser.name_conflicts(conflicting_settings(named))
     parser.add_config("plan_memory", others=settings_of_scripts)
@@ -37,6 +39,7 @@ def make_parser() -> FlagParser:
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.planner.figure import options_chart
+    from hf_bucketing.planner.gpus import TimeConfig
     from hf_bucketing.planner.memory import verdict_on
     from hf_bucketing.planner.options import (
         MemoryOption,
@@ -48,6 +51,7 @@ def main(args: argparse.Namespace) -> None:
         plan_options,
     )
     from hf_bucketing.planner.settings import PlanConfig
+    from hf_bucketing.planner.time import BatchCost, Speed
     from hf_bucketing.report.charts import save_charts
     from hf_bucketing.training.script_settings import commands_of
     from hf_bucketing.units import format_bytes
@@ -76,6 +80,9 @@ def main(args: argparse.Namespace) -> None:
         print(f"Rows: {args.json}")
     check_fits(rows, gpu_memory=memory)
     best = best_option(rows, gpu_memory=memory)
+    flops = best.plan.flops
+    seconds = Speed.of(from_flags(TimeConfig, args), gpu_memory=memory).seconds(BatchCost(per_batch=flops))
+    print(f"A step takes {seconds.describe(seconds.cost.per_batch)}: {flops / 1e12:,.1f} TFLOP at {seconds.source}")
     print(describe_verdict(best, gpu_memory=memory), *commands_of(name, best), sep="\n")
 
 

@@ -94,10 +94,19 @@ def read_cost_model(path: str | Path) -> CostModel:
     """Return the cost model in the file that a training run left, in seconds.
 
     Raises:
+        BucketingError: As [`read_cost_fit`].
+    """
+    return read_cost_fit(path).model
+
+
+def read_cost_fit(path: str | Path) -> CostFit:
+    """Return the costs in the file that a training run left, with what a batch takes and how well they fit.
+
+    Raises:
         BucketingError: If the file cannot be read, or holds something else; the message names it.
     """
     try:
-        return CostFit.from_json(Path(path).read_text()).model
+        return CostFit.from_json(Path(path).read_text())
     except (OSError, UnicodeDecodeError, BucketingError) as error:
         raise BucketingError(
             f"{path} is no cost model ({str(error).rstrip('.')}); give the cost_model.json in the output folder of a "

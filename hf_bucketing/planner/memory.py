@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
-from ..models.experts import transformers_of
-from ..models.loading import Part, part_of, tile
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
-from ..placement.sharding import HALF
 from ..plans.packs import strip_tokens
 from ..units import format_bytes
 from .components import Components, read_components
+from .encoding import encode_media, encode_texts
 from .settings import PlanConfig
-from .trace import Traced, TracedStep, trace, trace_call
+from .trace import Traced, TracedStep, trace
 from .trackers import Kinds
 
 CUDA_CONTEXT = 2**30
@@ -94,11 +90,19 @@ class MemoryPlan:
         phases (mapping of `str` to [`MemoryParts`]): What exists at the highest moment of each phase of a step.
         shape ([`StepShape`]): Samples of the step.
         blocks (`int`): Blocks of the transformer.
+        experts (tuple of [`Traced`][hf_bucketing.planner.trace.Traced]): The transformers of the run as they were
+            traced: that which the step trains, and the idle one, if there are two.
     """
 
     phases: Mapping[str, MemoryParts]
     shape: StepShape
     blocks: int
+    experts: tuple[Traced, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step of one process, a multiply-add as two; of two experts, their mean."""
+        return sum(expert.flops for expert in self.experts) / len(self.experts)
 
     @property
     def highest(self) -> str:
@@ -224,7 +228,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     for expert in idle:
         held = _held_by_idle(expert, config)
         phases = {name: parts.plus(held) for name, parts in phases.items()}
-    return MemoryPlan(phases=phases, shape=shape, blocks=round(traced.blocks))
+    return MemoryPlan(phases=phases, shape=shape, blocks=round(traced.blocks), experts=(traced, *idle))
 
 
 def _shape(components: Components, config: PlanConfig) -> StepShape:
@@ -294,14 +298,12 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
-        text = _encode_texts(components, config, shape)
-        text = text.plus(_others(components, config, "text_encoders"))
+        text = encode_texts(components, config, samples=shape.samples, references=len(shape.references)).peak
     if config.cached == "nothing":
         together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
         encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}
-        calls = [_encode_media(components, *call, config.memory.vae_tiling) for call in encoded.items()]
-        vae = max(calls, key=lambda call: call.total)
-        vae = vae.plus(_others(components, config, "vae"))
+        calls = [encode_media(components, config, size=size, samples=count) for size, count in encoded.items()]
+        vae = max((call.peak for call in calls), key=lambda peak: peak.total)
         pixels = 3 * 4 * shape.pixels
     resident = replace(
         _kept_of_trained(traced, config),
@@ -343,7 +345,7 @@ def _kept_of_trained(traced: Traced, config: PlanConfig) -> MemoryParts:
     buckets = traced.trained_bytes if shards == 1 and config.num_processes > 1 else 0
     return MemoryParts(
         gradients=round(buckets),
-        optimizer=round(_state_bytes(traced, config) / shards),
+        optimizer=round(optimizer_bytes(traced, config) / shards),
         averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
     )
 
@@ -366,7 +368,7 @@ def _offloaded(traced: Traced, config: PlanConfig) -> int:
     return -round(max(waiting - traced.block_bytes, 0))
 
 
-def _state_bytes(traced: Traced, config: PlanConfig) -> float:
+def optimizer_bytes(traced: Traced, config: PlanConfig) -> float:
     """Return the bytes of the optimizer's state; those of AdamW in 8 bits are known where it is not installed."""
     if config.optimizer.optimizer == "adamw_8bit":
         return 2 * _QUANTISED_MOMENT * traced.trained
@@ -380,71 +382,6 @@ def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:
     if config.optimizer.optimizer == "adamw_8bit":
         return 0
     return traced.trained_bytes if config.device == "cuda" else 2 * traced.largest
-
-
-def _encode_texts(components: Components, config: PlanConfig, shape: StepShape) -> Kinds:
-    """Return the weights of all text encoders, and the most that the call of one of them makes.
-
-    One that sees references encodes captions one by one, and reads pictures as tokens. What it makes of these tokens
-    before is less than what it makes of them then.
-    """
-    length, samples = config.max_sequence_length or components.recipe.default_sequence_length, shape.samples
-    if components.recipe.text_sees_references:
-        length, samples = length + components.recipe.added_text_tokens * len(shape.references), 1
-    dtype = HALF.get(config.mixed_precision, torch.float32)
-    calls = [_encode_text(encoder, samples, length, dtype) for encoder in components.text_encoders]
-    return Kinds(
-        weights=sum(call.weights for call in calls), activations=max((call.activations for call in calls), default=0)
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _encode_text(component: Any, samples: int, length: int, dtype: torch.dtype) -> Kinds:
-    def call(model: Any, ids: torch.Tensor) -> None:
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
-
-    longest = component.config.get("max_position_embeddings", length)  # CLIP takes 77 tokens
-    ids = torch.empty(samples, min(length, longest), dtype=torch.int64, device="meta")
-    return trace_call(component, call, ids, dtype=dtype)
-
-
-_TRACED_LATENT_FRAMES = 3
-
-
-@functools.lru_cache(maxsize=64)
-def _encode_media(components: Components, size: Size, samples: int, tiling: bool) -> Kinds:
-    """Return the peak of encoding samples; of long ones, from the first frames, as each more adds the same."""
-    spec, few = components.spec, _TRACED_LATENT_FRAMES
-
-    def peak(latent_frames: int) -> Kinds:
-        frames = (latent_frames - 1) * spec.temporal_stride + 1
-
-        def call(vae: Any, pixels: torch.Tensor) -> None:
-            if tiling:
-                tile(vae, components.vae.class_name)
-            pipeline, config = SimpleNamespace(vae=vae), components.transformer.config
-            recipe = components.recipe(pipeline=pipeline, spec=spec, max_sequence_length=1, config=config)
-            recipe.encode_latents(pixels)
-
-        media = torch.empty(samples, 3, frames, size.height, size.width, device="meta")
-        return trace_call(components.vae, call, media, dtype=torch.float32)
-
-    latent_frames = spec.latent_size(size)[0] - spec.num_repeats  # which the recipe adds to those of the VAE
-    if latent_frames <= few + 1:
-        return peak(latent_frames)
-    base, more = peak(few), peak(few + 1)
-    return base.plus(more.plus(base, -1), latent_frames - few)
-
-
-def _others(components: Components, config: PlanConfig, part: Part) -> Kinds:
-    """Return the weights of what encodes texts or media beside text encoders and VAE; what they make is far less."""
-    half = HALF.get(config.mixed_precision, torch.float32)
-    weights = 0
-    for name, component in components.others:
-        if part_of(name, trained=transformers_of(config.trained_component)) == part:
-            size = torch.float32.itemsize if name == "image_encoder" else half.itemsize
-            weights += size * sum(parameter.numel() for parameter in component.build().parameters())
-    return Kinds(weights=weights)
 
 
 def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int = MOST_TOKENS) -> int:

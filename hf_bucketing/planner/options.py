@@ -60,13 +60,7 @@ def plan_options(
     """
     components = read_components(name_or_path, trained=config.trained_component)
     rows: list[MemoryOption] = []
-    for name, settings in _ladder(components, config):
-        try:
-            plan = plan_components(components, settings)
-        except BucketingError:
-            if not rows:
-                raise
-            continue  # the settings as given can be planned, so this model cannot have the option
+    for name, settings, plan in iter_plans(components, config):
         row = MemoryOption(
             name=name,
             config=settings,
@@ -80,6 +74,28 @@ def plan_options(
         if row.max_tokens + plan.shape.length // plan.shape.samples > MOST_TOKENS:
             break
     return rows
+
+
+def iter_plans(components: Components, config: PlanConfig) -> Iterator[tuple[str, PlanConfig, MemoryPlan]]:
+    """Iterate over the given settings and those with one more option each, and the memory that they need.
+
+    Options that the model cannot have are omitted.
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        config ([`PlanConfig`]): Settings to start from.
+
+    Raises:
+        BucketingError: If it cannot be trained on such samples with the given settings.
+    """
+    for name, settings in _ladder(components, config):
+        try:
+            plan = plan_components(components, settings)
+        except BucketingError:
+            if name == AS_GIVEN:
+                raise
+            continue  # the settings as given can be planned, so this model cannot have the option
+        yield name, settings, plan
 
 
 def best_option(rows: Sequence[MemoryOption], *, gpu_memory: float) -> MemoryOption:

@@ -135,3 +135,34 @@ def as_reference_sizes(references: Iterable[Size]) -> str | None:
         '1,64,96;9,32,32'
     """
     return ";".join(",".join(map(str, size)) for size in references) or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineConfig:
+    """Machine, and how long it trains.
+
+    Args:
+        gpu_memory (`float`): GiB of each GPU.
+        num_gpus (`int`): GPUs, one process each.
+        cpu_memory (`float`, *optional*): GiB of the machine's memory (default: not limited).
+        cpus (`int`, *optional*): Processors that decode (default: those of this machine).
+        num_train_epochs (`int`): Epochs to train for. A cache is worth it from the second one on.
+        checkpoints_total_limit (`int`): Checkpoints that are kept.
+
+    Raises:
+        BucketingError: On a number that is not above 0.
+    """
+
+    gpu_memory: float
+    num_gpus: int = 1
+    cpu_memory: float | None = None
+    cpus: int | None = None
+    num_train_epochs: int = 10
+    checkpoints_total_limit: int = 2
+
+    def __post_init__(self) -> None:
+        check_at_least(1, self, "num_gpus", "cpus", "num_train_epochs", "checkpoints_total_limit")
+        for name in ("gpu_memory", "cpu_memory"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise BucketingError(f"`{name}` must be above 0 GiB, got {value}.")

@@ -1,6 +1,7 @@
-"""Peak memory of a training step by torch's MemTracker under FakeTensorMode: shapes and dtypes run, no weight exists.
+"""Peak memory and operations of a training step, under FakeTensorMode: shapes and dtypes run, no weight exists.
 
-A few blocks are traced, and the others extrapolated: each adds the same bytes.
+torch's MemTracker and FlopCounterMode watch the same run. A few blocks are traced, and the others extrapolated: each
+adds the same bytes and operations.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ..placement.quantization import quantized_linears
 from ..placement.settings import Precision, Quantization
 from ..placement.sharding import HALF
 from .components import Component
-from .trackers import Kinds, Peaks, PeakTracker, ShardedPeakTracker
+from .trackers import FlopCounter, Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
@@ -100,6 +101,9 @@ class Traced:
         block_bytes (`float`): Bytes of the frozen weights of the largest block.
         frozen_bytes (`float`): Bytes of the frozen weights of all blocks.
         blocks (`float`): Number of blocks.
+        flops (`float`): Floating-point operations of all passes, a multiply-add as two.
+        waiting (`float`): Bytes of activations that wait on the CPU, in page-locked memory.
+        pinned (`float`): Bytes of the frozen weights in page-locked memory, if all of them waited on the CPU.
     """
 
     peaks: Peaks
@@ -110,6 +114,9 @@ class Traced:
     block_bytes: float
     frozen_bytes: float
     blocks: float
+    flops: float
+    waiting: float
+    pinned: float
 
     def plus(self, other: Traced, times: float) -> Traced:
         """Return this and some times the other; the largest block and tensor remain what they are."""
@@ -122,7 +129,27 @@ class Traced:
             block_bytes=self.block_bytes,
             frozen_bytes=self.frozen_bytes + times * other.frozen_bytes,
             blocks=self.blocks + times * other.blocks,
+            flops=self.flops + times * other.flops,
+            waiting=self.waiting + times * other.waiting,
+            pinned=self.pinned + times * other.pinned,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall:
+    """What a call of a frozen model needs.
+
+    Attributes:
+        peak ([`Kinds`]): Bytes at the highest moment.
+        flops (`float`): Floating-point operations, a multiply-add as two.
+    """
+
+    peak: Kinds = field(default_factory=Kinds)
+    flops: float = 0
+
+    def plus(self, other: TracedCall, times: float = 1) -> TracedCall:
+        """Return this and some times the other."""
+        return TracedCall(peak=self.peak.plus(other.peak, times), flops=self.flops + times * other.flops)
 
 
 def trace(step: TracedStep) -> Traced:
@@ -185,15 +212,15 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             _shard(model, mesh, step)
             tracker = ShardedPeakTracker.of(model, given)
         try:
-            with KnownValues(), tracker:
-                loss = _forward(model, inputs, step)
+            with FlopCounter() as counter, KnownValues(), tracker:
+                loss, waiting = _forward(model, inputs, step)
                 tracker.phase = "backward"
                 loss.backward()
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise BucketingError(
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
-    return counted(peaks=tracker.peaks)
+    return counted(peaks=tracker.peaks, flops=counter.get_total_flops(), waiting=waiting)
 
 
 def _without_storage(given: torch.Tensor) -> torch.Tensor:
@@ -224,7 +251,16 @@ def _count(model: torch.nn.Module) -> Callable[..., Traced]:
         block_bytes=max(frozen),
         frozen_bytes=sum(frozen),
         blocks=len(blocks),
+        pinned=sum(pinned_bytes(parameter) for parameter in model.parameters() if not parameter.requires_grad),
     )
+
+
+def pinned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in page-locked memory, of which torch takes powers of two.
+
+    Source: `CachingHostAllocator` of torch, which keeps such memory for tensors to come.
+    """
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
 
 
 def _shard(model: torch.nn.Module, mesh: Any, step: TracedStep) -> None:
@@ -240,12 +276,16 @@ def _shard(model: torch.nn.Module, mesh: Any, step: TracedStep) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> torch.Tensor:
-    """Return the loss of the traced step, in the precision in which accelerate runs the model."""
+def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep) -> tuple[torch.Tensor, int]:
+    """Return the loss of the traced step, in the precision in which accelerate runs the model.
+
+    Also return the bytes of the activations that wait on the CPU.
+    """
     half = HALF.get(step.mixed_precision)
     kept: AbstractContextManager[Any] = nullcontext()
+    waiting: list[int] = []
     if step.offload_activations:
-        kept = torch.autograd.graph.saved_tensors_hooks(_leave, _fetch)
+        kept = torch.autograd.graph.saved_tensors_hooks(functools.partial(_leave, waiting), _fetch)
     with kept:
         with torch.autocast("cpu", dtype=half) if half is not None else nullcontext():
             with torch.no_grad(), base_model(model):
@@ -253,22 +293,25 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
                 of_base = [torch.stack(of_base).sum(0)] if of_base else []
             output = output_of(model(**inputs, return_dict=False))
         target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
-        return (output.float() - target).square().mean()
+        return (output.float() - target).square().mean(), sum(waiting)
 
 
 @torch.no_grad()
 def trace_call(
     component: Component, call: Callable[[Any, torch.Tensor], Any], given: torch.Tensor, *, dtype: torch.dtype
-) -> Kinds:
-    """Return the peak of a call of a frozen model, such as a text encoder: its weights, and what the call makes."""
+) -> TracedCall:
+    """Return the peak and the operations of a call of a frozen model, such as a text encoder.
+
+    The peak has its weights, and what the call makes.
+    """
     model = component.build()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _assign(model, lambda name, parameter: dtype if parameter.is_floating_point() else parameter.dtype)
         tracker = PeakTracker.of(model, [])
         given = torch.empty(given.shape, dtype=given.dtype)
-        with tracker:
+        with FlopCounter() as counter, tracker:
             call(model, given)
-    return tracker.peaks["forward"]
+    return TracedCall(peak=tracker.peaks["forward"], flops=counter.get_total_flops())
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
@@ -338,10 +381,11 @@ def _assign(model: torch.nn.Module, dtype_of: Callable[[str, torch.Tensor], torc
                 module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)
 
 
-def _leave(tensor: torch.Tensor) -> Any:
-    """Keep of an activation only its shape: it waits on the CPU."""
+def _leave(waiting: list[int], tensor: torch.Tensor) -> Any:
+    """Keep of an activation only its shape: it waits on the CPU, with its bytes in the list."""
     if not tensor.requires_grad or tensor.is_leaf:
         return tensor
+    waiting.append(pinned_bytes(tensor))
     return tensor.shape, tensor.stride(), tensor.dtype
 
 

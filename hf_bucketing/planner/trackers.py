@@ -1,4 +1,4 @@
-"""torch's memory trackers, which keep the highest memory of each phase of a step."""
+"""torch's trackers: the highest memory of each phase of a step, and its floating-point operations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 Phase: TypeAlias = Literal["forward", "backward"]
 
@@ -72,6 +73,32 @@ class _Modules:
 
     def __exit__(self, *args: object) -> None:
         pass
+
+
+class _NoModules:
+    """What torch's counter of operations asks of its ModuleTracker, without its hooks."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+class FlopCounter(FlopCounterMode):
+    """Count floating-point operations of matrix products, convolutions and attention; a multiply-add counts as two.
+
+    torch counts flash attention on GPUs alone; that on the CPU, which traces take, has the same formula.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        aten: Any = torch.ops.aten
+        self.flop_registry[aten._scaled_dot_product_flash_attention_for_cpu] = sdpa_flop
+        self.flop_registry[aten._scaled_dot_product_flash_attention_for_cpu_backward] = sdpa_backward_flop
+        self.mod_tracker: Any = _NoModules()
 
 
 class PeakTracker(MemTracker):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..caching.settings import CacheConfig
 from ..columns.settings import SourceConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
-from ..planner.settings import PlanConfig
+from ..planner.gpus import TimeConfig
+from ..planner.settings import MachineConfig, PlanConfig
 from ..report.measure import ReportConfig
 from ..settings import flag_names, flatten, settings_in
 from .config import TrainingConfig
@@ -29,7 +30,10 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         "cache_latents": {*flag_names(CacheConfig), pipeline, "dataset_dir", "cache_dir", "output_dir"}
         | {"mixed_precision", "vae_tiling", "max_sequence_length"},
         "train_text_to_video": {*flag_names(TrainingConfig)},
-        "plan_memory": {*flag_names(PlanConfig), pipeline, "gpu_memory", "figure", "json"},
+        "plan_memory": {*flag_names(PlanConfig), *flag_names(TimeConfig), pipeline, "gpu_memory", "figure", "json"}
+        - {"price_per_hour"},
+        "suggest_run": {*flag_names(SourceConfig), *flag_names(PlanConfig), *flag_names(TimeConfig), pipeline}
+        | {*flag_names(MachineConfig), "num_proc", "streaming", "cost_model", "output_dir"},
         "report_buckets": {
             *flag_names(ReportConfig),
             "dataset",
@@ -70,21 +74,11 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
         name_or_path (`str`): Diffusers pipeline.
         row ([`MemoryOption`]): The option.
     """
-    planned, shape = flatten(row.config), row.plan.shape
-    if planned["batching"] == "pack" and planned["max_tokens"] is None:
-        planned["max_tokens"] = shape.length
-    if planned["max_tokens"] is not None:
-        del planned["train_batch_size"]
-    cached = planned["cached"] != "nothing"
-    processes = planned["num_processes"]
-    file = f"--config_file scripts/accelerate_configs/{planned['sharding']}.yaml " if processes > 1 else ""
-    launch = f"accelerate launch {file}--num_processes {processes}"
+    planned = flatten(row.config)
+    settings = training_settings(row.config, length=row.plan.shape.length)
+    cached, launch = planned["cached"] != "nothing", launcher(row.config)
     common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
-    given = [
-        _flag(setting.name, planned[setting.name])
-        for setting in settings_in(TrainingConfig)
-        if setting.name in planned and planned[setting.name] != setting.default
-    ]
+    given = [_flag(name, value) for name, value in settings.items()]
     commands = []
     if cached:
         names = settings_of_scripts()["cache_latents"]
@@ -94,6 +88,29 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
     folders = f"--dataset_dir {'cached' if cached else 'prepared'} --output_dir trained"
     commands.append(" ".join([f"{launch} scripts/train_text_to_video.py", folders, common, *given]))
     return commands
+
+
+def training_settings(config: PlanConfig, *, length: int) -> dict[str, Any]:
+    """Return the settings of training that a plan decides.
+
+    Packs without `max_tokens` get `length`, the tokens of a step as it was planned.
+    """
+    planned = flatten(config)
+    if planned["batching"] == "pack" and planned["max_tokens"] is None:
+        planned["max_tokens"] = length
+    if planned["max_tokens"] is not None:
+        del planned["train_batch_size"]
+    return {
+        setting.name: planned[setting.name]
+        for setting in settings_in(TrainingConfig)
+        if setting.name in planned and planned[setting.name] != setting.default
+    }
+
+
+def launcher(config: PlanConfig) -> str:
+    """Return the beginning of a command that starts the processes of a plan."""
+    file = f"--config_file scripts/accelerate_configs/{config.sharding}.yaml " if config.num_processes > 1 else ""
+    return f"accelerate launch {file}--num_processes {config.num_processes}"
 
 
 def _flag(name: str, value: Any) -> str:

@@ -19,7 +19,7 @@ from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement import MemoryConfig
-from hf_bucketing.planner import MemoryParts, PlanConfig, memory as planner, options, plan_memory
+from hf_bucketing.planner import MemoryParts, PlanConfig, encoding, memory as planner, options, plan_memory
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.options import plan_options
 from tests.models.families import RECIPES
@@ -118,16 +118,16 @@ def test_several_samples_are_planned_where_the_forward_asks_whether_all_images_a
 
 def test_latent_frames_that_a_recipe_repeats_are_not_encoded(tmp_path: Path, monkeypatch) -> None:
     make_tiny_pipeline(tmp_path, family="cogvideox-1.5")
-    components, encoded, trace_call = read_components(str(tmp_path)), [], planner.trace_call
+    components, encoded, trace_call = read_components(str(tmp_path)), [], encoding.trace_call
 
     def record(component: object, call: object, media: torch.Tensor, **options: object) -> object:
         encoded.append(media.shape[2])
         return trace_call(component, call, media, **options)
 
-    monkeypatch.setattr(planner, "trace_call", record)
+    monkeypatch.setattr(encoding, "trace_call", record)
     size = Size(9, 32, 32)
     assert components.spec.latent_size(size)[0] == 4, "three of the VAE, and the first again"
-    planner._encode_media(components, size, 1, False)
+    encoding.encode_media(components, settings("cogvideox-1.5", tmp_path), size=size, samples=1)
     assert encoded == [9]
 
 

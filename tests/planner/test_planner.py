@@ -426,6 +426,9 @@ def test_the_script_shows_the_way_to_what_fits(configs, tmp_path: Path) -> None:
     best = best_option(rows, gpu_memory=gib)
     ending = [describe_verdict(best, gpu_memory=gib), *commands_of(str(configs["ltx"]), best)]
     assert done.stdout.splitlines()[-len(ending) :] == ending
+    assert re.search(
+        r"^A step takes \S+ s \(.*\): [\d.,]+ TFLOP at 18% to 33% of the 165.2 TFLOP/s", done.stdout, re.M
+    )
     assert figure.read_bytes().startswith(b"\x89PNG")
     check_fits(rows, gpu_memory=gib)
     failed = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", 0.001, *size, check=False)
@@ -484,6 +487,23 @@ def test_the_commands_in_the_documentation_are_those_of_the_tables(monkeypatch) 
     shown = set(re.findall(r"^python scripts/plan_memory.py .*$", pages.replace("\\\n", ""), re.MULTILINE))
     assert len(shown) >= 5
     assert shown <= known
+
+
+def test_tables_by_gpu_name_the_first_options_that_fit(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    plans = importlib.import_module("benchmark_plans")
+    options = {"as given": 90.0, "quantized": 22.5, "offloaded": 17.0, "both": 18.0}
+    rows = plans.by_gpu([{"each with those above": name, "total": total} for name, total in options.items()])
+    assert [(row["with the options up to"], row["verdict"]) for row in rows] == [
+        ("offloaded", "does not fit"),
+        ("offloaded", "fits"),
+        ("quantized", "fits"),
+        ("quantized", "fits"),
+    ]
+    known = json.loads(PLANS.read_text())
+    assert all(
+        plan["lora_by_gpu"] == plans.by_gpu(plan["lora_24"]["rows"]) for plan in known.values() if "lora_24" in plan
+    )
 
 
 def test_measured_runs_were_planned_within_15_percent() -> None:

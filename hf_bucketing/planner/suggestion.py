@@ -1,0 +1,455 @@
+"""Suggest a run: tables, ways of batching, tokens and memory options, each planned, and ranked by one objective.
+
+The objective is the least time per kept pixel: the seconds of an epoch over the pixels of the files that it trains on.
+Candidates that leave out many more rows than the best one, or do not fit, come after all others, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.assignment import AssignmentRule, count_rejections, has_bucket
+from ..buckets.sizes import LatentSpec, Size
+from ..buckets.table import BucketTable
+from ..columns.settings import TableConfig
+from ..errors import BucketingError
+from ..placement.context_parallel import check_model
+from ..plans.buckets import BucketPlanConfig, plan_buckets
+from ..plans.epoch import EpochPlan
+from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
+from ..report.measure import Sizes, Targets, bucket_targets, own_targets
+from ..settings import changed
+from ..units import format_bytes
+from .components import Components
+from .host import DiskPlan, HostPlan, check_host, plan_disk, plan_host
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, plan_components, verdict_on
+from .options import iter_plans
+from .rows import DataRows
+from .settings import MachineConfig, PlanConfig
+from .time import BatchCost, EpochTime, Speed, StepSeconds, encoding_flops, epoch_time, training_flops
+
+MOST_LEFT_OUT = 0.05
+"""Share of all rows that a candidate may leave out beyond the one that leaves out fewest."""
+
+LEAST_STEPS = 20
+"""Optimizer steps that an epoch has at least, where tokens per step can be chosen."""
+
+_MORE_TOKENS = 1.25
+"""Factor from which on more tokens per step are a candidate of their own."""
+
+_FRAMES = 81
+_QUANTILES = (0, 0.25, 0.5, 0.75)
+_SMALLER = 4
+"""Factor between the two budgets of a table of the model's own sizes, see docs/choosing-a-table.md."""
+
+_COPIED_PER_SECOND = 20e9
+"""Bytes per second between the machine's memory and a GPU: PCIe 4.0 with 16 lanes reaches some 25 GB/s. A guess."""
+
+_CHARACTERS_PER_TOKEN = 4
+
+Batching = Literal["bucket", "pack"]
+
+
+def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
+    """Return bucket tables to try: one for each of the model's own sizes, and one for the sizes of the rows.
+
+    Each has two budgets of tokens: that of its size at the most frames, and a quarter, or quartiles of the rows.
+    Frames are quantiles of those of the rows, up to 81 or as many as the model takes.
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        sizes ([`Sizes`][hf_bucketing.report.measure.Sizes]): Sizes of readable rows.
+    """
+    recipe, spec = components.recipe, components.spec
+    frames = _frames_of(components, sizes.frames)
+    own = own_targets(sizes, spec=spec, max_area=None, max_frames=frames[-1])
+    tokens = own.num_tokens[own.num_tokens > 0]
+    tables = {}
+    for height, width in dict.fromkeys(recipe.native_sizes):
+        budget = spec.num_tokens(spec.snap(Size(frames[-1], height, width), mode="down"))
+        tables[f"{height}×{width}"] = _table([budget // _SMALLER, budget], frames)
+    if len(tokens):
+        quartiles = np.quantile(tokens, [0.25, 0.75]).astype(int).tolist()
+        tables["sizes of the data"] = _table(quartiles, frames)
+    return tables
+
+
+def _table(budgets: list[int], frames: list[int]) -> TableConfig:
+    return TableConfig(bucket_tokens=sorted({*budgets} - {0}) or [1], bucket_frames=frames)
+
+
+def _frames_of(components: Components, frames: IntArray) -> list[int]:
+    """Return numbers of frames of buckets: 1 for images, and quantiles of those of videos."""
+    videos = frames[frames > 1]
+    if components.recipe.family.images_only or not len(videos):
+        return [1]
+    fixed = components.transformer.config.get("video_length")
+    if fixed is not None:
+        return [int(fixed)]
+    spec = components.spec
+    wanted = np.minimum(np.quantile(videos, _QUANTILES, method="lower"), _FRAMES).astype(int).tolist()
+    counts = {spec.snap(Size(max(count, 1), *spec.multiples)).frames for count in wanted}
+    return sorted({*counts, *([1] if (frames == 1).any() else [])})
+
+
+class Way(NamedTuple):
+    """A way of batching rows.
+
+    Attributes:
+        name (`str`): Name of its table, and whether rows are bucketed or packed.
+        settings (`TableConfig`, *optional*): The table; None for that of a prepared folder.
+        table ([`BucketTable`]): The table itself.
+        batching (`"bucket"` or `"pack"`): Buckets or packs.
+        targets ([`Targets`][hf_bucketing.report.measure.Targets]): What becomes of each row.
+    """
+
+    name: str
+    settings: TableConfig | None
+    table: BucketTable
+    batching: Batching
+    targets: Targets
+
+
+def ways_of(
+    tables: Mapping[str, tuple[TableConfig | None, BucketTable]],
+    sizes: Sizes,
+    *,
+    spec: LatentSpec,
+    rule: AssignmentRule | None = None,
+) -> Iterator[Way]:
+    """Iterate over buckets of each table, and packs of rows at their own size, cut to as many frames.
+
+    Args:
+        tables (mapping): Tables by name, each with its settings.
+        sizes ([`Sizes`][hf_bucketing.report.measure.Sizes]): Sizes of the rows.
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        rule ([`AssignmentRule`], *optional*): Limits of the assignment of buckets.
+    """
+    packed = set()
+    for name, (settings, table) in tables.items():
+        yield Way(
+            f"{name}, buckets",
+            settings,
+            table,
+            "bucket",
+            bucket_targets(sizes, table, spec=spec, rule=rule or AssignmentRule()),
+        )
+        if table.max_frames not in packed:
+            packed.add(table.max_frames)
+            targets = own_targets(sizes, spec=spec, max_area=None, max_frames=table.max_frames)
+            yield Way(f"own sizes of at most {table.max_frames} frames, packs", settings, table, "pack", targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A run that was planned whole.
+
+    Attributes:
+        way ([`Way`]): How rows are batched.
+        config ([`PlanConfig`]): All settings of memory, with `max_tokens`.
+        memory ([`MemoryPlan`]): Memory of each GPU in its largest step.
+        host ([`HostPlan`]): Memory of the machine.
+        disk ([`DiskPlan`]): Space on disk.
+        time ([`EpochTime`]): Steps and seconds of an epoch.
+        once ([`EpochTime`], *optional*): Time of encoding all rows once, into a cache.
+        workers (`int`, *optional*): Decoding processes of each GPU that would keep up with it without a cache; None if
+            it is not known.
+        num_workers (`int`): Those that are started, no more than there are processors.
+        kept (`float`): Share of the pixels of all readable files that an epoch trains on.
+        seconds_per_pixel (`float`): Seconds of an epoch over these pixels: the objective.
+        fill (`float`): Share of `max_tokens` that steps hold on average.
+        left_out (mapping of `str` to `int`): Rows that an epoch does not train on, by reason.
+        share_left_out (`float`): Share of all rows that these are.
+    """
+
+    way: Way
+    config: PlanConfig
+    memory: MemoryPlan
+    host: HostPlan
+    disk: DiskPlan
+    time: EpochTime
+    once: EpochTime | None
+    workers: int | None
+    num_workers: int
+    kept: float
+    seconds_per_pixel: float
+    fill: float
+    left_out: Mapping[str, int]
+    share_left_out: float
+
+    @property
+    def name(self) -> str:
+        """Name of the way, and its tokens per step."""
+        return f"{self.way.name}, {self.config.max_tokens:,} tokens"
+
+    @property
+    def objective(self) -> tuple[int, int]:
+        """What is least in the best run: time per kept pixel to 1 % and, where equal, steps."""
+        return round(100 * math.log(self.seconds_per_pixel)), self.time.steps
+
+
+class Refused(NamedTuple):
+    """A way of batching that is no run, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Runs that fit, the best first, and those that do not.
+
+    Attributes:
+        candidates (`tuple` of [`Candidate`]): Runs by the objective; last those that leave out many rows.
+        refused (`tuple` of [`Refused`]): Ways that do not fit or cannot be.
+        source (`str`): What the times follow from.
+    """
+
+    candidates: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+    source: str
+
+    @property
+    def fewest(self) -> float:
+        """Least share of rows that a candidate leaves out."""
+        return min((candidate.share_left_out for candidate in self.candidates), default=0.0)
+
+    def reason_against(self, candidate: Candidate) -> str:
+        """Return why a candidate is not the first."""
+        if not _keeps_enough(candidate, self.fewest):
+            return f"leaves out {candidate.share_left_out:.0%} of the rows, and others {self.fewest:.0%}"
+        best = self.candidates[0]
+        ratio = candidate.seconds_per_pixel / best.seconds_per_pixel
+        return "" if candidate is best else f"{ratio:.2f} times the time per kept pixel"
+
+
+def _keeps_enough(candidate: Candidate, fewest: float) -> bool:
+    return candidate.share_left_out <= fewest + MOST_LEFT_OUT
+
+
+class Suggester:
+    """Plan candidates for a pipeline, rows and a machine.
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        rows ([`DataRows`]): The rows.
+        machine ([`MachineConfig`]): The machine.
+        base ([`PlanConfig`]): Settings that all candidates share: what is trained, and in which precision.
+        speed ([`Speed`]): Speed of a GPU.
+        measured ([`StepSeconds`], *optional*): Seconds of training that a run measured, in place of this speed.
+        num_workers (`int`): Decoding processes of each GPU, where it is not known how many keep up.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        rows: DataRows,
+        *,
+        machine: MachineConfig,
+        base: PlanConfig,
+        speed: Speed,
+        measured: StepSeconds | None = None,
+        num_workers: int = 2,
+    ) -> None:
+        self.components, self.rows, self.machine = components, rows, machine
+        self.speed, self.measured = speed, measured
+        self.base = replace(base, num_processes=machine.num_gpus)
+        self.num_workers = num_workers
+        self.text_tokens = components.recipe.text_tokens(base.max_sequence_length)
+        self.pixels = np.prod([column.astype(np.float64) for column in rows.sizes], axis=0) * rows.readable
+
+    def suggest(self, ways: Iterable[Way]) -> Suggestion:
+        """Plan all ways, and rank them.
+
+        Args:
+            ways (iterable of [`Way`]): Ways of batching.
+
+        Raises:
+            BucketingError: If none of them fits; the message has the reason for each.
+        """
+        candidates: list[Candidate] = []
+        refused = []
+        for way in ways:
+            try:
+                candidates += self._candidates_of(way)
+            except BucketingError as error:
+                refused.append(Refused(way.name, str(error)))
+        if not candidates:
+            reasons = "".join(f"\n- {way.name}: {way.reason}" for way in refused)
+            raise BucketingError(f"No run fits in `gpu_memory={self.machine.gpu_memory:g}` GiB:{reasons}")
+        fewest = min(candidate.share_left_out for candidate in candidates)
+        candidates.sort(key=lambda run: (not _keeps_enough(run, fewest), *run.objective))
+        source = self.speed.source if self.measured is None else self.measured.source
+        return Suggestion(candidates=tuple(candidates), refused=tuple(refused), source=source)
+
+    def _candidates_of(self, way: Way) -> Iterator[Candidate]:
+        """Plan a way with the tokens of its largest sample per step, and with as many as memory holds."""
+        ids, where = np.unique(way.targets.num_tokens, return_index=True)
+        if not len(ids) or ids[-1] == 0:
+            raise BucketingError(f"No row can be trained: {dict(count_rejections(way.targets.rejection))}.")
+        sizes = [Size(*(int(side[row]) for side in way.targets.sizes)) for row in where[ids > 0]]
+        config, plan = self._option(way, sizes[-1])
+        flops = training_flops(self.components, config, sizes)
+        processes = self.machine.num_gpus // config.memory.context_parallel_degree
+        for max_tokens in self._tokens_per_step(way, sizes[0], config, plan, processes=processes):
+            yield self._plan(way, sizes[-1], replace(config, max_tokens=max_tokens), flops, processes=processes)
+
+    def _tokens_per_step(
+        self, way: Way, smallest: Size, config: PlanConfig, plan: MemoryPlan, *, processes: int
+    ) -> list[int]:
+        """Return the tokens of the largest sample, and as many as memory holds where that is noticeably more.
+
+        Memory is a line through the smallest sample and the largest, which were traced for their operations.
+        """
+        text, length = self.text_tokens, plan.shape.length
+        of_epoch = float((way.targets.num_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
+        tokens = self.components.spec.num_tokens(smallest)
+        small = plan_components(self.components, config, StepShape.of([smallest], tokens=tokens, text_tokens=text))
+        room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
+        most = min(_tokens_that_fit(small, plan, room), of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
+        if way.batching == "bucket":
+            most -= most % length  # more hold no further sample of the largest bucket
+        return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
+
+    def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
+        """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
+        base = replace(self.base, batching=way.batching, sample_size=[*size])
+        if self.rows.total and self.machine.num_train_epochs > 1:
+            base = replace(base, cached="all")
+        memory, degree = self.machine.gpu_memory * 2**30, 1
+        tried: list[tuple[str, PlanConfig, MemoryPlan]] = []
+        while degree <= self.machine.num_gpus and not self.machine.num_gpus % degree:
+            if degree > 1:
+                transformer = self.components.transformer.config
+                check_model(degree, self.components.recipe, transformer, packed=way.batching == "pack")
+            for name, config, plan in iter_plans(self.components, changed(base, context_parallel_degree=degree)):
+                if not self.rows.total and config.cached != "nothing":
+                    continue  # a stream has no cache
+                tried.append((name, config, plan))
+                if verdict_on(plan.total, memory) == "fits":
+                    return config, plan
+            degree *= 2
+        name, config, plan = min(tried, key=lambda option: option[-1].total)
+        if verdict_on(plan.total, memory) == "does not fit":
+            raise BucketingError(
+                f"a sample of {size} ({plan.shape.length:,} tokens) needs {format_bytes(plan.total)}; the least that "
+                f"options make of it, those up to {name!r}"
+            )
+        return config, plan
+
+    def _plan(self, way: Way, size: Size, config: PlanConfig, flops: BatchCost, *, processes: int) -> Candidate:
+        """Plan an epoch of a way, its memory and its time."""
+        assert config.max_tokens is not None, "every candidate has tokens"
+        tokens = way.targets.num_tokens
+        plan, computed = self._epoch(way, config, processes=processes)
+        samples = max(1, config.max_tokens // (int(tokens.max()) + self.text_tokens))
+        shape = StepShape.of(
+            [size] * samples, tokens=samples * int(tokens.max()), text_tokens=samples * self.text_tokens
+        )
+        memory = plan_components(self.components, config, shape)
+        encoding = self.speed.seconds(encoding_flops(self.components, config, size))
+        step = self.measured
+        if step is None:
+            copied = BatchCost(per_batch=self._copied(memory, config) / _COPIED_PER_SECOND)
+            step = self.speed.seconds(flops)
+            step = step._replace(cost=step.cost.plus(copied))
+        if config.cached == "nothing":
+            step = step._replace(cost=step.cost.plus(encoding.cost))
+        time = epoch_time(plan, computed, step, rows_of_plan=self.rows.share)
+        once = None
+        if config.cached == "all":
+            once = epoch_time(plan, computed, encoding, rows_of_plan=self.rows.share)
+        kept = self._kept_pixels(way.targets)[plan.indices].sum()
+        left_out = {**count_rejections(way.targets.rejection), **plan.drop_reasons}
+        left_out.pop("rejected", None)
+        workers = self._workers(plan, way.targets, time)
+        num_workers = self.num_workers if once is not None else self._started(workers)
+        host = plan_host(memory, config, num_workers=num_workers)
+        if self.machine.cpu_memory is not None:
+            check_host(host, cpu_memory=self.machine.cpu_memory)
+        cache = 0 if once is None else self._cache_bytes(tokens, config)
+        return Candidate(
+            way=way,
+            config=config,
+            memory=memory,
+            host=host,
+            disk=plan_disk(memory, config, checkpoints=self.machine.checkpoints_total_limit, cache=cache),
+            time=time,
+            once=once,
+            workers=workers,
+            num_workers=num_workers,
+            kept=float(kept / self.pixels.sum()),
+            seconds_per_pixel=time.seconds * self.rows.share / float(kept),
+            fill=float(computed.sum()) / (plan.num_batches * config.max_tokens),
+            left_out={reason: round(count / self.rows.share) for reason, count in left_out.items() if count},
+            share_left_out=1 - plan.kept / len(tokens),
+        )
+
+    def _epoch(self, way: Way, config: PlanConfig, *, processes: int) -> tuple[EpochPlan, IntArray]:
+        """Return the plan of an epoch, and the tokens that are computed for each of its samples."""
+        tokens, text = way.targets.num_tokens, self.text_tokens
+        assert config.max_tokens is not None, "every candidate has tokens"
+        if way.batching == "pack":
+            packs = PackPlanConfig(max_tokens=config.max_tokens, strip_length=config.strip_length)
+            plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text)
+            return plan, strip_tokens(tokens[plan.indices], config.strip_length) + text
+        ids = way.targets.bucket_id.astype(np.int64)
+        present = np.unique(ids[has_bucket(ids)])
+        limits = BucketPlanConfig(max_tokens=config.max_tokens)
+        sizes = limits.solved_sizes(present, table=way.table, spec=self.components.spec, text_tokens=text)
+        by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True))
+        plan = plan_buckets(ids, BucketPlanConfig(batch_size=by_bucket), epoch=0, num_processes=processes)
+        return plan, tokens[plan.indices] + text
+
+    def _kept_pixels(self, targets: Targets) -> FloatArray:
+        """Return the pixels that each row is trained on, `(n,)`; enlarged ones count as they are in the file."""
+        target = np.prod([side.astype(np.float64) for side in targets.sizes], axis=0)
+        seen: FloatArray = self.pixels * targets.kept_area * np.minimum(targets.kept_frames, 1)
+        return np.minimum(target, seen)
+
+    def _copied(self, memory: MemoryPlan, config: PlanConfig) -> float:
+        """Return the bytes that a step copies to and from a GPU: blocks twice, activations there and back."""
+        traced = memory.experts[0]
+        return 2 * (traced.frozen_bytes * config.memory.offload_blocks / memory.blocks + traced.waiting)
+
+    def _workers(self, plan: EpochPlan, targets: Targets, time: EpochTime) -> int | None:
+        """Return the decoding processes per GPU that take no longer than the GPU at its fastest; None if not known."""
+        if self.rows.decoding is None or not time.seconds:
+            return None
+        frames, heights, widths = (side[plan.indices].astype(np.float64) for side in self.rows.sizes)
+        pixels = (np.minimum(frames, targets.sizes.frames[plan.indices]) * heights * widths).sum() / self.rows.share
+        return max(1, math.ceil(self.rows.decoding * pixels / 1e6 / (time.least * self.machine.num_gpus)))
+
+    def _started(self, workers: int | None) -> int:
+        """Return the decoding processes per GPU that a run starts: as many as keep up, and as there are processors."""
+        most = max(1, (self.machine.cpus or 2**10) // self.machine.num_gpus)
+        return min(workers or self.num_workers, most)
+
+    def _cache_bytes(self, tokens: IntArray, config: PlanConfig) -> int:
+        """Return the bytes of cached latents in float32 and of texts, whose tokens are counted by characters."""
+        components = self.components
+        vae = components.vae.config
+        values = math.prod(components.spec.patch) * int(vae.get("latent_channels") or vae["z_dim"])
+        latents = 4 * values * int(tokens.sum()) / self.rows.share
+        most = config.max_sequence_length or components.recipe.default_sequence_length
+        length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)
+        width = components.recipe.family.text_dim(components.transformer.build())
+        half = 4 if config.mixed_precision == "no" else 2
+        return round(latents + half * length * width * (self.rows.total or 0))
+
+
+def _tokens_that_fit(small: MemoryPlan, large: MemoryPlan, memory: float) -> float:
+    """Return the tokens at which the first phase reaches the memory, on lines through two plans."""
+    more = large.shape.length - small.shape.length
+    counts = [MOST_TOKENS * 1.0]
+    for name, parts in large.phases.items():
+        per_token = (parts.total - small.phases[name].total) / more if more else 0.0
+        if per_token > 0:
+            counts.append(large.shape.length + (memory - parts.total) / per_token)
+    return min(counts) if more else float(large.shape.length)

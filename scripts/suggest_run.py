@@ -1,0 +1,152 @@
+r"""Suggest runs that fit: bucket table, buckets or packs, tokens per step, memory options, and how long they take.
+
+python scripts/suggest_run.py --dataset demo/media --pretrained_model_name_or_path demo/tiny-wan --target_fps 8 \
+    --gpu_memory 24 --output_dir demo/suggested
+
+Headers are read once, no weight is loaded, and no GPU is needed. The best three runs are written as files of settings,
+which scripts/prepare_dataset.py, cache_latents.py and train_text_to_video.py take with --config.
+"""
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_bucketing import BucketingError
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.command_line.script import run_script
+from hf_bucketing.files import check_folder_writable
+
+if TYPE_CHECKING:
+    from hf_bucketing.planner.components import Components
+    from hf_bucketing.planner.rows import DataRows
+    from hf_bucketing.planner.suggestion import Way
+
+CHOSEN = (
+    *("sample_size", "train_batch_size", "max_tokens", "batching", "cached", "num_processes", "sharding"),
+    *("context_parallel_degree", "base_predictions", "reference_sizes"),
+)
+"""Settings of a plan that are suggested."""
+
+
+def make_parser() -> FlagParser:
+    from hf_bucketing.optimizers.settings import OptimizerConfig
+    from hf_bucketing.planner.gpus import TimeConfig
+    from hf_bucketing.planner.settings import MachineConfig, PlanConfig
+    from hf_bucketing.settings import names_of
+    from hf_bucketing.training.script_settings import settings_of_scripts
+
+    parser = FlagParser(__doc__)
+    parser.add_argument(
+        "--pretrained_model_name_or_path",
+        required=True,
+        help="Diffusers pipeline, on the hub or in a folder; only its configuration is read.",
+    )
+    parser.add_argument("--num_proc", type=int, help="Processes that read file headers (default: this one).")
+    parser.add_argument(
+        "--streaming", action="store_true", help="Read only the first rows, and suggest a streamed run."
+    )
+    parser.add_argument(
+        "--cost_model",
+        help="Seconds of tokens as a run measured them: its cost_model.json, in place of a GPU's speed.",
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="Folder for the files of settings.")
+    parser.add_settings(MachineConfig)
+    parser.add_settings(TimeConfig)
+    parser.add_settings(SourceConfig, several=["dataset"], skip=names_of(TableConfig))
+    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
+    parser.add_settings(PlanConfig, skip=[*CHOSEN, *sorted(of_no_effect)])
+    parser.add_config("suggest_run", others=settings_of_scripts)
+    return parser
+
+
+def read_prepared(folder: str, components: "Components") -> tuple["DataRows", "list[Way]", bool]:
+    """Return the rows of a prepared folder, the ways to batch them by its own table, and whether it is cached."""
+    from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.planner.rows import DataRows
+    from hf_bucketing.planner.suggestion import ways_of
+
+    prepared = PreparedDataset.load(folder)
+    if prepared.spec != components.spec:
+        raise BucketingError(f"{folder} was prepared for {prepared.spec}, and the model has {components.spec}.")
+    rows, cache = DataRows.of_prepared(prepared), prepared.cache
+    tables = {"table of the folder": (None, prepared.table)}
+    ways = ways_of(tables, rows.sizes, spec=prepared.spec)
+    return rows, [way for way in ways if cache is None or way.batching == cache.batching], cache is not None
+
+
+def read_sources(
+    args: argparse.Namespace, components: "Components"
+) -> tuple["DataRows", "list[Way]", list[SourceConfig]]:
+    """Read the headers of sources, or the first rows of streams, and return their rows and ways to batch them."""
+    from hf_bucketing.columns.preparation import prepare
+    from hf_bucketing.columns.prepared_stream import prepare_stream
+    from hf_bucketing.columns.source_lists import sources_from
+    from hf_bucketing.planner.rows import DataRows
+    from hf_bucketing.planner.suggestion import tables_of, ways_of
+
+    if args.clips is not None and args.clips != "scenes" and args.clip_frames is None:
+        raise BucketingError(
+            "Give `clip_frames` with `clips`: the bucket table, whose frames it follows, is suggested."
+        )
+    height, width = components.spec.multiples
+    any_size = f"{height},{width};{height},{3 * width};{3 * height},{width}"
+    sources = sources_from({**vars(args), "buckets": any_size, "bucket_frames": [1]}, args.config)
+    common: dict[str, Any] = {"spec": components.spec, "native_sizes": components.recipe.native_sizes}
+    if args.streaming:
+        rows = DataRows.of_stream(prepare_stream(sources, **common)[1])
+    else:
+        rows = DataRows.of_prepared(prepare(sources, num_proc=args.num_proc, overwrite=True, **common))
+    readable = rows.sizes.select(rows.readable.nonzero()[0])
+    tables = {}
+    for name, settings in tables_of(components, readable).items():
+        try:
+            tables[name] = settings, settings.make(components.spec, native_sizes=components.recipe.native_sizes)
+        except BucketingError as error:
+            print(f"No table of {name}: {error}")
+    return rows, [*ways_of(tables, rows.sizes, spec=components.spec, rule=sources[0].rule)], sources
+
+
+def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.buckets.calibration import read_cost_fit
+    from hf_bucketing.columns.prepared import MANIFEST
+    from hf_bucketing.planner.components import read_components
+    from hf_bucketing.planner.gpus import TimeConfig
+    from hf_bucketing.planner.settings import MachineConfig, PlanConfig
+    from hf_bucketing.planner.suggestion import Suggester
+    from hf_bucketing.planner.time import Speed, StepSeconds
+    from hf_bucketing.training.suggested import describe_suggestion, write_suggestion
+
+    check_folder_writable(args.output_dir)
+    name, time = args.pretrained_model_name_or_path, from_flags(TimeConfig, args)
+    measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))
+    machine = from_flags(MachineConfig, args, cpus=args.cpus or os.cpu_count())
+    base = from_flags(PlanConfig, args)
+    components = read_components(name, trained=base.trained_component)
+    data: Any
+    if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
+        data = args.dataset[0]
+        rows, ways, cached = read_prepared(data, components)
+        base = replace(base, cached="all") if cached else base
+    else:
+        rows, ways, data = read_sources(args, components)
+    suggester = Suggester(
+        components,
+        rows,
+        machine=machine,
+        base=base,
+        speed=Speed.of(time, gpu_memory=machine.gpu_memory),
+        measured=measured,
+    )
+    suggestion = suggester.suggest(ways)
+    print(describe_suggestion(suggestion, machine=machine, price_per_hour=time.price_per_hour))
+    for note in rows.notes:
+        print(note)
+    files = write_suggestion(suggestion, args.output_dir, model=name, data=data, machine=machine, rows=rows)
+    print(f"Settings, with their commands: {', '.join(map(str, files))}")
+
+
+if __name__ == "__main__":
+    run_script(main, make_parser)

@@ -1,0 +1,148 @@
+"""Suggested runs: what is tried, what they are ranked by, and the files that prepare, cache and train."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_bucketing import BucketingError
+from hf_bucketing.adapters import AdapterConfig
+from hf_bucketing.planner import PlanConfig
+from hf_bucketing.planner.components import Components, read_components
+from hf_bucketing.planner.gpus import TimeConfig
+from hf_bucketing.planner.rows import DataRows
+from hf_bucketing.planner.settings import MachineConfig
+from hf_bucketing.planner.suggestion import Suggester, Suggestion, Way, tables_of, ways_of
+from hf_bucketing.planner.time import Speed
+from hf_bucketing.report.measure import Sizes
+from tests.conftest import run_script_here
+
+BASE = PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, adapters=AdapterConfig(lora_rank=4))
+MACHINE = MachineConfig(gpu_memory=1.0)
+
+
+@pytest.fixture(scope="module")
+def components(pipeline_dir: Path) -> Components:
+    return read_components(str(pipeline_dir))
+
+
+def rows_of(*sizes: tuple[int, int, int], repeats: int = 20) -> DataRows:
+    columns = np.repeat(np.array(sizes), repeats, axis=0).T
+    return DataRows(sizes=Sizes(*columns), total=repeats * len(sizes), caption_characters=20.0, decoding=1e-3)
+
+
+MIXED = rows_of((17, 96, 128), (9, 64, 96), (1, 128, 96))
+
+
+def ways(components: Components, rows: DataRows) -> list[Way]:
+    made = {}
+    for name, table in tables_of(components, rows.sizes).items():
+        made[name] = table, table.make(components.spec, native_sizes=components.recipe.native_sizes)
+    return [*ways_of(made, rows.sizes, spec=components.spec)]
+
+
+def suggest(
+    components: Components, rows: DataRows, machine: MachineConfig = MACHINE, *, names: str = ""
+) -> Suggestion:
+    speed = Speed.of(TimeConfig(), gpu_memory=24)
+    suggester = Suggester(components, rows, machine=machine, base=BASE, speed=speed)
+    return suggester.suggest(way for way in ways(components, rows) if names in way.name)
+
+
+def test_tables_are_those_of_the_models_sizes_and_of_the_data(components: Components) -> None:
+    tables = tables_of(components, MIXED.sizes)
+    assert [*tables] == ["480×832", "720×1280", "sizes of the data"]
+    assert tables["480×832"].bucket_frames == [1, 9, 17]
+    assert [table.bucket_tokens[-1] == 4 * table.bucket_tokens[0] for table in tables.values()] == [True, True, False]
+    images = rows_of((1, 64, 64)).sizes
+    assert tables_of(components, images)["sizes of the data"].bucket_frames == [1]
+
+
+def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> None:
+    suggestion = suggest(components, MIXED)
+    runs = suggestion.candidates
+    assert {run.way.batching for run in runs} == {"bucket", "pack"}
+    assert [run.objective for run in runs] == sorted(run.objective for run in runs)
+    assert "480×832, buckets" in {way.name for way in suggestion.refused}, "all rows are smaller"
+    assert suggestion.reason_against(runs[0]) == ""
+    assert re.fullmatch(r"\d\.\d\d times the time per kept pixel", suggestion.reason_against(runs[-1]))
+    for run in runs:
+        assert run.memory.total <= 2**30
+        assert run.time.steps >= 1
+        assert run.time.least < run.time.seconds < run.time.most
+        assert 0 < run.fill <= 1
+        assert 0 < run.kept <= 1
+        assert run.config.max_tokens >= run.way.targets.num_tokens.max()
+        assert run.once is not None, "ten epochs are worth a cache"
+    pack = next(run for run in runs if run.way.batching == "pack")
+    assert pack.kept == 1, "whole files at their own size"
+
+
+def test_runs_that_leave_out_many_rows_come_last(components: Components) -> None:
+    rows = rows_of((17, 96, 128), (9, 64, 96), (1, 128, 96), (1, 1, 512))
+    suggestion = suggest(components, rows)
+    (last,) = {run.way.name for run in suggestion.candidates if run.share_left_out > 0.2}
+    assert suggestion.candidates[-1].way.name == last == "sizes of the data, buckets"
+    assert suggestion.reason_against(suggestion.candidates[-1]) == "leaves out 25% of the rows, and others 0%"
+    assert sum(suggestion.candidates[-1].left_out.values()) == 20
+
+
+def test_a_sample_of_rows_says_the_steps_of_all(components: Components) -> None:
+    whole = suggest(components, MIXED).candidates[0]
+    tenth = suggest(components, dataclasses.replace(MIXED, total=10 * MIXED.total)).candidates
+    (same,) = (run for run in tenth if run.name == whole.name)
+    assert same.time.steps == pytest.approx(10 * whole.time.steps, rel=0.01)
+    assert same.time.seconds == pytest.approx(10 * whole.time.seconds)
+    assert same.seconds_per_pixel == pytest.approx(whole.seconds_per_pixel)
+    assert same.disk.cache == pytest.approx(10 * whole.disk.cache)
+
+
+def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) -> None:
+    once = suggest(components, MIXED, dataclasses.replace(MACHINE, num_train_epochs=1, cpus=3)).candidates[0]
+    cached = suggest(components, MIXED).candidates[0]
+    assert (once.once, once.config.cached, once.disk.cache) == (None, "nothing", 0)
+    assert once.time.seconds > cached.time.seconds
+    assert once.workers > 3 == once.num_workers
+    stream = dataclasses.replace(MIXED, total=None, decoding=None)
+    run = suggest(components, stream).candidates[0]
+    assert (run.config.cached, run.workers, run.num_workers) == ("nothing", None, 2)
+
+
+def test_what_does_not_fit_is_refused_with_the_reason_of_each_way(components: Components) -> None:
+    small = rows_of((1, 64, 64))
+    with pytest.raises(BucketingError, match=r"`gpu_memory=0.001` GiB:\n- 480×832(?s:.*)the least that options make"):
+        suggest(components, small, dataclasses.replace(MACHINE, gpu_memory=0.001), names="buckets")
+    with pytest.raises(BucketingError, match=r"`cpu_memory` is 0\.1 GiB"):
+        suggest(components, small, dataclasses.replace(MACHINE, cpu_memory=0.1), names="buckets")
+
+
+@pytest.mark.slow
+def test_a_suggested_run_prepares_caches_and_trains_as_written(
+    media_dir: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    common = ("--pretrained_model_name_or_path", pipeline_dir, "--gpu_memory", 1, "--device", "cpu")
+    common = (*common, "--mixed_precision", "no", "--price_per_hour", 3)
+    done = run_script_here(
+        "suggest_run.py", *common, dataset=media_dir, target_fps=8, output_dir=tmp_path, num_train_epochs=2
+    )
+    assert "| 1 | " in done.stdout
+    assert "price of an epoch" in done.stdout
+    assert "rtx-" in done.stdout, "a guess is named"
+    file = tmp_path / "1" / "config.yaml"
+    assert "scripts/prepare_dataset.py --config" in file.read_text()
+    for script in ("prepare_dataset.py", "cache_latents.py"):
+        run_script_here(script, config=file)
+    trained = run_script_here(
+        "train_text_to_video.py", config=file, max_train_steps=2, report_to="none", dataloader_num_workers=0
+    )
+    assert trained.returncode == 0
+    assert (tmp_path / "1" / "trained" / "model_index.json").is_file()
+    again = run_script_here(
+        "suggest_run.py", *common, dataset=tmp_path / "1" / "prepared", output_dir=tmp_path / "again"
+    )
+    assert "table of the folder, buckets" in again.stdout
+    assert f"dataset_dir: {tmp_path / '1' / 'prepared'}" in (tmp_path / "again" / "1" / "config.yaml").read_text()
