@@ -622,8 +622,8 @@ class Recipe:
             encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
-            repeats = self.spec.num_repeats
-            encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
+            frames = {"repeats": self.spec.num_repeats, "chunk_frames": self.spec.chunk_frames}
+            encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, **frames) for mask in masks])
         if AUDIO in shown:
             encoded[AUDIO] = [self.encode_audio(waveform) for waveform in shown[AUDIO]]
         return encoded
