@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from hf_bucketing.training.review import losses_of
-from tests.conftest import ROOT, launch_training, run_script_here
+from tests.conftest import ROOT, as_flags, launch_training, run_script_here
 from tests.docs.pages import PAGES
 from tests.docs.test_model_pages import on_small_weights
 from tests.object_store import BUCKET, object_store
 from tests.processes import dump_stacks_and_end
 
 PAGE = PAGES["docs/object-stores.md"]
-STEPS = 16
-FEW = ["--max_train_steps", STEPS, "--checkpointing_steps", 2, "--dataloader_num_workers", 1, "--report_to", "none"]
+STEPS = 8
+FEW = as_flags(max_train_steps=STEPS, checkpointing_steps=2, dataloader_num_workers=1, mixed_precision="no")
 SECONDS = 240.0
 
 
