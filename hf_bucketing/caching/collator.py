@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy.typing as npt
@@ -16,9 +17,13 @@ from ..loaders.captions import drawn_caption, texts_of
 from ..loaders.collators import Row, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of, row_generator
 from ..loaders.state import epoch_number
+from ..media.remote import is_url
 from ..randomness import Purpose
 from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
+
+_REQUESTS = 16
+"""Entries that a worker requests from an object store at a time."""
 
 
 class CachedCollator:
@@ -86,7 +91,7 @@ class CachedCollator:
         """
         require(rows[0], ["latents_key", *(["bucket_id"] if self.stack else [])])
         rows = [self._of_view(row) for row in rows]
-        entries = [self._read_entry(row, row["latents_key"], "latents_key") for row in rows]
+        entries = self._read_entries(rows, [row["latents_key"] for row in rows], "latents_key")
         batch: dict[str, Any] = {
             "latents": [tensors["latents"] for tensors, _ in entries],
             "size": [Size(*about["size"]) for _, about in entries],
@@ -113,10 +118,10 @@ class CachedCollator:
         if self.caption_column is not None:
             require(rows[0], [self.caption_column, "text_key"])
             captions, keys = zip(*(self._caption(row, self.caption_column) for row in rows), strict=True)
-            texts = [self._read_entry(row, key, "text_key") for row, key in zip(rows, keys, strict=True)]
-            batch.update(caption=list(captions), **_stacked(texts))
+            batch.update(caption=list(captions), **_stacked(self._read_entries(rows, keys, "text_key")))
         if self.null_texts and NULL_TEXT_KEY in rows[0]:
-            batch["null_text"] = _stacked([self._read_entry(row, row[NULL_TEXT_KEY], NULL_TEXT_KEY) for row in rows])
+            null_keys = [row[NULL_TEXT_KEY] for row in rows]
+            batch["null_text"] = _stacked(self._read_entries(rows, null_keys, NULL_TEXT_KEY))
         return batch
 
     def empty_text(self) -> dict[str, Any]:
@@ -162,6 +167,15 @@ class CachedCollator:
         position = drawn_caption(row, column, seed=self.seed, epoch=int(self._epoch))
         keys = [row["text_key"]] if isinstance(row["text_key"], str) else row["text_key"]
         return texts_of(row, column)[position], keys[position]
+
+    def _read_entries(
+        self, rows: Sequence[Row], keys: Sequence[str], column: str
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the entries of rows; from an object store, several are requested at a time."""
+        if not is_url(self.cache.folder):
+            return [self._read_entry(row, key, column) for row, key in zip(rows, keys, strict=True)]
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            return list(pool.map(self._read_entry, rows, keys, [column] * len(rows)))
 
     def _read_entry(self, row: Row, key: str, column: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an entry; the row and the column that its key comes from are named in messages."""

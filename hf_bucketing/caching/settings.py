@@ -15,7 +15,8 @@ class CacheConfig:
     """Settings of a cache: its folder, the views of the files that it holds, and how they are encoded.
 
     Args:
-        folder (`str`): Folder of the entries. One that holds entries is completed.
+        folder (`str`): Folder of the entries, or a URL such as `s3://bucket/cache`. One that holds entries is
+            completed.
         batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `table` or in `open_table` of the
             [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is

@@ -60,7 +60,7 @@ class CacheInfo:
     prepared folder, so it is defined here, with plain fields.
 
     Args:
-        folder (`str`): Folder of the entries.
+        folder (`str`): Folder or URL of the entries.
         batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
         latents_model (`str`): Fingerprint of the encoder of the latents.
         text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
@@ -228,7 +228,7 @@ class PreparedDataset:
             "audio": None if self.audio is None else asdict(self.audio),
             "cache": None
             if self.cache is None
-            else asdict(self.cache.with_folders(lambda folder: os.path.relpath(folder, target))),
+            else asdict(self.cache.with_folders(lambda folder: root_from(folder, target))),
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
@@ -263,9 +263,7 @@ class PreparedDataset:
             conditions=manifest["conditions"],
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
-            cache=None
-            if cache is None
-            else CacheInfo(**cache).with_folders(lambda folder: os.path.normpath(path / folder)),
+            cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
             settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 

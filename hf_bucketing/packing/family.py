@@ -88,8 +88,6 @@ class Family:
             sample attends to them too.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
             samples of a stack run one after another, each with its own text.
-        context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
-            diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
         audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
             may hold audio.
     """
@@ -125,7 +123,6 @@ class Family:
     max_references: ClassVar[int] = 0
     references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
 
     def variant(self, transformer: Transformer) -> Family:
@@ -307,6 +304,11 @@ class Family:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
         own, references = partial(self.positions, base_size=base_size), self.reference_positions
         return partial(strip_tables, Tables(own), Tables(references))
+
+    def parallel_plan(self, transformer: Transformer) -> Mapping[str, Any]:
+        """Return what processes that share samples split and gather: by default diffusers' `_cp_plan`."""
+        plan: Mapping[str, Any] = transformer._cp_plan
+        return plan
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None

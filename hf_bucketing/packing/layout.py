@@ -49,6 +49,8 @@ class PackedLayout:
             none. By default, the pack has no audio.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
+        processes (`int`): Processes that share the strips (context parallelism), each with an equal part of their
+            tokens and text slots.
         multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens,
             with learned tokens, which take part in attention; 1 for models that do not. Lengths below count them only
             where they say so.
@@ -79,6 +81,7 @@ class PackedLayout:
     audio_lengths: tuple[int, ...] | None = None
     padding_strips: int = 0
     text_padding: int = 0
+    processes: int = 1
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
@@ -161,6 +164,11 @@ class PackedLayout:
     def num_strips(self) -> int:
         """Strips of the pack, those of padding included."""
         return sum(self.strips_per_sample) + self.padding_strips
+
+    @property
+    def row_sizes(self) -> tuple[int, int]:
+        """Text slots and tokens of a batch row: of a strip, or of a process's part of it."""
+        return self.text_slots // self.processes, self.strip_length // self.processes
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from ..optimizers.settings import OptimizerConfig
 from ..placement.conflicts import Combination, check_combination
 from ..placement.settings import MemoryConfig, Precision
 from ..plans.packs import PackPlanConfig
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least, check_literals, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +51,16 @@ class PlanConfig:
         BucketingError: On an impossible value, or settings that cannot be combined.
     """
 
-    sample_size: list[int] | None = None
+    sample_size: list[int] | None = setting(None, common=True)
     reference_sizes: str | None = None
-    train_batch_size: int = 1
-    max_tokens: int | None = None
-    batching: Literal["bucket", "pack"] = "bucket"
+    train_batch_size: int = setting(1, common=True)
+    max_tokens: int | None = setting(None, common=True)
+    batching: Literal["bucket", "pack"] = setting("bucket", common=True)
     strip_length: int = PackPlanConfig.strip_length
-    cached: Literal["nothing", "latents", "all"] = "nothing"
-    mixed_precision: Precision = "bf16"
+    cached: Literal["nothing", "latents", "all"] = setting("nothing", common=True)
+    mixed_precision: Precision = setting("bf16", common=True)
     sharding: Literal["ddp", "fsdp2"] = "ddp"
-    num_processes: int = 1
+    num_processes: int = setting(1, common=True)
     gradient_accumulation_steps: int = 1
     ema_decay: float | None = None
     trained_component: TrainedComponent = "transformer"

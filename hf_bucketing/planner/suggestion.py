@@ -326,7 +326,8 @@ class Suggester:
         tried: list[tuple[str, PlanConfig, MemoryPlan]] = []
         while degree <= self.machine.num_gpus and not self.machine.num_gpus % degree:
             if degree > 1:
-                check_model(degree, self.components.recipe, self.components.transformer.config)
+                transformer = self.components.transformer.config
+                check_model(degree, self.components.recipe, transformer, packed=way.batching == "pack")
             for name, config, plan in iter_plans(self.components, changed(base, context_parallel_degree=degree)):
                 if not self.rows.total and config.cached != "nothing":
                     continue  # a stream has no cache

@@ -87,11 +87,12 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gallery:
-    """Pictures under a title."""
+    """Pictures under a title; a `strip` has them in one row, which scrolls."""
 
     kind: ClassVar[str] = "gallery"
     title: str
     pictures: Sequence[Picture]
+    strip: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +125,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page: its title, what it is about, and its sections."""
+    """A page: its title, what it is about, and its sections; `refresh` are the seconds after which it is read anew."""
 
     title: str
     subtitle: str
     sections: Sequence[Section]
+    refresh: int | None = None
 
 
 def render_page(page: Page) -> str:

@@ -43,6 +43,7 @@ from .settings.checkpoints import CheckpointConfig
 from .settings.held_out import HeldOutConfig
 from .settings.hub import HubConfig
 from .settings.preservation import PreservationConfig
+from .settings.reporting import ReportingConfig
 from .settings.validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
@@ -88,9 +89,9 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal")
+    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True)
     train_batch_size: int = setting(4, argument="batch_size")
-    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto")
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True)
     remainder: Remainder = setting(
         BucketPlanConfig.remainder,
         batching="bucket",
@@ -297,7 +298,6 @@ class TrainingConfig:
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         ema_decay (`float`, *optional*): Decay of the exponential moving average of the weights, such as 0.999. The
             average is saved in place of the last weights; by default there is none.
-        report_to (`str`): Tracker of accelerate that receives losses and renderings, or `"none"`.
         batches ([`BatchConfig`]): Batches or packs.
         memory ([`MemoryConfig`][hf_bucketing.placement.settings.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
@@ -313,6 +313,7 @@ class TrainingConfig:
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
+        reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
     Raises:
@@ -322,18 +323,17 @@ class TrainingConfig:
     pretrained_model_name_or_path: str = field(metadata={"on_resume": "weights"})
     dataset_dir: str = field(metadata={"on_resume": "plan"})
     output_dir: str = field(metadata={"on_resume": "free"})
-    dry_run: bool = setting(False, on_resume="free")
+    dry_run: bool = setting(False, on_resume="free", common=True)
     seed: int = setting(0, on_resume="plan")
     num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True)
-    max_train_steps: int | None = setting(None, on_resume="applied")
+    max_train_steps: int | None = setting(None, on_resume="applied", common=True)
     gradient_accumulation_steps: int = setting(
         1, argument="accumulation_steps", on_resume="applied", decides_steps=True
     )
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")
     ema_decay: float | None = setting(None, on_resume="equal")
-    report_to: str = setting("tensorboard", on_resume="free")
     batches: BatchConfig = part(BatchConfig, on_resume="plan")
     memory: MemoryConfig = part(MemoryConfig, on_resume="applied")
     views: ViewRule = part(ViewRule, on_resume="applied", encoded="media")
@@ -348,6 +348,7 @@ class TrainingConfig:
     validation: ValidationConfig = part(ValidationConfig, on_resume="free")
     held_out: HeldOutConfig = part(HeldOutConfig, on_resume="free")
     checkpoints: CheckpointConfig = part(CheckpointConfig, on_resume="free")
+    reporting: ReportingConfig = part(ReportingConfig, on_resume="free")
     hub: HubConfig = part(HubConfig, on_resume="free")
 
     def __post_init__(self) -> None:

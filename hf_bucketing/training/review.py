@@ -258,6 +258,17 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
     return np.where(first >= 0, means, np.nan)
 
 
+def duration(seconds: float) -> str:
+    """Return a time in the unit that fits it, such as `"2.3 hours"`.
+
+    Example:
+        >>> duration(5400.0), duration(20.0)
+        ('90.0 minutes', '20.0 seconds')
+    """
+    unit, size = time_unit(seconds)
+    return f"{seconds / size:.1f} {unit}"
+
+
 def time_unit(seconds: float) -> tuple[str, int]:
     """Return the name and the seconds of the largest unit of which a time has at least three, or seconds."""
     return next((name, size) for name, size in _TIME_UNITS if seconds >= 3 * size or size == 1)

@@ -363,7 +363,13 @@ def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:
         BucketingError: If there is no log of samples.
     """
     paths = {_process_of(path): path for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]}
-    return [_read_lines(paths[process]) if process in paths else [] for process in range(max(paths) + 1)]
+    processes = range(count_processes(output_dir))
+    return [_read_lines(paths[process]) if process in paths else [] for process in processes]
+
+
+def count_processes(output_dir: Path) -> int:
+    """Return how many processes logged samples, by the names of their logs."""
+    return 1 + max(map(_process_of, _sample_logs(output_dir)), default=0)
 
 
 def _sample_logs(output_dir: Path) -> list[Path]:

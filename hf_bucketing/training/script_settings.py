@@ -41,6 +41,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
             "buckets",
             "novelai",
             "bucket_frames",
+            "compare",
             "json",
             "figures",
         }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
+
 from hf_bucketing.errors import BucketingError
+from hf_bucketing.models.index import INDEX, MODULAR_INDEX
 
 _WAN = {
     "patch_size": [1, 2, 2],
@@ -125,6 +129,12 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "joint_attention_dim": 3584,
         "axes_dims_rope": [16, 56, 56],
     },
+    # Classes of huggingface/diffusers that were written for the one model that their defaults are: FLUX.2 [dev],
+    # Z-Image, Krea 2 and MiniMax-H3. diffsynth/models of modelscope/DiffSynth-Studio (fed7b18) has the same numbers.
+    "flux.2": {},
+    "z-image": {},
+    "krea-2": {},
+    "minimax-h3": {},
     # transformer/config.json of black-forest-labs/FLUX.1-dev
     "flux": {
         **_DUAL_STREAM,
@@ -347,6 +357,8 @@ _LTX_2_CONNECTORS = {
     "causal_temporal_positioning": False,
     "rope_type": "split",
 }
+# Defaults of the class, which was written for this one model
+_QWEN_IMAGE_VAE = {"temperal_downsample": [False, True, True]}
 _FLUX_VAE = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
@@ -358,6 +370,68 @@ _FLUX_VAE = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
+# diffsynth/models/flux2_text_encoder.py of modelscope/DiffSynth-Studio, as are the next ones, in files of their names
+_MISTRAL_24B = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": {
+        "model_type": "mistral",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 131072,
+        "sliding_window": None,
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "head_dim": 64,
+        "image_size": 1540,
+        "patch_size": 14,
+    },
+}
+_QWEN3_4B = {
+    "architectures": ["Qwen3Model"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+
+
+def _qwen3_vl(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    rotary = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    text_config = {**_QWEN3_4B, **text, "model_type": "qwen3_vl_text", "rope_parameters": rotary}
+    shared = {"model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16}
+    vision_config = {**shared, "out_hidden_size": text_config["hidden_size"], **vision}
+    return {
+        "architectures": ["Qwen3VLModel"],
+        "model_type": "qwen3_vl",
+        "text_config": text_config,
+        "vision_config": vision_config,
+    }
+
+
+_QWEN3_VL_4B = _qwen3_vl(
+    {}, {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+)
+# Without the layers above 50, which the pipeline does not read, as in that file
+_QWEN3_VL_32B = _qwen3_vl(
+    {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 50, "num_attention_heads": 64},
+    {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
+)
 _WAN_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text_encoder": ("transformers", "UMT5EncoderModel", _UMT5_XXL),
     "vae": ("diffusers", "AutoencoderKLWan", {"base_dim": 96, "z_dim": 16}),
@@ -402,9 +476,41 @@ _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = 
         "QwenImagePipeline",
         {
             "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration", _QWEN_VL_7B),
-            # Defaults of the class, which was written for this one model
-            "vae": ("diffusers", "AutoencoderKLQwenImage", {"temperal_downsample": [False, True, True]}),
+            "vae": ("diffusers", "AutoencoderKLQwenImage", _QWEN_IMAGE_VAE),
             "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
+        },
+    ),
+    "flux.2": (
+        "Flux2Pipeline",
+        {
+            "text_encoder": ("transformers", "Mistral3ForConditionalGeneration", _MISTRAL_24B),
+            "vae": ("diffusers", "AutoencoderKLFlux2", {}),
+            "transformer": ("diffusers", "Flux2Transformer2DModel", {}),
+        },
+    ),
+    "z-image": (
+        "ZImagePipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3Model", _QWEN3_4B),
+            "vae": ("diffusers", "AutoencoderKL", _FLUX_VAE),
+            "transformer": ("diffusers", "ZImageTransformer2DModel", {}),
+        },
+    ),
+    "krea-2": (
+        "Krea2Pipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3VLModel", _QWEN3_VL_4B),
+            "vae": ("diffusers", "AutoencoderKLQwenImage", _QWEN_IMAGE_VAE),
+            "transformer": ("diffusers", "Krea2Transformer2DModel", {}),
+        },
+    ),
+    "minimax-h3": (
+        "MiniMaxH3ModularPipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3VLModel", _QWEN3_VL_32B),
+            "vae": ("diffusers", "AutoencoderKLMiniMaxH3", {}),
+            "audio_vae": ("diffusers", "AutoencoderKLMiniMaxH3Audio", {}),
+            "transformer": ("diffusers", "MiniMaxH3Transformer3DModel", {}),
         },
     ),
     "hunyuan-video": (
@@ -435,8 +541,8 @@ def write_published_configs(folder: Path, name: str) -> None:
     Args:
         folder (`Path`): Folder to write to.
         name (`str`): Key of `TRANSFORMERS`: `"wan-1.3b"` or `"wan-14b"` (Wan 2.1), `"wan-5b"` (Wan 2.2 TI2V),
-            `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`, `"qwen-image"`, or `"flux"`
-            (Flux.1 dev).
+            `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`, `"qwen-image"`, `"flux.2"`
+            (dev), `"z-image"`, `"krea-2"`, `"minimax-h3"`, or `"flux"` (Flux.1 dev).
 
     Raises:
         BucketingError: If the name is unknown.
@@ -445,11 +551,21 @@ def write_published_configs(folder: Path, name: str) -> None:
         raise BucketingError(f"There are no configurations of {name!r}; choose one of {', '.join(TRANSFORMERS)}.")
     pipeline_class, models = _PIPELINES[name]
     index = {component: [library, class_name] for component, (library, class_name, _) in models.items()}
-    files: dict[str, dict[str, Any]] = {"model_index.json": {"_class_name": pipeline_class, **index}}
+    files: dict[str, dict[str, Any]] = {INDEX: {"_class_name": pipeline_class, **index}}
+    if "Modular" in pipeline_class:
+        places = {name: [*entry, {"type_hint": entry, "subfolder": name}] for name, entry in index.items()}
+        files = {MODULAR_INDEX: {"_class_name": pipeline_class, **places}}
     for component, (library, class_name, config) in models.items():
         given = TRANSFORMERS[name] if component == "transformer" else config
+        defaults = _defaults(class_name) if library == "diffusers" else {}
         named = {} if library == "transformers" else {"_class_name": class_name}
-        files[f"{component}/config.json"] = {**named, **given}
+        files[f"{component}/config.json"] = {**named, **defaults, **given}
     for path, config in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _defaults(class_name: str) -> dict[str, Any]:
+    """Return the defaults of a class of diffusers: saved configurations hold all settings."""
+    settings = inspect.signature(getattr(diffusers, class_name)).parameters.values()
+    return {setting.name: setting.default for setting in settings if setting.default is not setting.empty}

@@ -15,8 +15,8 @@ from hf_bucketing.media.write import write_image, write_video
 from hf_bucketing.report import render_page
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.review import losses_by_bucket
-from hf_bucketing.training.run_log import TABLE, RunLog
-from hf_bucketing.training.run_page import run_page
+from hf_bucketing.training.run_log import TABLE, RunLog, write_status
+from hf_bucketing.training.run_page import PAGE, run_page, write_live_page
 from tests.browser import look_at
 from tests.conftest import run_script_here
 from tests.report.test_page import check_complete
@@ -90,7 +90,7 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
         assert buckets[number][2:4] == [str(count), f"{loss:.4f}"]
     assert page.tables["pack: loss by bucket in numbers"][1] == ["9×32×48", "1", "0", "–", "3", "1.2500"]
     assert page.text.count("-50%") == len(["all", "9×32×48", "clips"]), "of the packs: the other log was cut"
-    said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)]
+    said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 10, 15, 20)]
     assert [alt for alt in page.images if PROMPTS[0] in alt] == 2 * said
     assert "1x64x64-a-cat.png could not be shown" in page.text
     assert page.tables["Settings that differ"][1:] == [["batching", "bucket", "pack"]]
@@ -153,7 +153,37 @@ def test_references_of_a_prompt_stand_before_its_renderings(tmp_path: Path) -> N
     of_first = [alt for alt in images if PROMPTS[0] in alt]
     assert of_first == [
         f"Reference of “{PROMPTS[0]}”.",
-        *(f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)),
+        *(f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 10, 15, 20)),
     ]
     shown = {alt for alt in images if alt.startswith("Reference")}
     assert shown == {f"Reference of “{prompt}”." for prompt in PROMPTS}
+
+
+@pytest.mark.parametrize(("status", "refreshes"), [("running", True), ("finished", False)])
+def test_the_page_of_a_run_refreshes_while_it_trains_and_reads_no_log_of_samples(
+    status, refreshes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder, status, global_step=STEPS, max_train_steps=50, lines={})
+    whole = check_complete(render_page(run_page([folder])))
+    monkeypatch.setattr(Logs, "samples", property(lambda _: pytest.fail("a log of samples was read")))
+    write_live_page(folder)
+    text = (folder / PAGE).read_text()
+    assert ('<meta http-equiv="refresh"' in text) == refreshes
+    live = check_complete(text)
+    assert live.tables["Runs"] == whole.tables["Runs"]
+    assert live.images == whole.images
+    assert whole.tables.keys() - live.tables.keys() == {"Checks", "run: loss by bucket in numbers"}
+
+
+def test_a_run_without_steps_has_no_page_yet(tmp_path: Path) -> None:
+    RunLog(tmp_path, process_index=0, num_processes=1).close()
+    write_live_page(tmp_path)
+    assert not (tmp_path / PAGE).exists()
+
+
+def test_prompts_share_the_pictures_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    monkeypatch.setattr("hf_bucketing.training.run_page._MOST_PICTURES", 6)
+    shown = [int(alt.split()[-1][:-1]) for alt in check_complete(render_page(run_page([folder]))).images]
+    assert shown == 2 * [5, 15, 20], "both prompts, each from its first to its last rendering"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -130,6 +131,12 @@ class Flux2Family(FluxFamily):
             transformer.single_stream_modulation.register_forward_hook(_modulate_rows),
         ]
 
+    def parallel_plan(self, transformer: Transformer) -> dict[str, Any]:
+        """Split positions of two dimensions, which all rows share."""
+        plan = transformer._cp_plan
+        ids = {name: replace(plan[""][name], split_dim=0, expected_dims=2) for name in ("img_ids", "txt_ids")}
+        return {**plan, "": {**plan[""], **ids}}
+
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Scale the timestep, but pass no positions, which a hook provides in a pack."""
         return {**JointFamily.inputs(self, rows), "timestep": rows.timesteps / 1000}
@@ -154,8 +161,7 @@ def _modulate_text(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor
 
 def _modulate_rows(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     """Return modulation for each text slot and token of the strips, `(strips, text_slots + strip_length, …)`."""
-    layout = active_layout()
-    sides = (of_text(output), layout.text_slots), (output, layout.strip_length)
+    sides = zip((of_text(output), output), active_layout().row_sizes, strict=True)
     return torch.cat([values[:, None].expand(-1, count, -1) for values, count in sides], 1)
 
 
