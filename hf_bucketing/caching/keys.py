@@ -12,8 +12,8 @@ from ..columns.prepared import PreparedDataset
 from ..units import format_bytes
 from .store import TensorCache
 
-_MEASURED = 1000
-"""Rows whose entries are measured, spread evenly over those that have some."""
+_MEASURED = 200
+"""Rows whose entries are measured, spread evenly; few, as an object store answers one request for each."""
 
 
 def has_latents(rows: Dataset) -> BoolArray:
@@ -27,7 +27,7 @@ def has_latents(rows: Dataset) -> BoolArray:
 def describe_latents(prepared: PreparedDataset) -> str:
     """Return the views and the size of the latents of a cached data set, as `"6 rows in 2 views, about 0.07 MiB"`.
 
-    Entries that rows or views share count for each.
+    Entries that rows or views share count for each, and missing ones nothing.
     """
     assert prepared.cache is not None, "only cached data sets have latents"
     rows = np.flatnonzero(has_latents(prepared.dataset))
@@ -35,6 +35,6 @@ def describe_latents(prepared: PreparedDataset) -> str:
     cells = prepared.dataset.select_columns(["latents_key"]).select(measured)["latents_key"]
     cache = TensorCache(prepared.cache.folder)
     keys = [key for cell in cells for key in ([cell] if isinstance(cell, str) else cell)]
-    mean = sum(cache.num_bytes(key) for key in keys) / max(len(measured), 1)
+    mean = sum(map(cache.size, keys)) / max(len(measured), 1)
     views = prepared.cache.views_per_sample
     return f"{len(rows):,} rows in {views} view{'s' * (views > 1)}, about {format_bytes(len(rows) * mean)}"

@@ -78,15 +78,20 @@ class TensorCache:
             return False
         return True
 
-    def num_bytes(self, key: str) -> int:
-        """Return the bytes of an entry.
+    def size(self, key: str) -> int:
+        """Return the bytes of an entry, 0 if there is none.
 
         Raises:
-            FileNotFoundError: If it is missing.
             CacheError: If an object store cannot be reached.
         """
-        with _object(self.path(key)) as (file_system, inner):
-            return int(file_system.size(inner))
+        path = self.path(key)
+        try:
+            if not is_url(path):
+                return os.path.getsize(path)
+            with _object(path) as (file_system, inner):
+                return int(file_system.size(inner))
+        except OSError:
+            return 0
 
     def write(
         self, key: str, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], *, about: Mapping[str, Any]

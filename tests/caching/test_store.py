@@ -69,10 +69,21 @@ def test_an_entry_in_an_object_store_is_read_back_by_another_process_and_a_missi
         cache.read(KEY)
 
 
-@pytest.mark.parametrize("call", [lambda c: c.holds(KEY), lambda c: c.read(KEY), lambda c: c.check_writable()])
+@pytest.mark.parametrize(
+    "call", [lambda c: c.holds(KEY), lambda c: c.size(KEY), lambda c: c.read(KEY), lambda c: c.check_writable()]
+)
 def test_an_object_store_that_cannot_be_reached_is_an_error_and_no_missing_entry(call) -> None:
     with pytest.raises(CacheError, match=r"^nothing://bucket/\S+ cannot be reached \(.*credentials"):
         call(TensorCache("nothing://bucket"))
+
+
+def test_the_size_of_an_entry_is_that_of_its_file_or_object(tmp_path: Path) -> None:
+    caches = TensorCache(tmp_path), TensorCache("memory://sizes/cache")
+    assert [cache.size(KEY) for cache in caches] == [0, 0]
+    for cache in caches:
+        cache.write(KEY, {"latents": torch.ones(9)}, about={})
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert [cache.size(KEY) for cache in caches] == [file.stat().st_size] * 2
 
 
 def test_a_missing_entry_says_so(tmp_path: Path) -> None:
