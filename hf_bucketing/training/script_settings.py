@@ -63,7 +63,6 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
             "novelai",
             "compare",
             "bucket_frames",
-            "compare",
             "json",
             "figures",
         }
