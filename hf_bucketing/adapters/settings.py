@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -12,6 +13,9 @@ from ..settings import check_at_least, check_literals, setting
 
 AdapterKind: TypeAlias = Literal["lora", "dora", "loha", "lokr"]
 """Kinds of adapters, as peft names them."""
+
+ADAPTER_NAMES: Mapping[str, str] = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
+"""Names of the kinds in prose."""
 
 LoraFormat: TypeAlias = Literal["diffusers", "comfyui", "both"]
 """Whose names and scales a file of LoRA weights has."""

@@ -17,6 +17,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from ..adapters.experts import loading_options, own_folder
 from ..adapters.files import COMFYUI_WEIGHTS
+from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
@@ -112,8 +113,11 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
     )
     name = run.repository or folder.resolve().name
     comfyui = config.adapters.lora_format != "diffusers"
-    kind = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}[config.adapters.adapter]
-    what = f"{kind} adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
+    what = (
+        f"{ADAPTER_NAMES[config.adapters.adapter]} adapters of rank {config.adapters.lora_rank} for"
+        if adapted
+        else "A fine-tuned version of"
+    )
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "

@@ -6,24 +6,28 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.sizes import Size
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
+from ..marks import NOT_CHECKED, mark
 from ..media.source import MediaSource
 from ..media.thumbnails import Thumbnail, animation
 from ..report.charts import Line, bar_chart, heat_map, line_chart
-from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table, render_page
+from ..report.page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, render_page
 from ..report.text import short_number, size_label
 from .held_out_review import held_out_changes
 from .logs import Logs, StepLog
 from .review import (
     FEWEST_STEPS,
+    describe_end,
     duration,
     loss_charts,
     losses_by_bucket,
@@ -50,6 +54,8 @@ _LONGEST_SIDE = 160
 """Longest side of a rendering on a page in pixels."""
 _MOST_BYTES = 2_500_000
 """Bytes of all renderings on a page, as text."""
+_TRAINED = {"model": "pretrained_model_name_or_path", "data": "dataset_dir"}
+"""Settings that a page begins with, by their titles."""
 _NOISE = "loss_by_noise/"
 _RENDERING = re.compile(r".*/step-\d+/\d+x\d+x\d+-[^/]+\.(mp4|png)")
 """Path of a rendering of a run, beside which people may keep files of their own."""
@@ -94,8 +100,25 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3, live: bool = F
         title="Training report",
         subtitle=f"Runs: {', '.join(run.name for run in runs)}",
         sections=sections,
+        head=[Facts(facts=_heading(run), title=run.name if len(runs) > 1 else "") for run in runs],
         refresh=_REFRESHED_AFTER if trains else None,
     )
+
+
+def _heading(run: Logs) -> list[tuple[str, str]]:
+    """Return what a run trained, on what, when, and how far it came."""
+    settings, status = run.settings, run.status
+    rank, kind = settings.get("lora_rank"), ADAPTER_NAMES.get(settings.get("adapter", ""), "LoRA")
+    time, planned = status.get("time"), status.get("max_train_steps")
+    date = f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d %H:%M} UTC" if time else "not logged"
+    paths = {title: settings.get(name) for title, name in _TRAINED.items()}
+    return [
+        *((title, path if path else "not logged") for title, path in paths.items()),
+        ("adapter", "none" if rank is None else f"{kind} of rank {rank}"),
+        ("begun or resumed" if status.get("status") == "running" else "ended", date),
+        ("optimizer steps", f"{len(run.losses):,}" + (f" of {planned:,}" if planned else "")),
+        ("state", describe_end(status)),
+    ]
 
 
 def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
@@ -161,9 +184,9 @@ def _checks(run: Logs, min_fall: float) -> Iterator[tuple[str, str]]:
     try:
         review = review_run(run, min_fall=min_fall)
     except BucketingError as error:  # a run that has made no step, or of an earlier release
-        yield "not checked", str(error)
+        yield NOT_CHECKED, str(error)
         return
-    yield from (("holds" if check.holds else "FAILED", check.statement) for check in review.checks)
+    yield from ((mark(check.holds), check.statement) for check in review.checks)
 
 
 def _noise(runs: Sequence[Logs]) -> Charts:

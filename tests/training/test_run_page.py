@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,33 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     assert "1x64x64-a-cat.png could not be shown" in page.text
     assert page.tables["Settings that differ"][1:] == [["batching", "bucket", "pack"]]
     assert page.tables["Resumes"][1] == ["bucket", f"{STEPS}", "0", "2", "learning_rate 0.1 → 0.2"]
+
+
+def test_the_page_begins_with_what_was_trained_and_how_it_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    named = {
+        "pretrained_model_name_or_path": "Wan-AI/Wan2.1",
+        "dataset_dir": "clips",
+        "lora_rank": 8,
+        "adapter": "dora",
+    }
+    (folder / SETTINGS).write_text(json.dumps(named))
+    write_status(folder, "interrupted", global_step=STEPS, max_train_steps=1000, lines={})
+    text = render_page(run_page([folder]))
+    head = check_complete(text).text.partition("Overview")[0]
+    year = datetime.now(timezone.utc).year
+    said = ("model Wan-AI/Wan2.1", "data clips", "adapter DoRA of rank 8", f"ended {year}-", f"{STEPS} of 1,000")
+    assert [words for words in said if words not in head] == []
+    assert '<span class="mark fair">interrupted</span>' in text
+    assert '<span class="mark poor">FAILED</span>' in text, "as it made too few steps"
+    write_status(folder, "running", global_step=STEPS, max_train_steps=1000, lines={})
+    assert "begun or resumed" in render_page(run_page([folder]))
+
+
+def test_a_run_of_an_earlier_release_says_what_is_not_logged(tmp_path: Path) -> None:
+    head = check_complete(render_page(run_page([write_run(tmp_path / "run")]))).text.partition("Overview")[0]
+    assert "adapter none ended not logged" in head
+    assert "state its end was not logged" in head
 
 
 def test_runs_without_plans_are_shown_with_what_they_have(tmp_path: Path) -> None:
