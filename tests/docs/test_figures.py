@@ -32,6 +32,7 @@ GIVEN = {
     "a frame and 10 seconds": "setting of scripts/benchmark_durations.py",
     "at 5 s and at 10 s": "sizes in scripts/benchmark_durations.py",
     "cut to 5 s, and in packs up to 10 s": "the same",
+    "One 24 GB card": "the memory of the GPU that the page is for",
     "a constant of 1 GiB": "what `planner/` adds to each plan",
     "at most 60 seconds": "setting of scripts/benchmark_lengths.py",
     "30 % images": "what scripts/benchmark_sampling.py draws",
