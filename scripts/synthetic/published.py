@@ -34,9 +34,11 @@ _LTX = {
     "attention_out_bias": True,
 }
 _DUAL_STREAM = {"num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 768}
+_WAN_14B = {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "wan-1.3b": {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-    "wan-14b": {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "wan-14b": _WAN_14B,
+    "wan-a14b": _WAN_14B,  # "Wan2.2-T2V-14B" in the file below: two of them, each for a part of the noise
     # "Wan2.2-TI2V-5B" in scripts/convert_wan_to_diffusers.py of huggingface/diffusers
     "wan-5b": {
         **_WAN,
@@ -135,6 +137,10 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "joint_attention_dim": 4096,
         "guidance_embeds": True,
     },
+    # Defaults of Flux2Transformer2DModel and of ZImageTransformer2DModel of huggingface/diffusers, each of which was
+    # written for one model: FLUX.2 dev, and Z-Image with its 6 billion weights
+    "flux-2": {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360},
+    "z-image": {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30, "cap_feat_dim": 2560},
 }
 """Configurations of transformers by name, each with where it was read; those of Wan 2.1 in the same file as the 5B."""
 
@@ -358,6 +364,47 @@ _FLUX_VAE = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
+# diffsynth/models/flux2_text_encoder.py of modelscope/DiffSynth-Studio
+_MISTRAL_24B = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": {
+        "model_type": "mistral",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 131072,
+        "sliding_window": None,
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "head_dim": 64,
+        "image_size": 1540,
+        "patch_size": 14,
+    },
+}
+# "4B" in diffsynth/models/z_image_text_encoder.py of modelscope/DiffSynth-Studio
+_QWEN_3_4B = {
+    "architectures": ["Qwen3Model"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 _WAN_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text_encoder": ("transformers", "UMT5EncoderModel", _UMT5_XXL),
     "vae": ("diffusers", "AutoencoderKLWan", {"base_dim": 96, "z_dim": 16}),
@@ -371,6 +418,7 @@ _LTX_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
 _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "wan-1.3b": ("WanPipeline", _WAN_PIPELINE),
     "wan-14b": ("WanPipeline", _WAN_PIPELINE),
+    "wan-a14b": ("WanPipeline", {**_WAN_PIPELINE, "transformer_2": ("diffusers", "WanTransformer3DModel", {})}),
     "wan-5b": ("WanPipeline", {**_WAN_PIPELINE, "vae": ("diffusers", "AutoencoderKLWan", _WAN_22_VAE)}),
     "ltx-2b": ("LTXPipeline", _LTX_PIPELINE),
     "ltx-13b": (
@@ -425,6 +473,22 @@ _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = 
             "transformer": ("diffusers", "FluxTransformer2DModel", {}),
         },
     ),
+    "flux-2": (
+        "Flux2Pipeline",
+        {
+            "text_encoder": ("transformers", "Mistral3ForConditionalGeneration", _MISTRAL_24B),
+            "vae": ("diffusers", "AutoencoderKLFlux2", {}),
+            "transformer": ("diffusers", "Flux2Transformer2DModel", {}),
+        },
+    ),
+    "z-image": (
+        "ZImagePipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3Model", _QWEN_3_4B),
+            "vae": ("diffusers", "AutoencoderKL", _FLUX_VAE),
+            "transformer": ("diffusers", "ZImageTransformer2DModel", {}),
+        },
+    ),
 }
 """Pipeline class of each, and its models: library, class and configuration; that of the transformer is above."""
 
@@ -435,8 +499,8 @@ def write_published_configs(folder: Path, name: str) -> None:
     Args:
         folder (`Path`): Folder to write to.
         name (`str`): Key of `TRANSFORMERS`: `"wan-1.3b"` or `"wan-14b"` (Wan 2.1), `"wan-5b"` (Wan 2.2 TI2V),
-            `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`, `"qwen-image"`, or `"flux"`
-            (Flux.1 dev).
+            `"wan-a14b"` (Wan 2.2 T2V), `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`,
+            `"qwen-image"`, `"flux"` (FLUX.1 dev), `"flux-2"` (FLUX.2 dev), or `"z-image"`.
 
     Raises:
         BucketingError: If the name is unknown.
@@ -447,7 +511,7 @@ def write_published_configs(folder: Path, name: str) -> None:
     index = {component: [library, class_name] for component, (library, class_name, _) in models.items()}
     files: dict[str, dict[str, Any]] = {"model_index.json": {"_class_name": pipeline_class, **index}}
     for component, (library, class_name, config) in models.items():
-        given = TRANSFORMERS[name] if component == "transformer" else config
+        given = TRANSFORMERS[name] if component.startswith("transformer") else config
         named = {} if library == "transformers" else {"_class_name": class_name}
         files[f"{component}/config.json"] = {**named, **given}
     for path, config in files.items():
