@@ -39,6 +39,8 @@ class Purpose(IntEnum):
     PRESERVATION = 19  # sample: whether the base model's own prediction is its target
     SLIDER = 20  # sample: which of several pairs of captions
     REFERENCE_DROPOUT = 21  # sample, of a stack its first: whether it is shown no references
+    AUDIO_NOISE = 22  # as NOISE, or as HELD_OUT_NOISE: noise of the audio of a sample
+    CONDITION = 23  # sample, or the index of a held-out one: the part of it that is shown without noise
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

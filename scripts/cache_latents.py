@@ -77,13 +77,18 @@ def main(args: argparse.Namespace) -> None:
     parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
     loading = Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling)
     loaded = recipe.load(
-        args.pretrained_model_name_or_path, max_sequence_length=args.max_sequence_length, loading=loading
+        args.pretrained_model_name_or_path,
+        max_sequence_length=args.max_sequence_length,
+        loading=loading,
+        audio=prepared.audio is not None,
     )
     loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
         given = {name: value for name, value in vars(args).items() if name != "config"}
-        replace(cached, settings={**prepared.settings, "cache_latents": given}).save(args.output_dir)
+        info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)
+        settings = {**prepared.settings, "cache_latents": given}
+        replace(cached, cache=info, settings=settings).save(args.output_dir)
         for name in ("encoded", "found", "unreadable", "rejected"):
             print(f"{counts[name]:8} rows {name}")
         for name in ("encoded", "found"):

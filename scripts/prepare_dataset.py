@@ -58,7 +58,6 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.prepared_stream import prepare_stream
     from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
     from hf_bucketing.models.registry import recipe_of
-    from hf_bucketing.training.data import references_of
 
     sources = sources_from(vars(args), args.config)
     check_folder_writable(args.output_dir)
@@ -69,11 +68,12 @@ def main(args: argparse.Namespace) -> None:
     def table_of_frames(frames: int) -> BucketTable:
         return replace(sources[0].table, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
 
+    of_model: dict[str, Any] = {"native_sizes": recipe.native_sizes, "taken": recipe.reference_rule()}
     shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}
     if len(sources) == 1 and sources[0].table.table is None:
         shared["table_of_frames"] = table_of_frames
     if args.streaming:
-        stream, columns = prepare_stream(sources, spec=spec, native_sizes=recipe.native_sizes, say=print)
+        stream, columns = prepare_stream(sources, spec=spec, **of_model, say=print)
         stream.save(args.output_dir)
         print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
         named = columns["file"]
@@ -85,13 +85,8 @@ def main(args: argparse.Namespace) -> None:
         print(describe_packed_frames(columns["num_frames"], stream.open_table))
         print(f"Saved the description of the stream to {args.output_dir}")
         return
-    prepared = prepare(
-        sources,
-        spec=spec,
-        native_sizes=recipe.native_sizes,
-        num_proc=args.num_proc,
-        overwrite=args.overwrite,
-    )
+    audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
+    prepared = prepare(sources, spec=spec, **of_model, audio=audio, num_proc=args.num_proc, overwrite=args.overwrite)
     given = {name: value for name, value in vars(args).items() if name in OWN}
     settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
     replace(prepared, settings=settings).save(args.output_dir)
@@ -100,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
     print(describe_packed_frames(columns["num_frames"], prepared.open_table))
     shown = measure_references(
         columns["bucket_id"],
-        references_of(prepared, in_front=recipe.references_in_front),
+        prepared.row_references(),
         table=prepared.table,
         spec=spec,
         config=ReportConfig(num_processes=1),

@@ -19,8 +19,9 @@ from hf_bucketing.buckets.ladders import BUCKET_FRAMES
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
+from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.media.rows import CLIP_START
-from hf_bucketing.media.thumbnails import Thumbnail, thumbnail
+from hf_bucketing.media.thumbnails import thumbnail
 from hf_bucketing.report import (
     AssignedColumns,
     Beside,
@@ -37,6 +38,8 @@ from hf_bucketing.report import (
     render_page,
 )
 from hf_bucketing.report.crops import WorstCrop
+from hf_bucketing.report.peers import choose_peers, compare_peers, describe_peers
+from hf_bucketing.report.peers.choose import PEERS
 from hf_bucketing.report.text import size_label
 from hf_bucketing.settings import not_default
 from hf_bucketing.training.script_settings import settings_of_scripts
@@ -60,6 +63,11 @@ def make_parser() -> FlagParser:
     parser.add_settings(ReportConfig, skip=["cost_model"])
     parser.add_argument(
         "--cost_model", help="Cost of tokens as a run measured it: its cost_model.json, instead of --width."
+    )
+    parser.add_argument(
+        "--compare",
+        help="Other trainers that the rows are compared with, separated by commas, or all: "
+        f"{', '.join(PEERS)}; musubi-tuner=FILE and diffusion-pipe=FILE read the settings of their TOML.",
     )
     parser.add_argument("--json", type=Path, help="JSON file for the report.")
     parser.add_argument("--figures", type=Path, help="Folder for the figures.")
@@ -99,11 +107,12 @@ def read_sizes(dataset: "Dataset") -> SizeColumns:
 
 def read_thumbnails(
     prepared: "PreparedDataset", crops: Sequence[WorstCrop]
-) -> tuple[dict[int, Thumbnail], dict[int, str]]:
+) -> tuple[dict[int, tuple[str, int, int]], dict[int, str]]:
     """Decode the frame in the middle of some rows; return them, and what is wrong with files that cannot be read."""
     from hf_bucketing.columns.apply import undecoded
 
-    thumbnails, faults = {}, {}
+    thumbnails: dict[int, tuple[str, int, int]] = {}
+    faults: dict[int, str] = {}
     columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
     for crop, row in zip(crops, rows, strict=True):
@@ -111,23 +120,30 @@ def read_thumbnails(
         second = (row.get(CLIP_START) or 0.0) + crop.size.frames // 2 / fps if fps else 0.0
         try:
             source = prepared.files.source(row[prepared.column], name=f"row {crop.row}")
-            thumbnails[crop.row] = thumbnail(source, second=second)
+            small = thumbnail(source, second=second)
+            thumbnails[crop.row] = (small.uri, small.width, small.height)
         except MediaError as error:
             faults[crop.row] = str(error)
     return thumbnails, faults
 
 
-def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryRow]]:
-    """Plan the memory of a step of the most expensive bucket, if a pipeline is named."""
+def plan_of_memory(model: str | None, report: Report, references: RowReferences | None) -> tuple[str, list[MemoryRow]]:
+    """Plan the memory of a step of the most expensive bucket, if a pipeline is named, with the most references."""
     buckets = report.buckets.used
     if model is None or not buckets:
         return "", []
     from hf_bucketing.planner.memory import plan_memory
-    from hf_bucketing.planner.settings import PlanConfig
+    from hf_bucketing.planner.settings import PlanConfig, as_reference_sizes
     from hf_bucketing.settings import changed
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
-    base = PlanConfig(sample_size=[*largest.size], train_batch_size=samples, cached="all")
+    shown = () if references is None else references.most(largest.size, spec=report.spec)
+    base = PlanConfig(
+        sample_size=[*largest.size],
+        reference_sizes=as_reference_sizes(shown),
+        train_batch_size=samples,
+        cached="all",
+    )
     settings = {
         "all weights": changed(base, gradient_checkpointing=True),
         "LoRA 16": changed(base, gradient_checkpointing=True, lora_rank=16),
@@ -135,8 +151,9 @@ def plan_of_memory(model: str | None, report: Report) -> tuple[str, list[MemoryR
     }
     plans = {name: plan_memory(model, config) for name, config in settings.items()}
     said = (
-        f"{model} on one GPU, {samples} × {size_label(largest.size)} ({samples * largest.num_tokens:,} tokens), in "
-        "bf16 with gradient checkpointing, latents and texts cached."
+        f"{model} on one GPU, {samples} × {size_label(largest.size)} ({samples * largest.num_tokens:,} tokens"
+        f"{', and references of ' + ', '.join(map(size_label, shown)) if shown else ''}), in bf16 with gradient "
+        "checkpointing, latents and texts cached."
     )
     return said, [MemoryRow(settings=name, parts=asdict(plan.peak)) for name, plan in plans.items()]
 
@@ -145,7 +162,7 @@ def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Re
     shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
     rows = [sample if isinstance(sample, int) else sample.row for sample in shown]
     thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
-    model, memory = plan_of_memory(args.pretrained_model_name_or_path, report)
+    model, memory = plan_of_memory(args.pretrained_model_name_or_path, report, prepared.row_references())
     page = bucket_page(
         report,
         Beside(
@@ -170,6 +187,7 @@ def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
     table = choose_table(args, prepared)
+    chosen = {} if args.compare is None else choose_peers(args.compare, table=table, spec=prepared.spec)
     measured = None if args.cost_model is None else read_cost_model(args.cost_model)
     config = from_flags(ReportConfig, args, cost_model=measured)
     sizes = read_sizes(prepared.dataset)
@@ -189,11 +207,15 @@ def main(args: argparse.Namespace) -> None:
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
     print(f"Rows {origin}.")
     print(format_report(report))
-    values, counts = report.to_dict(), []
+    values, counts, peers = report.to_dict(), [], ()
     if prepared.sources:
         counts = count_sources(**prepared.source_columns())
         print("\nSources, as they were prepared\n" + describe_sources(counts))
         values["sources"] = [asdict(count) for count in counts]
+    if chosen:
+        peers = compare_peers(sizes, report, chosen)
+        print("\nWhat other trainers would do with these rows\n" + describe_peers(peers))
+        values["peers"] = [asdict(peer) for peer in peers]
     if args.json:
         with complete_file(args.json) as partial:
             partial.write_text(json.dumps(values, indent=2) + "\n")
@@ -201,7 +223,7 @@ def main(args: argparse.Namespace) -> None:
     if args.figures:
         print("Figures:", *draw_figures(report, args.figures))
     if args.html:
-        write_page(args, prepared, report, assignment=f"Rows {origin}.", sources=counts)
+        write_page(args, prepared, report, assignment=f"Rows {origin}.", sources=counts, peers=peers)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def make_parser() -> FlagParser:
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.report import render_page
     from hf_bucketing.report.charts import save_charts
+    from hf_bucketing.training.held_out_review import describe_held_out
     from hf_bucketing.training.logs import Logs
     from hf_bucketing.training.review import (
-        describe_held_out,
         loss_charts,
         losses_by_bucket,
         review_experts,

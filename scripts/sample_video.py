@@ -69,6 +69,11 @@ def make_parser() -> FlagParser:
     parser.add_argument("--width", type=int, default=112, help="Width in pixels.")
     parser.add_argument("--num_frames", type=int, help="Number of frames (default: 17; 1 of pipelines of images).")
     parser.add_argument("--fps", type=int, default=8, help="Frame rate of the file.")
+    parser.add_argument(
+        "--with_audio",
+        action="store_true",
+        help="Write the sound that the pipeline makes with the clip, as long as the clip at --fps.",
+    )
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
     parser.add_argument(
         "--guidance_scale",
@@ -122,6 +127,9 @@ def main(args: argparse.Namespace) -> None:
     parameters = call_parameters(pipeline_class, blocks)
     given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
     given |= shown_of(args, given, pipeline_class.__name__)
+    if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png")):
+        raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")
+    given |= {"frame_rate": args.fps} if args.with_audio else {}
     if "guidance_scale" in parameters:
         given["guidance_scale"] = 1.0 if args.guidance_scale is None else args.guidance_scale
     elif args.guidance_scale is not None:
@@ -173,7 +181,8 @@ def main(args: argparse.Namespace) -> None:
     if args.output.endswith(".png"):
         write_image(args.output, levels[0])
     else:
-        write_video(args.output, levels, fps=args.fps)
+        sound = recipe.sound_of(pipeline, result) if args.with_audio else None
+        write_video(args.output, levels, fps=args.fps, sound=sound)
     print(f"Wrote {len(frames)} frames of {args.width}×{args.height} pixels to {args.output}")
 
 

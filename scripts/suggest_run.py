@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHOSEN = (
     *("sample_size", "train_batch_size", "max_tokens", "batching", "cached", "num_processes", "sharding"),
-    *("context_parallel_degree", "base_predictions"),
+    *("context_parallel_degree", "base_predictions", "reference_sizes"),
 )
 """Settings of a plan that are suggested."""
 

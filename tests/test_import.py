@@ -27,6 +27,7 @@ LEVELS = {
     "adapters": 4.2,
     "planner": 4.4,
     "training": 5,
+    "__main__": 6,
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
 DEVELOPERS_SCRIPTS = ("benchmark_", "draw_ways", "fit_demo_vae", "train_demo_transformer")

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 from packaging.version import Version
 
+from hf_bucketing.media.audio import AUDIO
 from hf_bucketing.media.conditions import CONDITIONS
 from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE
@@ -40,7 +41,9 @@ def models() -> Iterator[Model]:
             adapters=adapters,
             formats=formats if adapters else "–",
             images=any(recipe.takes_image for recipe in own),
-            conditions=[name for name in CONDITIONS if any(name in recipe.taken_conditions() for recipe in own)],
+            conditions=[
+                name for name in (*CONDITIONS, AUDIO) if any(name in recipe.taken_conditions() for recipe in own)
+            ],
             pipelines=sorted(recipe.pipeline_class.removesuffix("Pipeline") for recipe in own),
         )
 

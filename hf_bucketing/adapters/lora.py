@@ -48,7 +48,7 @@ SETTINGS = "training_config.json"
 """File in the output folder of a run that holds its settings."""
 
 
-def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer") -> None:
+def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer", audio: bool = False) -> None:
     """Freeze a component of a pipeline, its transformer, and add trainable adapters to it.
 
     Raises:
@@ -56,17 +56,20 @@ def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transfor
     """
     if config.has_pairs:
         check_loads_lora(type(pipeline))
-    add_adapters(getattr(pipeline, component), config)
+    add_adapters(getattr(pipeline, component), config, audio=audio)
 
 
-def add_adapters(transformer: Any, config: AdapterConfig) -> None:
+def add_adapters(transformer: Any, config: AdapterConfig, *, audio: bool = False) -> None:
     """Freeze a transformer and add trainable adapters, none to modules that the model does not use.
+
+    With `audio`, also to those that serve audio alone.
 
     Raises:
         BucketingError: If no module name ends with a target.
     """
     family, targets = family_of(transformer), lora_targets(transformer, config)
-    without = [*family.unused(transformer), *(family.without_lora if targets == list(family.lora_targets) else ())]
+    unused = family.unused_in(transformer, audio=audio)
+    without = [*unused, *(family.without_lora if targets == list(family.lora_targets) else ())]
     settings = peft_config(config, targets=targets, unused=without)
     transformer.requires_grad_(False)
     try:
@@ -82,7 +85,12 @@ def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:
 
 
 def start_adapters(
-    pipeline: Any, config: AdapterConfig, *, component: str = "transformer", dtype: torch.dtype = torch.float32
+    pipeline: Any,
+    config: AdapterConfig,
+    *,
+    component: str = "transformer",
+    dtype: torch.dtype = torch.float32,
+    audio: bool = False,
 ) -> AdapterConfig:
     """Add adapters of a precision to a pipeline, see [`add_lora`], with the weights that they start from.
 
@@ -106,7 +114,7 @@ def start_adapters(
         lora_alpha=config.lora_alpha or (config.lora_rank if start is None else start.alpha),
         lora_targets=",".join(lora_targets(transformer, config)),
     )
-    add_lora(pipeline, config, component=component)
+    add_lora(pipeline, config, component=component, audio=audio)
     cast_training_params(transformer, dtype=dtype)  # peft made them in that of the frozen weights
     lora_format = config.lora_format if config.adapter == "lora" else "diffusers"
     config = replace(config, lora_format=_possible_format(type(pipeline), transformer, lora_format))

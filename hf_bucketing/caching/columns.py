@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ from ..buckets.sizes import CropBox
 from ..buckets.table import BucketTable
 from ..errors import MediaError
 from ..loaders.captions import texts_of
-from ..media.conditions import REFERENCE, all_columns
-from ..media.remote import is_url, version
+from ..media.conditions import REFERENCE
+from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
@@ -72,8 +71,8 @@ class LatentColumns(_CachedColumns):
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
     below `root`, length and modification time, or its bytes), the model, and the whole geometry: size, frame rate,
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
-    differ, and on the files of its conditions. For a URL it is the URL, the length, and the ETag or other version
-    that its server tells. So after any change, exactly the samples that it affects are encoded
+    differ, and on the files of its conditions and the rule of its audio. For a URL it is the URL, the length, and the
+    ETag or other version that its server tells. So after any change, exactly the samples that it affects are encoded
     again. Rows without a bucket get an empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
     collator.
 
@@ -101,7 +100,7 @@ class LatentColumns(_CachedColumns):
         """Columns that a batch must hold."""
         index = ("index",) if self.config.views.num_draws else ()
         sizes = ("width", "height", "num_frames", "fps", "bucket_id")
-        return (self.files.column, *all_columns(self.files.conditions), *sizes, *index)
+        return (self.files.column, *self.files.shown_columns, *sizes, *index)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         """Write missing entries and return the key of each row's entry.
@@ -154,8 +153,11 @@ class LatentColumns(_CachedColumns):
             geometry["decoder"] = view.video_decoder
         if conditions:
             geometry |= {"conditions": conditions, "reference_multiples": sample.references.multiples}
+        if sample.audio is not None:
+            geometry["audio"] = {**asdict(sample.audio), "present": sample.has_audio}
         if REFERENCE in conditions:
-            geometry["references"] = asdict(sample.references)
+            shown = ("max_pixels", "downscale_factor", "multiples")
+            geometry["references"] = {name: getattr(sample.references, name) for name in shown}
         key = entry_key(
             kind="latents",
             file=file,
@@ -185,7 +187,7 @@ class LatentColumns(_CachedColumns):
                     unreadable.add(sample.key)
             if not loaded:
                 continue
-            shown = {name: [sample.shown[name] for sample in loaded] for name in self.files.conditions}
+            shown = {name: [sample.shown[name] for sample in loaded] for name in self.files.shown}
             encoded = self.encode(torch.stack([sample.pixels for sample in loaded]), shown)
             for row, sample in enumerate(readable):
                 view = sample.file.view
@@ -373,9 +375,6 @@ def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:
     """Return what identifies a file's content, unchanged when the folder of all files is moved."""
     if source.data is not None:
-        return [hashlib.sha256(source.data).hexdigest()]
-    if is_url(source.path):
-        return [source.path, *version(source.path)]
-    status = os.stat(source.path)
-    path = source.path if root is None or is_url(root) else os.path.relpath(source.path, root)
-    return [path, status.st_size, status.st_mtime_ns]
+        return source.version()
+    whole = root is None or is_url(root) or is_url(source.path)
+    return [source.path if whole else os.path.relpath(source.path, root), *source.version()]

@@ -33,6 +33,10 @@ class Encoder(Protocol):
         """Whether `encode_text` is given the references of each caption's sample too."""
 
     @property
+    def audio(self) -> bool:
+        """Whether audio is encoded too, and captions also as audio attends to them."""
+
+    @property
     def media_rule(self) -> str:
         """What `encode_media` depends on beside these models, if anything."""
 
@@ -67,7 +71,8 @@ class Encoder(Protocol):
 def latents_fingerprint(encoder: Encoder) -> str:
     """Return sixteen hex digits that change with the VAE's class, configuration or weights, or the encoder's class.
 
-    They also change with those of an image encoder and, as tiles do not see each other, with tiling.
+    They also change with those of an image encoder, of the VAE of audio where audio is encoded and, as tiles do not
+    see each other, with tiling.
     """
     vae, images = encoder.pipeline.vae, getattr(encoder.pipeline, "image_encoder", None)
     more = ["tiled"] if getattr(vae, "use_tiling", False) else []
@@ -75,6 +80,8 @@ def latents_fingerprint(encoder: Encoder) -> str:
         more.append(encoder.media_rule)
     if images is not None:
         more.append(_digest("image_encoder", images))
+    if encoder.audio:
+        more.append(_digest("audio_vae", encoder.pipeline.audio_vae))
     return _digest(type(encoder).__name__, vae, *more)
 
 
@@ -92,6 +99,7 @@ def text_fingerprint(encoder: Encoder) -> str:
         for name, part in sorted(parts.items())
         if name.startswith(("tokenizer_", "text_encoder_", "connectors")) and part is not None
     ]
+    more += ["audio"] if encoder.audio else []
     return _digest(type(encoder).__name__, encoder.pipeline.text_encoder, rules, *more)
 
 

@@ -50,7 +50,7 @@ def cache_dataset(
         BucketingError: If samples are too short for the encoder's model, or it is not shown their conditions.
         MediaError: Under `on_error="raise"`, for an unreadable file.
     """
-    encoder.check_conditions(prepared.conditions)
+    encoder.check_conditions(prepared.shown)
     state = PartialState()
     if state.is_main_process:
         TensorCache(config.folder).sweep()

@@ -53,7 +53,7 @@ class ConditionColumns:
     A condition must have its sample's aspect ratio, but for rounding each side by a pixel; references may have any,
     unless they lie over their sample. `first_frame` and `last_frame` are images, the others also videos as long as
     their sample, or longer if the sample is a clip of a longer video; references that do not lie over it may always
-    be longer. A mask may be missing, and there may be any number of references.
+    be longer. A mask may be missing, and there may be as many references as `files.references` says.
 
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
@@ -131,16 +131,20 @@ class ConditionColumns:
         sizes: list[int] = []
         for name, columns in self.files.conditions.items():
             files = list(self.files.cells(name, cells))
+            rule = self.files.references
+            if name == REFERENCE and (fault := rule.fault(len(files))):
+                column, cell = files[rule.most] if len(files) > rule.most else (columns, None)
+                return _in_column(": ".join(filter(None, (fault, path_of(cell)))), column), []
             if not files:
                 try:
                     self.files.condition(name, cells, name="it")
                 except MediaError as error:
-                    return _in_column(error, columns), []
+                    return _in_column(str(error), columns), []
             for column, cell in files:
                 try:
                     found = self._check(name, cell, batch, row, headers)
                 except MediaError as error:
-                    return _in_column(error, column), []
+                    return _in_column(str(error), column), []
                 if name == REFERENCE:
                     sizes += [found.num_frames, found.height, found.width]
         return "", sizes
@@ -177,8 +181,8 @@ class ConditionColumns:
         return found
 
 
-def _in_column(error: MediaError, column: str) -> str:
-    return f"{str(error).rstrip('.')} (column {column})."
+def _in_column(fault: str, column: str) -> str:
+    return f"{fault.rstrip('.')} (column {column})."
 
 
 def check_condition_columns(dataset: Dataset, conditions: Mapping[str, str]) -> None:

@@ -13,12 +13,14 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
+from ..media.audio import AudioRule
 from ..media.conditions import REFERENCE, all_columns
 from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
 from .arrays import column_array
+from .audio import AudioColumns, describe_audio
 from .buckets import BucketColumns
 from .captions import check_captions, for_source
 from .clips import SCENE_END, SCENE_START, cut_clips
@@ -56,6 +58,7 @@ def check_sources(
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
+    taken: ReferenceRule | None = None,
     streaming: bool = False,
     num_proc: int | None = None,
     overwrite: bool = False,
@@ -69,6 +72,8 @@ def check_sources(
         sources ([`SourceConfig`] or several): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
+        taken ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): References that the model
+            takes, as `reference_rule` of its recipe says; by default any number, as grids of their own.
         streaming (`bool`): Whether the sources are streams.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
         overwrite (`bool`): Whether bucket columns that the data set already has are replaced.
@@ -89,14 +94,16 @@ def check_sources(
     names = name_sources([(config.dataset, config.name) for config in configs])
     several = len(configs) > 1
     _check_alike(configs)
-    shared_rule(configs, spec)
+    shared_rule(configs, spec, taken)
     checked: dict[str, CheckedSource] = {}
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
             table = config.table.make(spec, native_sizes=native_sizes)
             named = replace(config, name=name) if several else config
             try:
-                checked[name] = _check_source(named, table, streaming=streaming, num_proc=num_proc, say=say)
+                checked[name] = _check_source(
+                    named, table, taken=taken, streaming=streaming, num_proc=num_proc, say=say
+                )
             except BucketingError as error:
                 faults.report(error, source=name if several else None)
     for name, source in checked.items():
@@ -131,13 +138,19 @@ def _load_described(source: SourceConfig, *, streaming: bool, say: Callable[[str
 
 
 def _check_source(
-    source: SourceConfig, table: BucketTable, *, streaming: bool, num_proc: int | None, say: Callable[[str], None]
+    source: SourceConfig,
+    table: BucketTable,
+    *,
+    taken: ReferenceRule | None,
+    streaming: bool,
+    num_proc: int | None,
+    say: Callable[[str], None],
 ) -> CheckedSource:
     """Load a source, check its rows or the first rows of its stream, and add the columns of their sizes."""
     loaded = _load_described(source, streaming=streaming, say=say)
     clips = source.clip_rule(table.max_frames)
     with Faults() as faults:
-        rows, config = _check_rows(source, loaded, faults, clips=clips, num_proc=num_proc, say=say)
+        rows, config = _check_rows(source, loaded, faults, taken=taken, clips=clips, num_proc=num_proc, say=say)
     return CheckedSource(loaded, rows, config, table)
 
 
@@ -146,6 +159,7 @@ def _check_rows(
     loaded: MediaDataset,
     faults: Faults,
     *,
+    taken: ReferenceRule | None,
     clips: ClipRule | None,
     num_proc: int | None,
     say: Callable[[str], None],
@@ -195,7 +209,7 @@ def _check_rows(
     elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
         say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
     files = MediaColumns(
-        column=loaded.column, root=loaded.root, conditions=source.conditions, references=source.reference_rule()
+        column=loaded.column, root=loaded.root, conditions=source.conditions, references=source.reference_rule(taken)
     )
     dataset, sentences = check_conditions(
         dataset,
@@ -206,6 +220,9 @@ def _check_rows(
     )
     for sentence in sentences:
         say(sentence)
+    if source.with_audio:
+        dataset = map_columns(dataset, AudioColumns(files), num_proc=num_proc, overwrite=True)
+        say(describe_audio(dataset))
     dataset = with_marks(dataset, source, say=say)
     sizes = ",".join(f"{name}={column}" for name, column in sized.columns.items())
     config = replace(
@@ -242,6 +259,8 @@ def prepare(
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
+    taken: ReferenceRule | None = None,
+    audio: AudioRule | None = None,
     num_proc: int | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = print,
@@ -251,16 +270,24 @@ def prepare(
     Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
     Where rows do not occur once per epoch, a column `weight` says how often.
 
-    The arguments are those of [`check_sources`].
+    The arguments are those of [`check_sources`], and `audio`, the rule of the audio of the model, if it makes some.
 
     Raises:
         BucketingError: As [`check_sources`], for all sources at once, if the data set already has bucket columns, or
             only some sources have a `weight`.
     """
-    checked = check_sources(
-        sources, spec=spec, native_sizes=native_sizes, num_proc=num_proc, overwrite=overwrite, say=say
-    )
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
+    if configs[0].with_audio and audio is None:
+        raise BucketingError("Omit `with_audio`: the model makes video without audio.")
+    checked = check_sources(
+        configs,
+        spec=spec,
+        native_sizes=native_sizes,
+        taken=taken,
+        num_proc=num_proc,
+        overwrite=overwrite,
+        say=say,
+    )
     table, ids = union_of_tables([source.table for source in checked.values()])
     parts = {name: source.rows for name, source in checked.items()}
     rows = next(iter(parts.values()))
@@ -288,16 +315,21 @@ def prepare(
         root=rows.root,
         other_roots=rows.other_roots,
         conditions=rows.conditions,
-        references=shared_rule(configs, spec),
+        references=shared_rule(configs, spec, taken),
+        audio=audio if configs[0].with_audio else None,
     )
 
 
-def shared_rule(configs: Sequence[SourceConfig], spec: LatentSpec) -> ReferenceRule:
-    """Return the rule of the references of all sources.
+def shared_rule(
+    configs: Sequence[SourceConfig], spec: LatentSpec, taken: ReferenceRule | None = None
+) -> ReferenceRule:
+    """Return the rule of the references of all sources, for a model that takes such references.
 
     Raises:
-        BucketingError: If sources with references differ in it, or it is given and none has references.
+        BucketingError: If sources with references differ in it, it is given and none has references, or the model
+            needs references and a source has none.
     """
+    taken = replace(taken or ReferenceRule(), multiples=spec.multiples)
     given = ("reference_pixels", "reference_downscale_factor")
     shown = [config for config in configs if REFERENCE in config.conditions]
     unused = dict.fromkeys(name for config in configs for name in not_default(config, *given))
@@ -306,7 +338,12 @@ def shared_rule(configs: Sequence[SourceConfig], spec: LatentSpec) -> ReferenceR
             f"Omit {quoted(list(unused))}: no effect without references; name their columns as `reference_column`, or "
             "their folders as `reference_folder`."
         )
-    rules = {config.reference_rule(spec) for config in shown} or {ReferenceRule(multiples=spec.multiples)}
+    if without := [config.dataset for config in configs if taken.least and config not in shown]:
+        raise BucketingError(
+            f"The model needs references, which {quoted(without)} lacks; name their columns as `reference_column`, or "
+            "their folders as `reference_folder`."
+        )
+    rules = {config.reference_rule(taken) for config in shown} or {taken}
     if len(rules) > 1:
         raise BucketingError(f"{quoted(given)} must be the same for all sources whose samples have references.")
     return rules.pop()
@@ -316,6 +353,8 @@ def _check_alike(configs: Sequence[SourceConfig]) -> None:
     """Raise BucketingError if sources differ in what all rows of a data set share: the rules of their packs."""
     if len({config.table.max_frames for config in configs}) > 1:
         raise BucketingError("`max_frames` must be the same for all sources, as packs of all of them share it.")
+    if len({config.with_audio for config in configs}) > 1:
+        raise BucketingError("`with_audio` must be the same for all sources; files without sound train video alone.")
     kinds = {config.table.image_sizes for config in configs}
     if len(kinds) > 1:
         raise BucketingError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, load_from_disk
 
@@ -21,12 +22,15 @@ from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
-from ..media.conditions import REFERENCE
+from ..media.audio import HAS_AUDIO, AudioRule
+from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
-from ..media.row_references import RowReferences
+from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import MediaColumns
+from .apply import undecoded
 from .arrays import column_array, column_batches
+from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
 
 MANIFEST = "bucketing.json"
@@ -61,6 +65,7 @@ class CacheInfo:
         text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
         empty_text_key (`str`, *optional*): Key of the entry of the text that stands for a dropped caption.
         views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
+        prepared (`str`, *optional*): Prepared folder of the rows that were encoded, where it is known.
     """
 
     folder: str
@@ -69,6 +74,12 @@ class CacheInfo:
     text_model: str | None
     empty_text_key: str | None
     views: dict[str, Any]
+    prepared: str | None = None
+
+    def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
+        """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""
+        source = None if self.prepared is None else change(self.prepared)
+        return replace(self, folder=change(self.folder), prepared=source)
 
 
 @explains_arguments()
@@ -86,8 +97,10 @@ class PreparedDataset:
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if there are several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
-            shown.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
+            have, and the sizes in which they are shown.
+        audio ([`AudioRule`][hf_bucketing.media.audio.AudioRule], *optional*): Rule of the audio of the samples; None
+            if they have none.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -102,6 +115,7 @@ class PreparedDataset:
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
+    audio: AudioRule | None = None
     cache: CacheInfo | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,6 +128,27 @@ class PreparedDataset:
             other_roots=self.other_roots,
             conditions=self.conditions,
             references=self.references,
+            audio=self.audio,
+        )
+
+    def audio_tokens(self, bucket_ids: npt.NDArray[np.int64], table: BucketTable | OpenTable) -> IntArray:
+        """Return the tokens of the audio of each row, `(n,)`, in the buckets of a table; 0 where it has none."""
+        if self.audio is None:
+            return np.zeros(len(bucket_ids), np.int64)
+        frames = sample_sizes(bucket_ids, table)[:, 0]
+        tokens = self.audio.num_tokens(frames, column_array(self.dataset, "fps"))
+        return np.where(column_array(self.dataset, HAS_AUDIO), tokens, 0)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of what the samples have beside their media and captions: conditions, and audio."""
+        return self.files.shown
+
+    @property
+    def lock_rule(self) -> LockRule:
+        """Rule of the hashes of what a model sees of each row."""
+        return LockRule(
+            files=self.files, caption_column=self.caption_column, table=self.table, open_table=self.open_table
         )
 
     @property
@@ -142,17 +177,22 @@ class PreparedDataset:
         return self.open_table.spec
 
     def row_references(self, rule: ReferenceRule | None = None) -> RowReferences | None:
-        """Return the references of the rows, counted by a rule or by `references`; None if samples have none."""
+        """Return the references of the rows, as a rule or `references` counts them; None if samples have none."""
         if REFERENCE not in self.conditions:
             return None
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]
         return RowReferences(
-            rule=self.references if rule is None else rule,
+            rule=(rule or self.references).counted,
             stored=np.concatenate(sides).reshape(-1, 3),
             offsets=np.append(0, np.cumsum(np.concatenate(counts) // 3)),
         )
+
+    def read_rows(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield some rows with all their columns, their files as paths or bytes."""
+        columns = [self.column, *all_columns(self.conditions)]
+        yield from undecoded(self.dataset.with_format(None).select(rows), columns)
 
     def file_names(self, rows: Sequence[int]) -> list[str]:
         """Return the paths of some rows' files, or `row N` for bytes without a path."""
@@ -162,6 +202,8 @@ class PreparedDataset:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, replacing an earlier one; it gets its name only when it is complete.
+
+        Beside the rows lies their lock, see [`DataLock`][hf_bucketing.columns.data_lock.DataLock].
 
         Raises:
             BucketingError: If the folder exists and is not such a data set.
@@ -180,12 +222,14 @@ class PreparedDataset:
             "other_roots": [root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
             "references": asdict(self.references),
+            "audio": None if self.audio is None else asdict(self.audio),
             "cache": None
             if self.cache is None
-            else {**asdict(self.cache), "folder": os.path.relpath(self.cache.folder, target)},
+            else asdict(self.cache.with_folders(lambda folder: os.path.relpath(folder, target))),
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
+            self.lock_rule.lock(load_from_disk(str(partial))).save(partial / LOCK_FILE)
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
             if self.settings:
                 (partial / CONFIG_FILE).write_text(write_config(self.settings), encoding="utf-8")
@@ -204,7 +248,7 @@ class PreparedDataset:
                 f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
                 "from it with `streaming=True`, or prepare its rows without --streaming."
             )
-        cache, config = manifest["cache"], path / CONFIG_FILE
+        cache, audio, config = manifest["cache"], manifest.get("audio"), path / CONFIG_FILE
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -215,9 +259,10 @@ class PreparedDataset:
             other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
             references=read_rule(manifest),
+            audio=None if audio is None else AudioRule(**audio),
             cache=None
             if cache is None
-            else CacheInfo(**{**cache, "folder": os.path.normpath(path / cache["folder"])}),
+            else CacheInfo(**cache).with_folders(lambda folder: os.path.normpath(path / folder)),
             settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 

@@ -111,10 +111,16 @@ class StreamPart:
     table: BucketTable
 
     def open(
-        self, buckets: BucketColumns, *, shuffle_buffer: int = 0, seed: int = 0, reject: bool = False
+        self,
+        buckets: BucketColumns,
+        *,
+        references: ReferenceRule,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        reject: bool = False,
     ) -> IterableDataset:
         """Return the stream of the rows of the source; arguments as those of [`PreparedStream.open`]."""
-        columns = StreamColumns.of(self.source, buckets, root=self.root)
+        columns = StreamColumns.of(self.source, buckets, root=self.root, references=references)
         columns = columns.rejecting() if reject else columns
         rows = find_rows(SourceRequest.of(self.source, streaming=True)).dataset
         assert isinstance(rows, IterableDataset), "the request is for a stream"
@@ -137,8 +143,8 @@ class PreparedStream:
         open_table ([`OpenTable`]): Sizes of the rows in packs.
         num_shards (`int`): Files, or parts of files, that processes and workers share out.
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
-            shown.
+        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
+            have, and the sizes in which they are shown.
     """
 
     parts: tuple[StreamPart, ...]
@@ -201,7 +207,9 @@ class PreparedStream:
             for part in self.parts
         ]
         if len(self.parts) == 1:
-            return self.parts[0].open(columns[0], shuffle_buffer=shuffle_buffer, seed=seed, reject=reject)
+            return self.parts[0].open(
+                columns[0], references=self.references, shuffle_buffer=shuffle_buffer, seed=seed, reject=reject
+            )
         _, ids = union_of_tables([part.table for part in self.parts])
         streams = []
         for number, (part, buckets, new_ids) in enumerate(zip(self.parts, columns, ids, strict=True)):
@@ -212,7 +220,8 @@ class PreparedStream:
                 conditions=tuple(self.conditions),
                 bucket_ids=None if packed else tuple(new_ids.tolist()),
             )
-            streams.append(part.open(buckets, reject=reject).map(function, batched=True, batch_size=_BATCH_ROWS))
+            rows = part.open(buckets, references=self.references, reject=reject)
+            streams.append(rows.map(function, batched=True, batch_size=_BATCH_ROWS))
         return _shuffled(_interleaved(streams, self.parts, seed), shuffle_buffer, seed)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -338,6 +347,7 @@ def prepare_stream(
     *,
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
+    taken: ReferenceRule | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[PreparedStream, Columns]:
     """Check the first rows of sources as those of a data set of rows, and describe them as one stream.
@@ -353,7 +363,9 @@ def prepare_stream(
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
     given_shares([config.weight for config in configs])
-    checked = check_sources(sources, spec=spec, native_sizes=native_sizes, streaming=True, overwrite=True, say=say)
+    checked = check_sources(
+        sources, spec=spec, native_sizes=native_sizes, taken=taken, streaming=True, overwrite=True, say=say
+    )
     check_same_conditions({name: source.config.conditions for name, source in checked.items()})
     table, ids = union_of_tables([source.table for source in checked.values()])
     found = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
@@ -366,7 +378,7 @@ def prepare_stream(
         open_table=configs[0].table.make_open(spec, table),
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
-        references=shared_rule(configs, spec),
+        references=shared_rule(configs, spec, taken),
     )
     return prepared, columns
 

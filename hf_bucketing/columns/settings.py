@@ -283,6 +283,8 @@ class RowsConfig:
         reference_downscale_factor (`int`, *optional*): References that lie over their sample, at this fraction of its
             height and width, with its crop, flip and frames, as LTX in-context models take them: 1 or 2 (default:
             references keep their own shape, uncropped).
+        with_audio (`bool`): Whether a model that generates audio with video is trained on the sound of its videos, as
+            it is in the files; those without a track train video alone.
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
             short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
             the caption within the dicts of a column json (default: found by its name).
@@ -331,6 +333,7 @@ class RowsConfig:
     reference_column: list[str] | None = None
     reference_pixels: int | None = None
     reference_downscale_factor: int | None = None
+    with_audio: bool = setting(False, needs_rows="which files of a stream have sound is not known before they come")
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
@@ -378,8 +381,8 @@ class RowsConfig:
         frames = longest if self.clip_frames is None else self.clip_frames
         return None if self.clips is None else ClipRule.parse(self.clips, frames=frames)
 
-    def reference_rule(self, spec: LatentSpec | None = None) -> ReferenceRule:
-        """Return the rule of the sizes of references, in whole tokens of a model or in pixels.
+    def reference_rule(self, taken: ReferenceRule | None = None) -> ReferenceRule:
+        """Return the rule of the references, in sizes and numbers that a model takes, or in any.
 
         Raises:
             BucketingError: If both an area and a factor are given, or one is below 1.
@@ -389,10 +392,10 @@ class RowsConfig:
                 "Give `reference_pixels`, or `reference_downscale_factor` for references that lie over their samples, "
                 "not both."
             )
-        return ReferenceRule(
+        return replace(
+            taken or ReferenceRule(),
             max_pixels=self.reference_pixels,
             downscale_factor=self.reference_downscale_factor,
-            multiples=(1, 1) if spec is None else spec.multiples,
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..buckets.assignment import REJECTED_BUCKET
 from ..media.conditions import REFERENCE, all_columns, columns_of
-from ..media.references import REFERENCE_SIZES
+from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, MediaColumns
 from .buckets import BucketColumns
@@ -63,7 +63,9 @@ class StreamColumns:
     rule_version: int = field(default=3, init=False)
 
     @classmethod
-    def of(cls, config: RowsConfig, buckets: BucketColumns, *, root: str | None) -> StreamColumns:
+    def of(
+        cls, config: RowsConfig, buckets: BucketColumns, *, root: str | None, references: ReferenceRule
+    ) -> StreamColumns:
         """Return the function for a source whose columns are all named, and whose sizes have one origin."""
         assert config.media_column is not None
         assert config.caption_column is not None
@@ -75,9 +77,7 @@ class StreamColumns:
             named = read_size_columns(config.size_columns)
             fps = config.target_fps if "fps" in named else None
             sizes = ExistingMetadata(**named, target_fps=fps, on_error=on_error, media_column=column)
-        files = MediaColumns(
-            column=column, root=root, conditions=config.conditions, references=config.reference_rule()
-        )
+        files = MediaColumns(column=column, root=root, conditions=config.conditions, references=references)
         clips = config.clip_rule(1)
         return cls(
             captions=CaptionTexts(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +18,7 @@ from ..files import existing_places
 from .beside import files_in
 from .layouts import CAPTION_EXTENSION, MEDIA_FILES, TABLES
 from .tables import column_names
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .toml_tables import read_tables
 
 _VIDEOS = ("video_directory", "video_jsonl_file")
 _TABLES = ("image_jsonl_file", "video_jsonl_file")
@@ -130,33 +125,10 @@ def load_toml(path: str | Path) -> TomlSources:
         MediaError: If the file is not such a TOML, a source has no path or several, its path does not exist, or it
             exists below both folders.
     """
-    file = Path(path)
-    try:
-        content = tomllib.loads(file.read_bytes().decode())
-    except OSError as error:
-        raise MediaError(f"{file} cannot be read ({error.strerror}); correct the path.") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise MediaError(f"{file} is no TOML ({error}); correct it.") from error
-    tables = list(_tables(content))
-    if not tables:
-        raise MediaError(f"{file} lists no sources; write [[datasets]] as musubi-tuner, or [[directory]].")
+    file, tables = Path(path), read_tables(path)
     names = [f"source {number} of {file}" for number in range(1, len(tables) + 1)]
     sources = [_source(table, file.parent, name) for table, name in zip(tables, names, strict=True)]
     return TomlSources(sources, _ignored(tables))
-
-
-def _tables(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each source, those of the tables around it included."""
-    general = content.get("general", {})
-    for dataset in content.get("datasets", []):
-        shared = {**general, **{key: value for key, value in dataset.items() if key != "subsets"}}
-        yield from ({**shared, **subset} for subset in dataset.get("subsets", [{}]))
-    shared = {key: value for key, value in content.items() if not _is_table(value)}
-    yield from ({**shared, **directory} for directory in content.get("directory", []))
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
 def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:

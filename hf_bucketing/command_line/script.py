@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from ..errors import BucketingError, FlagError, Interrupted, WriteError
 from ..files import explain
+from .environment import keep_error
 from .flags import FlagParser
 from .quiet import hide_known_lines
 
@@ -62,12 +63,14 @@ def run_script(
             if interruption.happened or isinstance(error, Interrupted):  # libraries may turn it into their own errors
                 message = interruption.message(error)
                 code = _ENDED_BY + getattr(error, "number", signal.SIGINT)
-            elif isinstance(error, BucketingError):
-                message, code = _text(error, flags), 2 if isinstance(error, FlagError) else 1
-            elif reason := explain(error):
-                message, code = _text(WriteError(reason), flags), 1
             else:
-                raise
+                keep_error(error)
+                if isinstance(error, BucketingError):
+                    message, code = _text(error, flags), 2 if isinstance(error, FlagError) else 1
+                elif reason := explain(error):
+                    message, code = _text(WriteError(reason), flags), 1
+                else:
+                    raise
         _end(message, code)
 
 

@@ -200,10 +200,7 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _plan_parts(self, **epoch: Any) -> EpochPlan:
         """Plan an epoch of batches whose rows can be stacked, labelled by their buckets."""
         plan = plan_buckets(self._planned_ids, self.config, **epoch)
-        labels = plan.bucket_ids.copy()
-        of_bucket = has_bucket(labels)
-        labels[of_bucket], _ = self._of_parts(labels[of_bucket].astype(np.int64))
-        return replace(plan, bucket_ids=labels)
+        return plan if self.parts is None else replace(plan, bucket_ids=self.parts.buckets_of(plan.bucket_ids))
 
     @property
     def _equal_epochs(self) -> bool:

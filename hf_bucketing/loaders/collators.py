@@ -16,7 +16,7 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
-from ..media.conditions import all_columns
+from ..media.audio import AudioRule
 from ..media.references import ReferenceRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..media.sample import LoadedSample, load
@@ -66,6 +66,8 @@ class MediaCollator:
             with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
             shown.
+        audio ([`AudioRule`][hf_bucketing.media.audio.AudioRule], *optional*): Rule of the audio that is loaded with
+            each sample, as `audio` in `shown`; by default none is.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -81,6 +83,7 @@ class MediaCollator:
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
+    audio: AudioRule | None = None
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
@@ -92,6 +95,7 @@ class MediaCollator:
             other_roots=self.other_roots,
             conditions=self.conditions,
             references=self.references,
+            audio=self.audio,
         )
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -107,13 +111,13 @@ class MediaCollator:
     def load(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return `pixel_values` as a list of `(3, F, H, W)`, and `size`, `crop`, `flip`, `fps`, `caption` and `index`.
 
-        With conditions, also return `shown`.
+        With conditions or audio, also return `shown`.
 
         Raises:
             ColumnError: If a needed column is missing.
             MediaError: If a file cannot be decoded; the message names the row.
         """
-        require(rows[0], [self.column, "num_frames", "fps", *all_columns(self.conditions)])
+        require(rows[0], [self.column, "num_frames", "fps", *self._columns.shown_columns])
         if self.caption_column is not None:
             require(rows[0], [self.caption_column])
         found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
@@ -125,8 +129,8 @@ class MediaCollator:
             "flip": [view.flip for _, view in loaded],
             "fps": [view.fps for _, view in loaded],
         }
-        if self.conditions:
-            batch["shown"] = {name: [sample.shown[name] for sample, _ in loaded] for name in self.conditions}
+        if shown := self._columns.shown:
+            batch["shown"] = {name: [sample.shown[name] for sample, _ in loaded] for name in shown}
         if self.caption_column is not None:
             draw = partial(self.captions.caption, column=self.caption_column, seed=self.seed, epoch=int(self._epoch))
             batch["caption"] = [draw(row) for row, *_ in found]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
+from ..buckets.sizes import CropBox
 from ..errors import MediaError
 from .containers import container_of
 from .source import MediaSource
@@ -51,6 +52,19 @@ def is_image(source: MediaSource) -> bool:
     """Return whether a file is an image; all others count as videos."""
     with open_image(source) as image:
         return image is not None
+
+
+def shown_part(
+    frame: npt.NDArray[np.uint8], size: tuple[int, int], resized: tuple[int, int], box: CropBox
+) -> npt.NDArray[np.uint8]:
+    """Resize to `(height, width)` the part of a frame that a crop of its sample, `resized` as a whole, shows."""
+    height, width = frame.shape[:2]
+    across, down = width / resized[1], height / resized[0]
+    right, bottom = min(width, (box.left + box.width) * across), min(height, (box.top + box.height) * down)
+    image = Image.fromarray(frame).resize(
+        size[::-1], Image.Resampling.BICUBIC, box=(box.left * across, box.top * down, right, bottom)
+    )
+    return np.array(image)
 
 
 def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ REFERENCE_SIZES = "reference_sizes"
 @explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRule:
-    """Choose the size in which a reference is shown.
+    """Say how many references a sample may have, and choose the size in which each is shown.
 
     Args:
         max_pixels (`int`, *optional*): Largest area of a reference, height × width; larger ones are made smaller. By
@@ -27,6 +28,10 @@ class ReferenceRule:
             reference keeps its own shape, and is neither cropped nor flipped nor made larger.
         multiples (`tuple[int, int]`): Numbers of which height and width become multiples, see
             [`LatentSpec`][hf_bucketing.LatentSpec].
+        least (`int`): Fewest references of a sample with which the model can be trained.
+        most (`int`): Most references of a sample that the model takes; by default any number.
+        in_front (`bool`): Whether the model takes references as latent frames in front of their sample, where each
+            has the tokens of a frame of the sample, whatever its own size.
 
     Raises:
         BucketingError: If a number is below 1, or both a largest area and a factor are given.
@@ -35,6 +40,9 @@ class ReferenceRule:
     max_pixels: int | None = None
     downscale_factor: int | None = None
     multiples: tuple[int, int] = (1, 1)
+    least: int = 0
+    most: int = sys.maxsize
+    in_front: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))
@@ -49,6 +57,24 @@ class ReferenceRule:
     def lie_over(self) -> bool:
         """Whether references lie over their sample, pixel by pixel."""
         return self.downscale_factor is not None
+
+    @property
+    def counted(self) -> ReferenceRule:
+        """Rule of the sizes by which tokens are counted: those that are shown, or in front of a sample its own."""
+        return replace(self, max_pixels=None, downscale_factor=1) if self.in_front else self
+
+    def fault(self, count: int) -> str:
+        """Return why a sample with as many references cannot be trained, `""` if it can.
+
+        Example:
+            >>> ReferenceRule(most=1).fault(2)
+            'It has 2 references, but the model takes at most 1'
+        """
+        if self.least <= count <= self.most:
+            return ""
+        takes = f"at most {self.most}" if self.most else "none"
+        wanted = f"takes {takes}" if count > self.most else f"needs {self.least}"
+        return f"It has {count or 'no'} reference{'' if count == 1 else 's'}, but the model {wanted}"
 
     def sizes(self, stored: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
         """Return frames, height and width in which references are shown, `(k, 3)`.

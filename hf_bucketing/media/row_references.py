@@ -37,6 +37,12 @@ class BucketParts(NamedTuple):
     bucket_ids: IntArray
     shown_tokens: IntArray
 
+    def buckets_of(self, labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return labels of batches with the bucket in place of each part; other labels stay what they are."""
+        buckets, of_part = labels.copy(), has_bucket(labels)
+        buckets[of_part] = self.bucket_ids[labels[of_part]]
+        return buckets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowReferences:
@@ -85,6 +91,13 @@ class RowReferences:
         shown = self.rule.sizes(self.stored, np.repeat(np.asarray(samples, np.int64), self.counts, axis=0)).tolist()
         bounds = self.offsets.tolist()
         return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(bounds)]
+
+    def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
+        """Return the sizes of the references of one row, those that take most tokens beside a sample of a size."""
+        if not len(self.counts):
+            return ()
+        tokens = self.num_tokens(np.tile(size, (len(self.counts), 1)), spec=spec)
+        return self.select([tokens.argmax()]).sizes([size])[0]
 
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return the tokens of the references of each row, `(n,)`.

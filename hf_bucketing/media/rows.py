@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ..buckets.sizes import Size
 from ..errors import MediaError
-from .conditions import MASK, REFERENCE, columns_of, is_missing
+from .audio import AUDIO, HAS_AUDIO, AudioRule
+from .conditions import MASK, REFERENCE, all_columns, columns_of, is_missing
 from .probe import MediaInfo
 from .references import REFERENCE_SIZES, ReferenceRule
 from .source import MediaSource
@@ -37,6 +38,8 @@ class FileSample:
         row ([`MediaInfo`], *optional*): Size, frames and frame rate that the row has, by which the view was chosen.
         reference_sizes (`list` of `int`, *optional*): Frames, height and width of one reference after another that the
             row has, by which their tokens were counted.
+        audio ([`AudioRule`], *optional*): Rule of the audio that is loaded with the sample; None if none is.
+        has_audio (`bool`): Whether the file has a track of sound, by its row.
     """
 
     source: MediaSource
@@ -45,6 +48,8 @@ class FileSample:
     references: ReferenceRule = field(default_factory=ReferenceRule)
     row: MediaInfo | None = None
     reference_sizes: list[int] | None = None
+    audio: AudioRule | None = None
+    has_audio: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,8 @@ class MediaColumns:
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`; of
             references also several, separated by commas, whose files follow one another.
         references ([`ReferenceRule`]): Rule of the sizes in which references are shown.
+        audio ([`AudioRule`], *optional*): Rule of the audio that is loaded with each sample, of rows that have
+            [`HAS_AUDIO`]; by default none is.
     """
 
     column: str
@@ -65,6 +72,17 @@ class MediaColumns:
     other_roots: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
+    audio: AudioRule | None = None
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of what is loaded of each sample beside its pixels."""
+        return (*self.conditions, *([] if self.audio is None else [AUDIO]))
+
+    @property
+    def shown_columns(self) -> tuple[str, ...]:
+        """Columns that tell it."""
+        return (*all_columns(self.conditions), *([] if self.audio is None else [HAS_AUDIO]))
 
     def source(self, cell: Any, *, name: str) -> MediaSource:
         """Return the file that a cell of one of the columns names, see [`MediaSource.from_cell`]."""
@@ -108,6 +126,8 @@ class MediaColumns:
             conditions={condition: self.condition(condition, row, name=name) for condition in self.conditions},
             references=self.references,
             reference_sizes=row.get(REFERENCE_SIZES),
+            audio=self.audio,
+            has_audio=self.audio is not None and bool(row[HAS_AUDIO]),
         )
 
     def condition(

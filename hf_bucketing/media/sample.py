@@ -14,9 +14,10 @@ from PIL import Image
 from ..buckets.sizes import CropBox, Size
 from ..devices import to_device
 from ..errors import BucketingError, MediaError
+from .audio import AUDIO, CHANNELS, read_audio
 from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
-from .images import is_image
+from .images import is_image, shown_part
 from .references import ReferenceRule
 from .rows import FileSample
 from .source import MediaSource
@@ -35,7 +36,8 @@ class LoadedSample(NamedTuple):
         shown (mapping of `str` to `torch.Tensor`): Conditions, `float32`. `first_frame` and `last_frame` are
             `(3, 1, height, width)` and `control` is `(3, frames, height, width)`, in [−1, 1]; `mask` is
             `(1, frames, height, width)` in [0, 1]; `reference` is a tuple of any number of `(3, 1, h, w)` and
-            `(3, frames, h, w)`, of the sizes of the sample's [`ReferenceRule`].
+            `(3, frames, h, w)`, of the sizes of the sample's [`ReferenceRule`]. `audio` is the sound of the frames,
+            `(2, samples)` in [−1, 1], with no samples where the file has none.
     """
 
     pixels: torch.Tensor
@@ -80,7 +82,23 @@ def load(sample: FileSample) -> LoadedSample:
         else _load_condition(name, sample, stored=stored)
         for name in sample.conditions
     }
+    if sample.audio is not None:
+        shown[AUDIO] = _load_audio(sample)
     return LoadedSample(_in_range(_joined(frames, view)), view.crop(*stored)[1], shown)
+
+
+def _load_audio(sample: FileSample) -> torch.Tensor:
+    """Load the sound of a sample's frames, `(2, samples)` of whole tokens; left and right change places in a flip."""
+    view, rule = sample.view, sample.audio
+    assert rule is not None, "load checks it"
+    tokens = int(rule.num_tokens(view.size.frames, view.fps)) if sample.has_audio else 0
+    if not tokens:
+        return torch.zeros(CHANNELS, 0)
+    samples = tokens * rule.samples_per_token
+    waveform = read_audio(sample.source, start=view.times[0], samples=samples, rate=rule.rate)
+    if waveform is None:
+        raise MediaError(f"{sample.source.path} has no sound, but its row says so; prepare the data set again.")
+    return torch.from_numpy(waveform[::-1].copy() if view.flip else waveform)
 
 
 def _load_condition(name: str, sample: FileSample, *, stored: tuple[int, int]) -> torch.Tensor:
@@ -131,7 +149,7 @@ def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[in
         _, height, width = rule.sizes((num_frames, *frame.shape[:2]), view.size)[0].tolist()
         if rule.lie_over:
             check_shape(REFERENCE, source.path, size=frame.shape[:2], sample=stored)
-            pixels = _channels_first(_over_sample(frame, (height, width), *view.crop(*stored)))
+            pixels = _channels_first(shown_part(frame, (height, width), *view.crop(*stored)))
         else:
             pixels = _channels_first(frame)
         frames.append(_placed(pixels, (height, width), CropBox(0, 0, height, width)))
@@ -144,19 +162,6 @@ def _opened(name: str, source: MediaSource, view: View) -> tuple[MediaSource, bo
     still = is_image(source)
     check_kind(name, source.path, still=still, sample_is_image=not view.fps)
     return source, still
-
-
-def _over_sample(
-    frame: npt.NDArray[np.uint8], size: tuple[int, int], resized: tuple[int, int], box: CropBox
-) -> npt.NDArray[np.uint8]:
-    """Resize to `(height, width)` the part of a frame that a crop of its sample, `resized` as a whole, shows."""
-    height, width = frame.shape[:2]
-    across, down = width / resized[1], height / resized[0]
-    right, bottom = min(width, (box.left + box.width) * across), min(height, (box.top + box.height) * down)
-    image = Image.fromarray(frame).resize(
-        size[::-1], Image.Resampling.BICUBIC, box=(box.left * across, box.top * down, right, bottom)
-    )
-    return np.array(image)
 
 
 def _channels_first(frame: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import stat
@@ -10,7 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from ..errors import MediaError
-from .remote import HEADER_BLOCK, WHOLE_BLOCK, RemoteFile, below, check_allowed, is_url
+from .remote import HEADER_BLOCK, WHOLE_BLOCK, RemoteFile, below, check_allowed, is_url, version
+
+_ENDS = 2**16
+"""Bytes at the beginning and at the end of a file in memory that a quick look at its version reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,23 @@ class MediaSource:
         if size == 0:
             raise MediaError(f"{path} is empty (0 bytes); remove the row or write the file again.")
         return cls(path=path, data=data)
+
+    def version(self, *, quick: bool = False) -> list[Any]:
+        """Return what changes with the contents of the file: its length and time of modification, or a hash.
+
+        Args:
+            quick (`bool`): Whether to ask no server, and to read only the length and the ends of bytes.
+
+        Raises:
+            MediaError: If a URL cannot be reached.
+        """
+        if self.data is not None:
+            ends = [len(self.data), hashlib.sha256(self.data[:_ENDS] + self.data[-_ENDS:]).hexdigest()]
+            return ends if quick else [hashlib.sha256(self.data).hexdigest()]
+        if is_url(self.path):
+            return [] if quick else version(self.path)
+        status = os.stat(self.path)
+        return [status.st_size, status.st_mtime_ns]
 
     def opened(self, *, headers: bool = False) -> MediaSource:
         """Return the source with its URL opened, once for all that read it next; other sources as they are.

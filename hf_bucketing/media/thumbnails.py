@@ -1,4 +1,4 @@
-"""Small copies of images and videos as data URIs, for pages that hold everything themselves."""
+"""Small copies of images and videos, for pages: as they are, or as a sample shows them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from .conditions import MOVING, REFERENCE
 from .decode import Frame, frame_times, iter_frames
+from .images import is_image, shown_part
 from .probe import probe
+from .rows import FileSample
 from .source import MediaSource
 
 _MOST_FRAMES = 24
 _QUALITY = 72
+_GAP = 4
+"""Pixels between frames that lie side by side."""
 
 
 class Thumbnail(NamedTuple):
-    """A small picture: its data as a URI, width and height in pixels."""
+    """A small picture: its file's contents and format, width and height in pixels."""
 
-    uri: str
+    data: bytes
+    form: str
     width: int
     height: int
+
+    @property
+    def uri(self) -> str:
+        """The picture as a data URI, for pages that hold everything themselves."""
+        return f"data:image/{self.form};base64,{base64.b64encode(self.data).decode()}"
 
 
 def thumbnail(source: MediaSource, *, second: float = 0.0, max_side: int = 240) -> Thumbnail:
@@ -38,6 +49,48 @@ def thumbnail(source: MediaSource, *, second: float = 0.0, max_side: int = 240) 
     """
     (frame,) = iter_frames(source, [second])
     return _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY)
+
+
+def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, Thumbnail]:
+    """Return JPEGs of what a model is shown of a sample, by what they are: of its frames, conditions and references.
+
+    Of a video they are the first, middle and last frame that its view picks, side by side. All have the crop of the
+    sample, but references that do not lie over it, which are shown whole.
+
+    Args:
+        sample ([`FileSample`]): The sample.
+        max_side (`int`): Longest side of a frame in pixels.
+
+    Raises:
+        MediaError: If a file cannot be decoded, or is not as its row says.
+    """
+    view = sample.view
+    places = sorted({0, view.size.frames // 2, view.size.frames - 1})
+    times = [view.times[place] for place in places]
+    frames = [*iter_frames(sample.source, times, video_decoder=view.video_decoder, row=sample.row)]
+    scale = min(1.0, max_side / max(view.size[1:]))
+    size = round(view.size.height * scale), round(view.size.width * scale)
+
+    def cropped(frames: Sequence[Frame]) -> Thumbnail:
+        strip = Image.new("RGB", (len(frames) * (size[1] + _GAP) - _GAP, size[0]), "grey")
+        for place, frame in enumerate(frames):
+            part = shown_part(frame, size, *view.crop(*frame.shape[:2]))
+            strip.paste(Image.fromarray(part), (place * (size[1] + _GAP), 0))
+        return _encode([strip], form="jpeg", quality=_QUALITY)
+
+    pictures = {"first, middle and last frame" if len(frames) > 1 else "image": cropped(frames)}
+    for name, file in sample.conditions.items():
+        sources = file if isinstance(file, tuple) else () if file is None else (file,)
+        for number, source in enumerate(sources, start=1):
+            source = source.opened()
+            moving = name in MOVING and not is_image(source)
+            (frame,) = iter_frames(source, times[:1] if moving else [0.0], video_decoder=view.video_decoder)
+            label = f"{name} {number}" if name == REFERENCE else name
+            whole = name == REFERENCE and not sample.references.lie_over
+            pictures[label] = (
+                _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY) if whole else cropped([frame])
+            )
+    return pictures
 
 
 def animation(source: MediaSource, *, max_side: int = 240) -> Thumbnail:
@@ -65,5 +118,4 @@ def _small(frame: Frame, max_side: int) -> Image.Image:
 def _encode(frames: Sequence[Image.Image], *, form: str, **options: object) -> Thumbnail:
     data = io.BytesIO()
     frames[0].save(data, form, **options)
-    uri = f"data:image/{form};base64,{base64.b64encode(data.getvalue()).decode()}"
-    return Thumbnail(uri, *frames[0].size)
+    return Thumbnail(data.getvalue(), form, *frames[0].size)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from PIL import Image
 
+from .conditioning import FRAMES
 from .recipe import Conditions, ModelInputs, Recipe, Samples, Shown
 
 ENDS = ("first_frame", "last_frame")
@@ -51,6 +53,11 @@ class FirstFrameRecipe(Recipe):
     takes_image = True
     shown: ClassVar[tuple[str, ...]] = ENDS[:1]
 
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """Conditions of whole frames, and what the base class takes."""
+        return tuple(dict.fromkeys((*FRAMES, *super().drawn_kinds)))
+
     @torch.no_grad()
     def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Encode the first frames that the data set shows.
@@ -63,21 +70,24 @@ class FirstFrameRecipe(Recipe):
         return {FIRST_LATENT: self.encode_latents(shown_ends(pixel_values, shown))}
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return the inputs of a model that continues the first latent frame of each sample.
-
-        That frame has no noise, timestep 0 and weight 0 in the loss; it is the sample's own, or the one that
-        [`encode_conditions`] made. Images, whose first frame is all there is, remain noisy as a whole. A model's
-        tokens are one latent frame long and have a timestep each.
-        """
+        """Return the inputs of a model whose samples begin with the frame that the data set shows, if it does."""
+        if (first_frames := samples.conditions.get(FIRST_LATENT)) is None:
+            return super().model_inputs(samples)
         noised = samples.noised
-        latents, timesteps, weights = [], [], []
-        first_frames = samples.conditions.get(FIRST_LATENT, noised.clean)
-        for noisy, first, timestep in zip(noised.latents, first_frames, noised.timesteps, strict=True):
-            predicted = torch.ones_like(noisy[:1])  # (1, f, h, w)
-            if noisy.shape[1] > 1:
-                predicted[:, 0] = 0
-            latents.append(torch.where(predicted > 0, noisy, first[:, :1].to(noisy)))
-            timesteps.append(timestep * predicted[0, :, 0, 0].to(timestep))
-            weights.append(predicted)
-        conditioning = self.conditioning(samples)
-        return ModelInputs(latents=latents, timesteps=timesteps, conditioning=conditioning, weights=weights)
+        pairs = zip(first_frames, noised.clean, strict=True)
+        clean = [torch.cat([first[:, :1].to(latent), latent[:, 1:]], 1) for first, latent in pairs]
+        return super().model_inputs(replace(samples, noised=noised._replace(clean=clean)))
+
+    def clean_parts(self, samples: Samples) -> Sequence[torch.Tensor] | None:
+        """Return what the run draws, and by default the first latent frame of videos.
+
+        Images, whose first frame is all there is, remain noisy as a whole.
+        """
+        return super().clean_parts(samples) or [_first_of_video(latent) for latent in samples.noised.latents]
+
+
+def _first_of_video(latent: torch.Tensor) -> torch.Tensor:
+    """Return which latent frames of `(C, f, h, w)` are the first of several, `(1, f, 1, 1)`."""
+    part = torch.zeros(1, latent.shape[1], 1, 1, dtype=torch.bool, device=latent.device)
+    part[:, :1] = latent.shape[1] > 1
+    return part

@@ -47,6 +47,28 @@ class Noised(NamedTuple):
     frame_timesteps: list[torch.Tensor] | None = None
 
 
+class NoisedAudio(NamedTuple):
+    """Noisy audio latents and their targets.
+
+    Attributes:
+        latents (list of `(tokens, channels)`): Noisy latents, with no tokens where a sample has no audio.
+        targets (list of `(tokens, channels)`): What the model is trained to predict.
+    """
+
+    latents: list[torch.Tensor]
+    targets: list[torch.Tensor]
+
+    def losses(self, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the mean squared error of each sample, `(n,)`, in at least float32; 0 where it has no audio."""
+        pairs = zip(predictions, self.targets, strict=True)
+        return torch.stack([_squared_error(prediction, target) for prediction, target in pairs])
+
+
+def _squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
+    return (prediction.to(dtype) - target.to(dtype)).square().sum() / max(1, target.numel())
+
+
 def sample_generator(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> torch.Generator:
     """Return the generator of the noise and the timestep of one occurrence of a sample in one epoch.
 
@@ -163,6 +185,18 @@ class Objective(ABC):
         drawn = [self._add_noise(latent, draw) for latent, draw in zip(latents, draws, strict=True)]
         noised, targets, timesteps = map(list, zip(*drawn, strict=True))
         return noised, targets, timesteps
+
+    def audio(
+        self, latents: Sequence[torch.Tensor], *, timesteps: torch.Tensor, keys: Sequence[tuple[int, ...]]
+    ) -> NoisedAudio:
+        """Add noise to the audio of samples at the timesteps of their video.
+
+        Args:
+            latents (sequence of `(tokens, channels)`): Audio latents without noise.
+            timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample.
+            keys (sequence of tuples of `int`): Key of the noise of each.
+        """
+        raise NotImplementedError
 
     def losses(
         self, prediction: torch.Tensor, noised: Noised, *, weights: Sequence[torch.Tensor] | None = None
@@ -292,6 +326,18 @@ class FlowMatching(Objective):
     def noise_levels(self, timesteps: torch.Tensor) -> torch.Tensor:
         """Return σ."""
         return timesteps / self.num_train_timesteps
+
+    def audio(
+        self, latents: Sequence[torch.Tensor], *, timesteps: torch.Tensor, keys: Sequence[tuple[int, ...]]
+    ) -> NoisedAudio:
+        """Add noise to audio as to video, see [`Objective.audio`]."""
+        noises = [
+            _noise_like(latent, torch.Generator().manual_seed(integer_seed(Purpose.AUDIO_NOISE, *key)))
+            for latent, key in zip(latents, keys, strict=True)
+        ]
+        triples = zip(latents, noises, self.noise_levels(timesteps), strict=True)
+        noisy = [((1 - sigma) * latent + sigma * noise).to(latent.dtype) for latent, noise, sigma in triples]
+        return NoisedAudio(noisy, [noise - latent for latent, noise in zip(latents, noises, strict=True)])
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)

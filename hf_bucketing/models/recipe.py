@@ -22,10 +22,15 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
+from ..media.audio import AUDIO, AudioRule
 from ..media.conditions import MASK, REFERENCE
+from ..media.references import ReferenceRule
+from ..media.write import Sound
+from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import Family, freeze_unused
 from ..packing.strips import token_grid
+from .conditioning import BLACK, ConditionShares
 from .experts import TrainedComponent, transformers_of
 from .index import PipelineIndex
 from .loading import (
@@ -40,7 +45,7 @@ from .loading import (
     strides_of,
 )
 from .loss_mask import LOSS_MASK, latent_mask
-from .objectives import Denoising, FlowMatching, Noised, Objective, WeightingScheme
+from .objectives import Denoising, FlowMatching, Noised, NoisedAudio, Objective, WeightingScheme
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 
 
@@ -119,12 +124,15 @@ class Samples:
             CPU, so that reading a rate waits for no device.
         conditions (mapping of `str` to a sequence): What [`encode_media`][Recipe.encode_media] made of each sample
             beside its latents: a tensor, or of its [`REFERENCES`] a tuple of them.
+        audio ([`NoisedAudio`][hf_bucketing.models.objectives.NoisedAudio], *optional*): Noisy audio and its targets;
+            None where none is trained.
     """
 
     noised: Noised
     text: TextEmbeddings
     fps: torch.Tensor
     conditions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    audio: NoisedAudio | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +157,32 @@ class ModelInputs:
     weights: Sequence[torch.Tensor] | None = None
     references: Sequence[Sequence[torch.Tensor]] | None = None
 
+    def showing(
+        self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]
+    ) -> ModelInputs:
+        """Return inputs in which a part of each sample has no noise, timestep 0 and no weight in the loss.
+
+        Args:
+            parts (sequence of `torch.Tensor` of `bool`): What is shown, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is
+                not whole frames, which needs a model with a timestep per token.
+            clean (sequence of `(C, f, h, w)`): Latents without noise.
+            patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+        """
+        latents, timesteps, weights = [], [], []
+        for noisy, own, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
+            latents.append(torch.where(part, own.to(noisy), noisy))
+            tokens = part[0, :: patch[0], :: patch[1], :: patch[2]]
+            timesteps.append(torch.where(tokens, 0, level.view(-1, 1, 1)).flatten())
+            weights.append((~part).to(noisy).expand_as(noisy[:1]))
+        return replace(self, latents=latents, timesteps=timesteps, weights=weights)
+
 
 Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
 
 `first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
-in [0, 1], where 1 is learned; `reference` is a tuple of any number of `(3, f, h, w)`, each at its own size. A collator
-returns it as `shown`.
+in [0, 1], where 1 is learned; `reference` is a tuple of any number of `(3, f, h, w)`, each at its own size; `audio` is
+`(2, samples)` in [−1, 1], with no samples where a file has no sound. A collator returns it as `shown`.
 """
 
 REFERENCES = "references"
@@ -167,11 +194,20 @@ Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
 Of [`REFERENCES`] there is a tuple of tensors per sample.
 """
 
+SHOWN_FRAMES = "shown_frames"
+"""Which frames of a sample a run draws to show, `(F,)` of `bool` on the CPU; `encode_conditions` gets it too, beside
+what the data set shows."""
+SHOWN_LATENTS = "shown_latents"
+"""Which latents of a sample these are, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is shown parts of frames."""
+
 
 def cleans_captions() -> bool:
     """Return whether pipelines that can clean captions do so, which takes two libraries."""
     return bool(is_bs4_available() and is_ftfy_available())
 
+
+AUDIO_TEXT = "audio_text"
+"""Name among the `others` of captions of the embeddings that audio attends to, where they are not those of video."""
 
 IMAGES = ("image", "last_image")
 """Arguments of a pipeline's call for the frames to begin and to end a clip with."""
@@ -192,6 +228,7 @@ class Recipe:
         guidance (`float`): Guidance scale that a model which embeds one is given in training, not negative.
             [`guided`][Recipe.guided] changes it. 1 stands for predictions without guidance, which the loss aims at;
             docs/models/index.md says what other trainers take.
+        audio (`bool`): Whether audio is trained with video.
     """
 
     pipeline: Any
@@ -202,6 +239,7 @@ class Recipe:
     config: Mapping[str, Any] = field(default_factory=dict)
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     guidance: float = 1.0
+    audio: bool = False
 
     pipeline_class: ClassVar[str]
     """Class name in the pipeline's `model_index.json`."""
@@ -258,8 +296,11 @@ class Recipe:
         max_sequence_length: int | None = None,
         trained: TrainedComponent = "transformer",
         loading: Loading | None = None,
+        audio: bool = False,
     ) -> Recipe:
         """Load a pipeline from the hub or a folder, by default whole and in float32; freeze all but what is trained.
+
+        With `audio`, audio is trained with video.
 
         Raises:
             BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
@@ -282,7 +323,7 @@ class Recipe:
         )
         for name in names:
             if (transformer := getattr(pipeline, name)) is not None:
-                freeze_unused(cls.family, transformer)
+                freeze_unused(cls.family, transformer, audio=audio)
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),
@@ -291,6 +332,7 @@ class Recipe:
             beside=names[1:],
             config=config,
             vae_config=read_config(name_or_path, "vae"),
+            audio=audio,
         )
 
     @classmethod
@@ -332,20 +374,32 @@ class Recipe:
         )
 
     @classmethod
+    def makes_audio(cls) -> bool:
+        """Return whether the model makes audio with video, and is trained on both where a data set has audio."""
+        return bool(getattr(cls, "family", None) and cls.family.audio_parts)
+
+    @classmethod
+    def read_audio_rule(cls, name_or_path: str) -> AudioRule | None:
+        """Read the rate and the length of audio from the configurations; None for models that make none."""
+        return None
+
+    @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
         """Return the temporal and the spatial stride of the VAE by its configuration."""
         return strides_of(vae)
 
     @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
+    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 1) -> int:
         """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
 
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+            references (`int`): References of the sample, for a text encoder that sees them; at least one is counted.
         """
+        pictures = max(1, references) if cls.text_sees_references else 1
         if not cls.family.text.in_sequence:
             return 0
-        return (max_sequence_length or cls.default_sequence_length) + cls.added_text_tokens
+        return (max_sequence_length or cls.default_sequence_length) + pictures * cls.added_text_tokens
 
     @property
     def transformer(self) -> Any:
@@ -565,7 +619,26 @@ class Recipe:
             latent_size = tuple(latents.shape[2:])
             repeats = self.spec.num_repeats
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
+        if AUDIO in shown:
+            encoded[AUDIO] = [self.encode_audio(waveform) for waveform in shown[AUDIO]]
         return encoded
+
+    def encode_audio(self, waveform: torch.Tensor) -> torch.Tensor:
+        """Encode sound `(2, samples)` in [−1, 1], or no samples, to normalised latents `(tokens, channels)`.
+
+        Models that make audio override it.
+        """
+        raise NotImplementedError
+
+    def pack_audio(self, samples: Samples) -> Audio | None:
+        """Return the audio of samples as a pack takes it; None where none is trained.
+
+        Audio has the noise level of its video, as in the pipeline's call, and its text is that of the same caption.
+        """
+        if samples.audio is None:
+            return None
+        timesteps, text = samples.noised.timesteps, samples.text.others[AUDIO_TEXT]
+        return Audio(latents=samples.audio.latents, timesteps=timesteps, video_timesteps=timesteps, text=text)
 
     def encode_reference(self, pixels: torch.Tensor) -> torch.Tensor:
         """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""
@@ -578,22 +651,60 @@ class Recipe:
             counts (array of `int`, shape `(n,)`): References of each sample.
             names (sequence): What messages call each sample, such as the number of its row.
         """
-        faults = {f"more than the {self.max_references} that it takes": counts > self.max_references}
-        if REFERENCE in self.required:
-            faults["none, which it needs"] = counts == 0
-        for what, wrong in faults.items():
-            if wrong.any():
-                first = ", ".join(str(names[row]) for row in np.flatnonzero(wrong)[:3])
-                raise BucketingError(
-                    f"{np.count_nonzero(wrong)} of {len(counts)} samples have references that a {self.pipeline_class} "
-                    f"cannot be trained with: {what}, such as row {first}. Prepare the data set again without these "
-                    "rows, or correct their references."
-                )
+        faults = {number: self.reference_rule().fault(number) for number in np.unique(counts).tolist()}
+        rows = np.flatnonzero(np.isin(counts, [number for number, fault in faults.items() if fault]))
+        if len(rows):
+            raise BucketingError(
+                f"A {self.pipeline_class} cannot be trained with the references of {len(rows)} of {len(counts)} "
+                f"samples, such as row {names[rows[0]]}: {faults[int(counts[rows[0]])]}. Prepare the data set again "
+                "for this model, and correct these rows or reject them with --on_error reject."
+            )
+
+    @classmethod
+    def reference_rule(cls) -> ReferenceRule:
+        """Return how many references of a sample the model takes, and where, in sizes of any multiples."""
+        required = int(REFERENCE in cls.required)
+        return ReferenceRule(least=required, most=cls.max_references, in_front=cls.references_in_front)
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """Kinds of conditions that a run may draw for its samples, see [`read_condition`]; by default none."""
+        return ()
+
+    @property
+    def encodes_drawn(self) -> bool:
+        """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
+        return False
+
+    def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
+        """Raise BucketingError if a run cannot show the model what it would draw.
+
+        Args:
+            shares ([`ConditionShares`][hf_bucketing.models.conditioning.ConditionShares]): What it draws.
+            names (collection of `str`): Names of the data set's conditions.
+            cached (`bool`): Whether latents come from a cache.
+        """
+        if unknown := sorted({*shares.kinds} - {*self.drawn_kinds}):
+            takes = f"takes {quoted(self.drawn_kinds)} alone" if self.drawn_kinds else "takes none; omit it"
+            raise BucketingError(
+                f"`condition` shows the model {quoted(unknown)}, but a {self.pipeline_class} of this configuration "
+                f"{takes}."
+            )
+        if BLACK in shares.kinds and MASK not in names:
+            raise BucketingError(
+                "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
+            )
+        if cached and self.encodes_drawn:
+            raise BucketingError(
+                f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
+                "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
+            )
 
     @classmethod
     def taken_conditions(cls) -> tuple[str, ...]:
         """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
-        return (*cls.shown, *([REFERENCE] if cls.max_references else []))
+        audio = [AUDIO] if cls.makes_audio() else []
+        return (*cls.shown, *([REFERENCE] if cls.max_references else []), *audio)
 
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
@@ -609,6 +720,8 @@ class Recipe:
                 f"conditions it takes {quoted(taken)}. Prepare the data set again without the others, or train a "
                 "pipeline that takes them."
             )
+        if self.audio and AUDIO not in names:
+            raise BucketingError("Audio is trained, but this data set has none; prepare it again with --with_audio.")
         if missing := sorted(set(self.required) - set(names)):
             raise BucketingError(
                 f"A {self.pipeline_class} must be shown {quoted(missing)}, which the data set lacks; name their "
@@ -656,19 +769,28 @@ class Recipe:
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return what the model is called with: by default noisy latents, their timesteps and [`conditioning`].
 
-        Behind the latents come [`added_channels`].
+        Behind the latents come [`added_channels`]; some latents may be clean ([`clean_parts`]).
         """
         noised, latents = samples.noised, samples.noised.latents
         if added := self.added_channels(samples):
             pairs = zip(latents, added, strict=True)
             latents = [torch.cat([latent, channels.to(latent)]) for latent, channels in pairs]
         timesteps = noised.timesteps if noised.frame_timesteps is None else noised.frame_timesteps
-        return ModelInputs(
+        inputs = ModelInputs(
             latents=latents,
             timesteps=timesteps,
             conditioning=self.conditioning(samples),
             references=self.references(samples),
         )
+        parts = self.clean_parts(samples)
+        return inputs if parts is None else inputs.showing(parts, clean=noised.clean, patch=self.spec.patch)
+
+    def clean_parts(self, samples: Samples) -> Sequence[torch.Tensor] | None:
+        """Return the part of each sample that its latents show without noise, see [`ModelInputs.showing`].
+
+        By default it is what the run draws; None where it draws nothing, or the model is shown it in another way.
+        """
+        return samples.conditions.get(SHOWN_LATENTS)
 
     def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
         """Return the references of each sample, in the dtype of its latent; None where no data set has any."""
@@ -783,16 +905,31 @@ class Recipe:
         Returns:
             `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
         """
-        pairs = zip(IMAGES, (image, last_image), strict=True)
-        images = {name: frame for name, frame in pairs if frame is not None}
+        images = {"image": image, "last_image": last_image}
+        return self.frames_of(self.call(prompt, size, images=images, references=references, **options))
+
+    def call(self, prompt: str, size: Size, *, images: Mapping[str, Any], references: Any = (), **options: Any) -> Any:
+        """Call the pipeline as [`render`] does, with `images` that may be None, and return what it returns."""
+        given = {name: image for name, image in images.items() if image is not None}
         shown = self.reference_arguments(references, size) if references else {}
-        call = {**images, **shown, **self.size_arguments(size), **options}
-        return self.frames_of(self.pipeline(prompt=prompt, output_type="np", **call))
+        arguments = {**given, **shown, **self.size_arguments(size), **options}
+        return self.pipeline(prompt=prompt, output_type="np", **arguments)
+
+    def render_with_sound(
+        self, prompt: str, size: Size, *, fps: float, **options: Any
+    ) -> tuple[np.ndarray, Sound | None]:
+        """Render frames as [`render`] does, and sound that lasts as long as they do at `fps`, where there is some."""
+        return self.render(prompt, size, **options), None
 
     @classmethod
     def frames_of(cls, result: Any) -> np.ndarray:
         """Return the frames `(frames, height, width, 3)` of what the pipeline's call returned as arrays."""
         return np.asarray(result.images if "images" in result else result.frames[0])
+
+    @classmethod
+    def sound_of(cls, pipeline: Any, result: Any) -> Sound | None:
+        """Return the sound of what the call of the pipeline returned; None for models that make none."""
+        return None
 
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, int]:

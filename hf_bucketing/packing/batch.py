@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import PackingError
+from .audio import Audio, cut_evenly
 from .layout import PackedLayout
 from .names import Grid
 from .strips import from_strips, to_strips, token_grid
@@ -104,6 +105,7 @@ class PackedBatch:
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor`): Further inputs of the model: one row per sample, `(n, …)`,
             or for those of a latent's size, strips like the latents.
+        audio ([`Audio`], *optional*): Audio of the samples, its texts without what their mask leaves out.
     """
 
     strips: torch.Tensor
@@ -112,6 +114,7 @@ class PackedBatch:
     layout: PackedLayout
     patch: Grid
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    audio: Audio | None = None
 
     def per_strip(self, values: torch.Tensor) -> torch.Tensor:
         """Repeat per-sample values `(n, …)` for each strip, `(num_strips, …)`; padding gets the last sample's."""
@@ -138,9 +141,7 @@ class PackedBatch:
 
         For models that view their text by the number of batch rows. Attention reads the rows in order again.
         """
-        strips, tokens = self.layout.num_strips, max(1, len(self.text))
-        length = -(-tokens // strips)
-        return F.pad(self.text, (0, 0, 0, strips * length - len(self.text))).unflatten(0, (strips, length))
+        return cut_evenly(self.text, self.layout.num_strips)
 
     def unpack(self, prediction: torch.Tensor) -> list[torch.Tensor]:
         """Return one `(channels, frames, height, width)` tensor per sample, zero where a token was dropped.

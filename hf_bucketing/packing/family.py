@@ -88,6 +88,8 @@ class Family:
             samples of a stack run one after another, each with its own text.
         context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
             diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
+        audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
+            may hold audio.
     """
 
     transformer_class: ClassVar[str]
@@ -121,6 +123,7 @@ class Family:
     max_references: ClassVar[int] = 0
     runs_alone: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
+    audio_parts: ClassVar[tuple[str, ...]] = ()
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""
@@ -216,12 +219,21 @@ class Family:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text.channels))
 
+    def audio_text_dim(self, transformer: Transformer) -> int:
+        """Return the channels of a text embedding for audio."""
+        raise NotImplementedError
+
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return parts of the names of parameters that predictions do not depend on, such as those of an audio stream.
 
-        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait.
+        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait. Those of `audio_parts` are
+        among them.
         """
         return ()
+
+    def unused_in(self, transformer: Transformer, *, audio: bool) -> list[str]:
+        """Return what is [`unused`], without `audio_parts` where audio is trained too."""
+        return [part for part in self.unused(transformer) if not (audio and part in self.audio_parts)]
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return what the transformer's forward needs of each sample beside the text, and how to draw it."""
@@ -355,6 +367,10 @@ class Family:
             return output.transpose(1, 2)
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
+    def audio_rows(self, result: Any) -> torch.Tensor:
+        """Return the prediction of audio, `(rows, row_length, channels)`, among what a forward of a pack returns."""
+        raise NotImplementedError
+
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
         rows = self.restored(output, self._grid_of_strips(batch), batch.patch)
@@ -370,7 +386,7 @@ class Family:
         if self.runs_alone and (len(rows.latents) > 1 or rows.text_mask is not None):
             return torch.cat([self.run(transformer, row, wrapped=wrapped) for row in rows.one_by_one()])
         if rows.references:
-            rows = self._with_references(transformer, rows)
+            rows = self.with_references(transformer, rows)
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
         device = rows.latents.device
         kwargs = tree_map_only(torch.Tensor, lambda value: to_device(value, device), kwargs)
@@ -383,7 +399,7 @@ class Family:
             output = output[:, : math.prod(rows.grid)]
         return self.restored(output, rows.grid, rows.patch)
 
-    def _with_references(self, transformer: Transformer, rows: Rows) -> Rows:
+    def with_references(self, transformer: Transformer, rows: Rows) -> Rows:
         """Check the references of unpacked samples, and give them timesteps where each token has one."""
         grids = rows.grids
         self.check_grid(transformer, grids[0], shown=grids[1:])
@@ -427,9 +443,9 @@ def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:
     return rows if rows.shape[2:] == sides else unpatchify(patchify(rows, patch), grid)
 
 
-def freeze_unused(family: Family, transformer: Transformer) -> None:
+def freeze_unused(family: Family, transformer: Transformer, *, audio: bool = False) -> None:
     """Freeze the parameters that predictions do not depend on, see [`Family.unused`]."""
-    parts = family.unused(transformer)
+    parts = family.unused_in(transformer, audio=audio)
     for name, parameter in transformer.named_parameters():
         if any(part in name for part in parts):
             parameter.requires_grad_(False)

@@ -9,9 +9,10 @@ import torch
 
 from ..errors import PackingError
 from .attachment import attachment_of
+from .audio import AudioLayout
 from .batch import PackedBatch
 from .context import bind_checkpoints, exact_inputs, use_layout
-from .family import output_of
+from .family import Family, output_of
 from .pack import Packing
 
 
@@ -34,6 +35,33 @@ def packed_forward(
             projections, another `forward`, a hook), the pack was made for another patch, or the model does not take
             `attention_kwargs`.
     """
+    result, family = _run(transformer, batch, attention_kwargs)
+    return family.output_strips(batch, output_of(result))
+
+
+def packed_forward_with_audio(
+    transformer: torch.nn.Module, batch: PackedBatch, *, attention_kwargs: Mapping[str, float] | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run a pack with audio, as [`packed_forward`], and return its strips and the audio of each sample.
+
+    Returns:
+        `tuple`: Strips, and a list of one `torch.Tensor` of shape `(tokens, channels)` per sample, of no tokens where
+        a sample has no audio.
+
+    Raises:
+        PackingError: If the pack has no audio; and as [`packed_forward`].
+    """
+    audio = AudioLayout.of(batch.layout)
+    if audio is None:
+        raise PackingError("This pack holds no audio: give `audio` to pack, or call packed_forward.")
+    result, family = _run(transformer, batch, attention_kwargs)
+    return family.output_strips(batch, output_of(result)), audio.by_sample(family.audio_rows(result))
+
+
+def _run(
+    transformer: torch.nn.Module, batch: PackedBatch, attention_kwargs: Mapping[str, float] | None
+) -> tuple[Any, Family]:
+    """Return what the transformer's forward returns for a pack, and the family of the transformer."""
     attachment = attachment_of(transformer)
     attachment.check()
     packing, family = attachment.packing, attachment.packing.family
@@ -50,8 +78,7 @@ def packed_forward(
     kwargs = {**family.inputs(family.rows(batch)), **_attention_kwargs(packing, attention_kwargs)}
     bind_checkpoints(packing.transformer)
     with use_layout(batch.layout), exact_inputs(kwargs, cast=family.cast_inputs):
-        output = output_of(transformer(**kwargs, return_dict=False))
-    return family.output_strips(batch, output)
+        return transformer(**kwargs, return_dict=False), family
 
 
 def _attention_kwargs(packing: Packing, settings: Mapping[str, float] | None) -> dict[str, Any]:

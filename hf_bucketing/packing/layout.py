@@ -43,6 +43,8 @@ class PackedLayout:
             default, each sample has a text of its own.
         kept (tuple of `torch.Tensor`, *optional*): The tokens of each sample's own grid that are in the pack, as
             ascending indices. By default, all tokens; those of references always are.
+        audio_lengths (tuple of `int`, *optional*): Audio tokens of each sample, which lie apart; 0 where a sample has
+            none. By default, the pack has no audio.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
         multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens,
@@ -71,6 +73,7 @@ class PackedLayout:
     added_lengths: tuple[int, ...] | None = None
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
+    audio_lengths: tuple[int, ...] | None = None
     padding_strips: int = 0
     text_padding: int = 0
     multiple_of: int = 1
@@ -83,7 +86,7 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
-        for name in ("shown", "caption_ids", "added_lengths"):
+        for name in ("shown", "caption_ids", "added_lengths", "audio_lengths"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.grids):
                 raise PackingError(f"A pack of {len(self.grids)} samples needs as many {name}: {values}.")

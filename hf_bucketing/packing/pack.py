@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ..devices import to_device
 from ..errors import PackingError
+from .audio import Audio
 from .batch import PackedBatch, has_latent_size, token_timesteps
 from .context import exact_timesteps
 from .family import Family, Transformer
@@ -46,6 +47,7 @@ class Packing:
         references: Sequence[Sequence[torch.Tensor]] | None = None,
         text_mask: torch.Tensor | None = None,
         conditioning: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
+        audio: Audio | None = None,
         token_drop: TokenDrop | None = None,
         seeds: Sequence[Seed] | None = None,
         pad_to: int | None = None,
@@ -74,6 +76,8 @@ class Packing:
                 of the transformer's forward, under its names; exactly those that the model needs. Those of a latent's
                 size, such as a control video, are a sequence of `(channels, frames, height, width)`. The others may
                 lie on the CPU: the model gets them on the device of the latents.
+            audio ([`Audio`], *optional*): Audio of the samples, for models that generate it with video; its texts have
+                the same `text_mask`.
             token_drop ([`TokenDrop`], *optional*): Rule by which tokens are dropped from the pack; in training only.
             seeds (sequence of `int`, or of tuples of them, *optional*): Seeds of token drop, one per sample.
             pad_to (`int`, *optional*): Strips of the pack, reached by padding, so that all packs have one shape and
@@ -101,6 +105,8 @@ class Packing:
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
         shown = self._shown_grids(latents, references)
+        if audio is not None:
+            audio = self._checked_audio(audio.masked(self.family.text.padding, text_mask), tuple(map(len, texts)))
         stored, caption_ids = deduplicate(texts)
         layout = PackedLayout(
             grids=grids,
@@ -111,6 +117,7 @@ class Packing:
             added_lengths=self.family.added_lengths(conditions),
             caption_ids=caption_ids if pad_text_to is None else None,
             kept=self._kept(grids, shown, token_drop, seeds, device=latents[0].device),
+            audio_lengths=None if audio is None else audio.lengths,
         )
         self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
@@ -131,6 +138,7 @@ class Packing:
             text=F.pad(torch.cat(texts if layout.caption_ids is None else stored), (0, 0, 0, layout.text_padding)),
             layout=layout,
             patch=patch,
+            audio=audio,
         )
         packed = {
             name: batch.pack_like(values) if has_latent_size(values) else values for name, values in conditions.items()
@@ -170,6 +178,13 @@ class Packing:
                         f"{what} {sample} is {tensor.dtype} on {tensor.device}, and {what.lower()} 0 is {first.dtype} "
                         f"on {first.device}; a pack has one dtype on one device."
                     )
+
+    def _checked_audio(self, audio: Audio, text_lengths: Sequence[int]) -> Audio:
+        if not self.family.audio_parts:
+            raise PackingError(f"{self.model_name} generates no audio beside its video; omit `audio`.")
+        channels, text_dim = self.transformer.config.audio_in_channels, self.family.audio_text_dim(self.transformer)
+        audio.check(text_lengths=text_lengths, channels=channels, text_dim=text_dim)
+        return audio
 
     def _shown_grids(
         self, latents: Sequence[torch.Tensor], references: Sequence[Sequence[torch.Tensor]] | None

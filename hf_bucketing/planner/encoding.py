@@ -20,24 +20,29 @@ from .trackers import Kinds
 _TRACED_LATENT_FRAMES = 3
 
 
-def encode_texts(components: Components, config: PlanConfig, *, samples: int) -> TracedCall:
+def encode_texts(components: Components, config: PlanConfig, *, samples: int, references: int = 0) -> TracedCall:
     """Return what encoding captions needs: the weights of all that reads texts, and the most that one call makes.
+
+    An encoder that sees references encodes captions one by one, and reads pictures as tokens. What it makes of these
+    tokens before is less than what it makes of them then.
 
     Args:
         components ([`Components`]): Configurations of the pipeline.
         config ([`PlanConfig`]): What is planned for.
         samples (`int`): Number of captions.
+        references (`int`): References of each sample.
     """
-    length = config.max_sequence_length or components.recipe.default_sequence_length
+    length, together = config.max_sequence_length or components.recipe.default_sequence_length, samples
+    if components.recipe.text_sees_references:
+        length, together = length + components.recipe.added_text_tokens * references, 1
     dtype = HALF.get(config.mixed_precision, torch.float32)
-    calls = [_encode_text(encoder, samples, length, dtype) for encoder in components.text_encoders]
+    calls = [_encode_text(encoder, together, length, dtype) for encoder in components.text_encoders]
     peak = Kinds(
         weights=sum(call.peak.weights for call in calls),
         activations=max((call.peak.activations for call in calls), default=0),
     )
-    return _with_others(
-        components, config, "text_encoders", TracedCall(peak=peak, flops=sum(call.flops for call in calls))
-    )
+    flops = sum(call.flops for call in calls) * samples / together
+    return _with_others(components, config, "text_encoders", TracedCall(peak=peak, flops=flops))
 
 
 def encode_media(components: Components, config: PlanConfig, *, size: Size, samples: int) -> TracedCall:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
+from ..errors import BucketingError
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
@@ -164,9 +166,10 @@ class StepShape:
     Attributes:
         size ([`Size`][hf_bucketing.Size]): Frames, height and width of the largest sample.
         samples (`int`): Number of samples.
-        tokens (`int`): Tokens of all samples.
+        tokens (`int`): Tokens of all samples and of their references.
         text_tokens (`int`): Tokens of the texts in their sequences.
-        pixels (`int`): Pixels of all samples, frames times height times width.
+        pixels (`int`): Pixels of all samples and references, frames times height times width.
+        references (`tuple` of [`Size`][hf_bucketing.Size]): Sizes of the references of the sample that has most.
     """
 
     size: Size
@@ -174,16 +177,25 @@ class StepShape:
     tokens: int
     text_tokens: int
     pixels: int
+    references: tuple[Size, ...] = ()
 
     @classmethod
-    def of(cls, sizes: Sequence[Size], *, tokens: int, text_tokens: int = 0) -> StepShape:
-        """Return the shape of a step of samples of these sizes."""
+    def of(
+        cls,
+        sizes: Sequence[Size],
+        *,
+        tokens: int,
+        text_tokens: int = 0,
+        references: Sequence[tuple[Size, ...]] = (),
+    ) -> StepShape:
+        """Return the shape of a step of samples of these sizes, with these references of each."""
         return cls(
             size=max(sizes, key=math.prod),
             samples=len(sizes),
             tokens=tokens,
             text_tokens=text_tokens,
-            pixels=sum(math.prod(size) for size in sizes),
+            pixels=sum(math.prod(size) for size in chain(sizes, *references)),
+            references=max(references, key=lambda shown: sum(map(math.prod, shown)), default=()),
         )
 
     @property
@@ -227,27 +239,38 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
         size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
     else:
         size = Size(*config.sample_size)
-    per_sample = spec.num_tokens(size)  # raises if it does not divide into tokens
+    recipe, shown = components.recipe, config.references()
+    if fault := recipe.reference_rule().fault(len(shown)):
+        raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
+    if recipe.references_in_front:
+        shown = (size._replace(frames=1),) * len(shown)
+    per_sample = sum(map(spec.num_tokens, (size, *shown)))  # raises if one does not divide into tokens
     if config.batching == "pack":
         per_sample = strip_tokens(per_sample, config.strip_length)
-    text = components.recipe.text_tokens(config.max_sequence_length)
+    text = recipe.text_tokens(config.max_sequence_length, references=len(shown))
     samples = config.train_batch_size
     if config.max_tokens is not None:
         samples = max(1, config.max_tokens // (per_sample + text))
-    return StepShape.of([size] * samples, tokens=samples * per_sample, text_tokens=samples * text)
+    return StepShape.of(
+        [size] * samples, tokens=samples * per_sample, text_tokens=samples * text, references=[shown] * samples
+    )
 
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
     memory, spec = config.memory, components.spec
-    latents = spec.latent_size(shape.size)
+    latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe, length = components.recipe, config.max_sequence_length
-    if tokens != spec.num_tokens(shape.size):
-        latents = _grid_of(tokens, spec, frames=latents[0])
+    shown = sum(map(spec.num_tokens, shape.references))
+    if recipe.references_in_front or memory.context_parallel_degree > 1 or tokens <= shown:
+        references, shown = [], 0  # they are frames of the sample, or a part of its tokens
+    if tokens - shown != spec.num_tokens(shape.size):
+        latents = _grid_of(tokens - shown, spec, frames=latents[0])
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
-        text_length=recipe.text_tokens(length) or length or recipe.default_sequence_length,
+        reference_sizes=tuple(references),
+        text_length=-(-shape.text_tokens // shape.samples) or length or recipe.default_sequence_length,
         mixed_precision=config.mixed_precision,
         trained_dtype=memory.trained_dtype,
         adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),
@@ -274,10 +297,12 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
-        text = encode_texts(components, config, samples=shape.samples).peak
+        text = encode_texts(components, config, samples=shape.samples, references=len(shape.references)).peak
     if config.cached == "nothing":
         together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
-        vae = encode_media(components, config, size=shape.size, samples=together).peak
+        encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}
+        calls = [encode_media(components, config, size=size, samples=count) for size, count in encoded.items()]
+        vae = max((call.peak for call in calls), key=lambda peak: peak.total)
         pixels = 3 * 4 * shape.pixels
     resident = replace(
         _kept_of_trained(traced, config),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..adapters.settings import AdapterConfig
+from ..buckets.sizes import Size
 from ..errors import BucketingError
 from ..models.experts import TrainedComponent
 from ..optimizers.settings import OptimizerConfig
@@ -22,6 +24,8 @@ class PlanConfig:
     Args:
         sample_size (`list` of `int`, *optional*): Frames, height and width of the samples, in pixels; by default 81
             frames, or as many as the model takes, at the model's own smallest size.
+        reference_sizes (`str`, *optional*): Sizes in which each sample's references are shown, as
+            `height,width;height,width`, with the frames of a clip before them, in pixels; by default it has none.
         train_batch_size (`int`): Samples per process and step.
         max_tokens (`int`, *optional*): Tokens per process and step instead, those of text in the sequence of its
             sample included: as many samples as fit, at least one.
@@ -48,6 +52,7 @@ class PlanConfig:
     """
 
     sample_size: list[int] | None = None
+    reference_sizes: str | None = None
     train_batch_size: int = 1
     max_tokens: int | None = None
     batching: Literal["bucket", "pack"] = "bucket"
@@ -79,6 +84,7 @@ class PlanConfig:
             raise BucketingError(
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
+        self.references()
         check_combination(
             Combination(
                 memory=self.memory,
@@ -95,6 +101,34 @@ class PlanConfig:
                 planned=True,
             )
         )
+
+    def references(self) -> tuple[Size, ...]:
+        """Return the sizes of each sample's references.
+
+        Raises:
+            BucketingError: If they are not sizes.
+        """
+        texts = self.reference_sizes.split(";") if self.reference_sizes is not None else []
+        try:
+            sides = [[int(side) for side in text.split(",")] for text in texts]
+        except ValueError:
+            sides = [[]]
+        if any(len(size) not in (2, 3) or min(size) < 1 for size in sides):
+            raise BucketingError(
+                "`reference_sizes` must be sizes of references, such as 1024,1024;512,768 for two pictures or "
+                f"49,256,352 for a clip; got {self.reference_sizes!r}."
+            )
+        return tuple(Size(*[1, *size][-3:]) for size in sides)
+
+
+def as_reference_sizes(references: Iterable[Size]) -> str | None:
+    """Return sizes of references as [`PlanConfig`] takes them.
+
+    Example:
+        >>> as_reference_sizes([Size(1, 64, 96), Size(9, 32, 32)])
+        '1,64,96;9,32,32'
+    """
+    return ";".join(",".join(map(str, size)) for size in references) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ class TracedStep:
     Attributes:
         transformer ([`Component`]): Transformer to train.
         latent_sizes (`tuple` of `(f, h, w)`): Latent frames, rows and columns of each sample, the same for all.
+        reference_sizes (`tuple` of `(f, h, w)`): Those of the references of each sample.
         text_length (`int`): Text tokens of each.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
         trained_dtype (`"float32"` or `"bf16"`): Precision of what is trained.
@@ -82,6 +83,7 @@ class TracedStep:
     offload_activations: bool = False
     shards: int = 1
     base_predictions: int = 0
+    reference_sizes: tuple[Grid, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,14 +328,18 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
         conditioning[name] = values.to("meta") if has_latent_size(values) else torch.ones_like(values)
     added = max(family.added_lengths(conditioning) or (0,))
     length = family.text_length(model.config) or max(1, step.text_length - added)
+    channels = family.in_channels(model)
     rows = Rows(
-        latents=torch.empty(count, family.in_channels(model), *size, device="meta"),
+        latents=torch.empty(count, channels, *size, device="meta"),
         timesteps=torch.empty(count, device="meta"),
         text=torch.empty(count, length, family.text_dim(model), device="meta"),
         patch=patch,
         text_mask=torch.ones(count, length) if family.text.padding == "masked" else None,
         conditioning=conditioning,
+        references=[torch.empty(count, channels, *size, device="meta") for size in step.reference_sizes],
     )
+    if rows.references:
+        rows = family.with_references(model, rows)
     return {**family.inputs(rows), **family.unpacked_inputs(model, rows)}
 
 

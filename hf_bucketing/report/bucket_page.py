@@ -11,10 +11,12 @@ from .compare import Report
 from .crops import WorstCrop
 from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
+from .peers import PeerReport
+from .peers.table import READING, peer_cells, peer_notes
 from .references import describe_references
 from .sources import SourceUse, source_cells
 from .text import (
-    LEFT_OUT,
+    BESIDE_REFERENCES,
     bucket_cells,
     bucket_note,
     describe_cut_samples,
@@ -45,6 +47,7 @@ class Beside:
         thumbnails (mapping of `int` to `(URI, width, height)`): Frames of the worst crops, by row.
         faults (mapping of `int` to `str`): Why a frame of the worst crops could not be read, by row.
         sources (sequence of [`SourceUse`]): Sources, if there are several.
+        peers (sequence of [`PeerReport`]): What other trainers would do, if it is asked.
         model (`str`): Pipeline whose memory is planned, and the step that is planned for.
         memory (sequence of [`MemoryRow`]): Its memory under several settings.
     """
@@ -55,6 +58,7 @@ class Beside:
     thumbnails: Mapping[int, tuple[str, int, int]] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     sources: Sequence[SourceUse] = ()
+    peers: Sequence[PeerReport] = ()
     model: str = ""
     memory: Sequence[MemoryRow] = ()
 
@@ -70,6 +74,7 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         Section(name="crops", title="Worst crops", blocks=_crops(report.worst_crops, beside)),
         Section(name="rejections", title="Rejections", blocks=_rejections(report, beside)),
         Section(name="batching", title="Padding, bucketing, packing", blocks=_strategies(report)),
+        Section(name="peers", title="Other trainers", blocks=_peers(beside.peers)),
         Section(name="plan", title="Plan and memory", blocks=_plan(report, beside)),
     ]
     strides = f"{spec.temporal_stride} in time, {spec.spatial_stride} in space, patch {'×'.join(map(str, spec.patch))}"
@@ -131,7 +136,7 @@ def _buckets(report: Report) -> list[Block]:
         if len(rows) > MAX_BARS:
             blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
         if report.references is not None:
-            blocks.append(Paragraphs(texts=[f"{describe_references(report.references)} {LEFT_OUT}"]))
+            blocks.append(Paragraphs(texts=[f"{describe_references(report.references)} {BESIDE_REFERENCES}"]))
         if (cut := report.buckets.cut_short) is not None:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:
@@ -218,6 +223,18 @@ def _strategies(report: Report) -> list[Block]:
         note="Padding and packing drop only what cannot be read or fills no step.",
     )
     return [Paragraphs(texts=describe_strategies(report)), Charts(charts=strategies(report)), table]
+
+
+def _peers(peers: Sequence[PeerReport]) -> list[Block]:
+    if not peers:
+        return []
+    head, *rows = peer_cells(peers)
+    rules = [(peer.name, peer.rule) for peer in peers if peer.rule]
+    return [
+        Table(title="What other trainers would do with these rows", head=head, rows=rows, note=READING),
+        Paragraphs(texts=peer_notes(peers)),
+        Table(title="Rules and their settings", head=("trainer", "rule"), rows=rules, texts=(1,), folded=True),
+    ]
 
 
 def _plan(report: Report, beside: Beside) -> list[Block]:

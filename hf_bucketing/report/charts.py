@@ -274,6 +274,46 @@ def bar_chart(
     )
 
 
+def heat_map(
+    changes: npt.NDArray[np.floating],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str,
+    x_label: str,
+    alt: str,
+    note: str = "",
+) -> Chart:
+    """Draw a table of relative changes, whose cells are the stronger coloured the larger they are.
+
+    Args:
+        changes (array of `float`, shape `(len(rows), len(columns))`): Changes, such as -0.1 for a tenth less; cells
+            that are not finite stay empty.
+        rows (sequence of `str`): Names of the rows.
+        columns (sequence of `str`): Names of the columns.
+        title (`str`): Title of the chart.
+        x_label (`str`): Title of the columns.
+        alt (`str`): What the chart shows, for those who do not see it.
+        note (`str`): How to read the chart.
+    """
+    largest = float(np.nanmax(np.abs(changes), initial=0)) or 1.0
+    less, more = COLOURS[2], COLOURS[7]
+
+    def draw(axes: Axes) -> None:
+        for (row, column), change in np.ndenumerate(changes):
+            if np.isfinite(change):
+                colour = (less if change < 0 else more, 0.65 * abs(float(change)) / largest)
+                axes.barh(row, 0.96, 0.92, column - 0.48, facecolor=colour, clip_on=False)
+                axes.annotate(f"{change:+.0%}", (column, row), ha="center", va="center_baseline")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel=x_label)
+        axes.grid(visible=False)
+
+    legend = (("less", "s2"), ("more", "s7"))
+    return Chart(title=title, note=note, alt=alt, draw=draw, legend=legend, height=72 + 24 * len(rows))
+
+
 def short(value: float) -> str:
     """Return a tick's number, with k, M, G or T for large ones.
 

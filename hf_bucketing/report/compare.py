@@ -34,6 +34,7 @@ from .measure import (
     mean,
     measure_buckets,
     plan_batches,
+    plan_bucketing,
     read_subject,
 )
 from .references import ReferenceReport, measure_references
@@ -53,8 +54,8 @@ class StrategyReport:
             [`Rejection`][hf_bucketing.Rejection], or `remainder` for those that fill no step.
         num_steps (`int`): Steps of the epoch, on each process.
         mixed_steps (`int`): Bucketing: steps whose processes hold several buckets. 0 for the others.
-        real_tokens (`int`): Tokens of the kept samples, at the sizes that they are trained at, and of their texts
-            where these sit in the same sequence.
+        real_tokens (`int`): Tokens of the kept samples, at the sizes that they are trained at, of their references,
+            and of their texts where these sit in the same sequence.
         computed_tokens (`int`): Tokens that the model computes, padding included.
         cropped_area (`float`): Mean over the kept samples of the share of a frame that cover-resize and crop remove.
         cropped_frames (`float`): Mean over the kept samples of the share of the frames that is cut off.
@@ -108,8 +109,7 @@ class Report:
         durations ([`Histogram`], *optional*): Videos by seconds; None if no frame rate is known.
         rejected (`tuple` of [`RejectedRows`]): Rejected rows by reason, with examples.
         worst_crops (`tuple` of [`WorstCrop`]): Samples that lose most of their frame, the worst buckets first.
-        references ([`ReferenceReport`], *optional*): What references cost, which all else leaves out; None if there
-            are none.
+        references ([`ReferenceReport`], *optional*): What references cost in buckets; None if there are none.
     """
 
     config: ReportConfig
@@ -171,7 +171,15 @@ def make_report(
         PlanError: If a sample exceeds `config.max_tokens`.
     """
     config = config or ReportConfig()
-    subject = read_subject(columns, table, spec=spec, config=config, assigned=assigned, max_frames=max_frames)
+    subject = read_subject(
+        columns,
+        table,
+        spec=spec,
+        config=config,
+        assigned=assigned,
+        max_frames=max_frames,
+        references=references,
+    )
     return Report(
         config=config,
         spec=spec,
@@ -213,47 +221,47 @@ class _Epoch(NamedTuple):
 def _padding(subject: Subject) -> _Epoch:
     """Plan `batch_size` samples at their own sizes, drawn at random.
 
-    Every batch is padded to the largest number of frames, the largest height and the largest width that it holds.
-    Every token attends to the whole padded sample.
+    Every batch is padded to the largest number of frames, the largest height and the largest width that it holds, and
+    references to the most tokens that those of one sample take. Every token attends to the whole padded sample.
     """
     targets, config = subject.own, subject.config
     plan = plan_batches(np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET), config)
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
     table = open_table(subject.spec)
     padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec) + config.text_tokens
+    padded = padded + np.maximum.reduceat(targets.shown_tokens[plan.indices], plan.offsets[:-1])
     counts = np.diff(plan.offsets)
     return _Epoch("padding", targets, plan, padded * counts, config.costs.cost(padded) * counts)
 
 
 def _bucketing(subject: Subject) -> _Epoch:
-    """Plan `batch_size` samples of one bucket, at the bucket's size."""
+    """Plan `batch_size` samples of one bucket and of references of equal sizes, at the bucket's size."""
     targets, config = subject.bucketed, subject.config
-    plan = plan_batches(targets.bucket_id.astype(np.int64), config)
-    tokens = targets.num_tokens[plan.indices] + config.text_tokens
+    plan = plan_bucketing(subject)
+    tokens = targets.all_tokens[plan.indices] + config.text_tokens
     return _Epoch("bucketing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets))
 
 
 def _packing(subject: Subject) -> _Epoch:
-    """Plan packs of at most `max_tokens` tokens, of samples at their own sizes.
+    """Plan packs of at most `max_tokens` tokens, of samples at their own sizes and their references.
 
     Each sample takes whole strips, which are what is computed, and attends to its own strips.
     """
     targets, config = subject.own, subject.config
     max_tokens = config.max_tokens or _default_max_tokens(targets, config)
-    if np.count_nonzero(targets.num_tokens) < config.num_processes:
-        plan = empty_plan(targets.num_tokens > 0, config)
+    lengths = targets.all_tokens
+    if np.count_nonzero(lengths) < config.num_processes:
+        plan = empty_plan(lengths > 0, config)
     else:
         packs = PackPlanConfig(max_tokens=max_tokens, strip_length=config.strip_length, seed=config.seed)
-        plan = plan_packs(
-            targets.num_tokens, packs, epoch=0, num_processes=config.num_processes, text_tokens=config.text_tokens
-        )
-    tokens = strip_tokens(targets.num_tokens[plan.indices], config.strip_length) + config.text_tokens
+        plan = plan_packs(lengths, packs, epoch=0, num_processes=config.num_processes, text_tokens=config.text_tokens)
+    tokens = strip_tokens(lengths[plan.indices], config.strip_length) + config.text_tokens
     return _Epoch("packing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets), max_tokens)
 
 
 def _default_max_tokens(targets: Targets, config: ReportConfig) -> int:
     """Return `batch_size` samples of median tokens, or the largest sample in whole strips if that is more."""
-    tokens = targets.num_tokens[targets.num_tokens > 0]
+    tokens = targets.all_tokens[targets.num_tokens > 0]
     if not len(tokens):
         return 0
     largest = int(strip_tokens(tokens, config.strip_length).max())
@@ -265,7 +273,7 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
     by_step = epoch.costs.reshape(plan.num_steps, plan.num_processes)
     slowest = by_step.max(axis=1)
     remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason != "rejected"}
-    lengths = targets.num_tokens[rows] + subject.config.text_tokens
+    lengths = targets.all_tokens[rows] + subject.config.text_tokens
     useful = float(subject.config.costs.cost(lengths).sum())
     real, computed = int(lengths.sum()), int(epoch.computed.sum())
     return StrategyReport(

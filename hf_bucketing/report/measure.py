@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
+from ..media.row_references import BucketParts, RowReferences
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig
@@ -134,6 +135,7 @@ class Targets(NamedTuple):
             of 100×200 that covers a square target keeps a half.
         kept_frames: Share of the sample's frames that its target has.
         scale: Factor by which cover-resize scales the sample's sides; above 1 it enlarges.
+        shown_tokens: Tokens of the sample's references beside it, 0 for a rejected sample.
     """
 
     bucket_id: npt.NDArray[np.int32]
@@ -143,10 +145,26 @@ class Targets(NamedTuple):
     kept_area: FloatArray
     kept_frames: FloatArray
     scale: FloatArray
+    shown_tokens: IntArray
+
+    @property
+    def all_tokens(self) -> IntArray:
+        """Tokens of each sample and of its references."""
+        return self.num_tokens + self.shown_tokens
+
+    def beside(self, references: RowReferences | None, *, spec: LatentSpec) -> Targets:
+        """Return these targets with the tokens of references."""
+        if references is None:
+            return self
+        sizes = np.where(has_bucket(self.bucket_id)[:, None], np.stack(self.sizes, 1), 0)
+        return self._replace(shown_tokens=references.num_tokens(sizes, spec=spec))
 
 
 class Subject(NamedTuple):
-    """Everything that a report is computed from: the samples in their buckets and at their own size, and settings."""
+    """Everything that a report is computed from: the samples in their buckets and at their own size, and settings.
+
+    `parts` are buckets divided by the sizes of references, if samples have some.
+    """
 
     sizes: Sizes
     bucketed: Targets
@@ -154,6 +172,7 @@ class Subject(NamedTuple):
     table: BucketTable
     spec: LatentSpec
     config: ReportConfig
+    parts: BucketParts | None = None
 
 
 class AssignedColumns(NamedTuple):
@@ -201,6 +220,7 @@ def read_subject(
     config: ReportConfig,
     assigned: AssignedColumns | None = None,
     max_frames: int | None = None,
+    references: RowReferences | None = None,
 ) -> Subject:
     """Read the columns and find the targets of all samples; raises what `make_report` raises."""
     sizes = read_sizes(columns)
@@ -211,7 +231,9 @@ def read_subject(
             sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
         )
     own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
-    return Subject(sizes, bucketed, own, table, spec, config)
+    parts = None if references is None else references.parts(bucketed.bucket_id, table=table, spec=spec)
+    bucketed, own = (targets.beside(references, spec=spec) for targets in (bucketed, own))
+    return Subject(sizes, bucketed, own, table, spec, config, parts)
 
 
 def read_sizes(columns: SizeColumns) -> Sizes:
@@ -290,6 +312,7 @@ def _targets(
         kept_area=np.minimum(across, down) / np.maximum(np.maximum(across, down), 1),
         kept_frames=targets.frames / frames,
         scale=np.maximum(targets.heights / heights, targets.widths / widths),
+        shown_tokens=np.zeros_like(num_tokens),
     )
 
 
@@ -311,6 +334,15 @@ def plan_batches(bucket_ids: IntArray, config: ReportConfig) -> EpochPlan:
     return plan_buckets(bucket_ids, settings, epoch=0, num_processes=config.num_processes)
 
 
+def plan_bucketing(subject: Subject) -> EpochPlan:
+    """Plan an epoch of batches as training does: of one bucket, and of references of equal sizes."""
+    ids, parts = subject.bucketed.bucket_id.astype(np.int64), subject.parts
+    if parts is None:
+        return plan_batches(ids, subject.config)
+    plan = plan_batches(parts.ids, subject.config)
+    return replace(plan, bucket_ids=parts.buckets_of(plan.bucket_ids))
+
+
 def empty_plan(usable: npt.NDArray[np.bool_], config: ReportConfig) -> EpochPlan:
     """Return a plan without a step, so that a report can say why: too few samples are usable."""
     remainder = int(np.count_nonzero(usable))
@@ -324,9 +356,9 @@ class BucketUse:
     Attributes:
         bucket_id (`int`): Position in the table.
         size ([`Size`][hf_bucketing.Size]): Target size.
-        num_tokens (`int`): Tokens per sample.
-        cost (`float`): Cost of one sample: floating-point operations of one transformer block's forward pass, or
-            measured seconds.
+        num_tokens (`int`): Tokens per sample, without references.
+        cost (`float`): Cost of one sample without references: floating-point operations of one transformer block's
+            forward pass, or measured seconds.
         num_samples (`int`): Samples assigned to it. Where there are none, the three means below are NaN.
         kept_area (`float`): Mean share of the samples' frames inside the bucket after cover-resize.
         kept_frames (`float`): Mean share of the samples' frames that the bucket has.
@@ -401,7 +433,7 @@ class BucketReport:
 def measure_buckets(subject: Subject) -> BucketReport:
     """Plan one epoch of buckets and count; the plan has no step if fewer samples than processes have a bucket."""
     sizes, targets = subject.sizes, subject.bucketed
-    plan = plan_batches(targets.bucket_id.astype(np.int64), subject.config)
+    plan = plan_bucketing(subject)
     rows = np.flatnonzero(has_bucket(targets.bucket_id))
     ratio, target_ratio = (side.widths[rows] / side.heights[rows] for side in (sizes, targets.sizes))
     return BucketReport(

@@ -1,9 +1,9 @@
-"""Pages of one self-contained HTML file: sections of charts, tables, facts and pictures."""
+"""Pages of HTML: sections of charts, tables, facts and pictures in one file, and rows in scripts beside it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
@@ -94,7 +94,23 @@ class Gallery:
     pictures: Sequence[Picture]
 
 
-Block = Paragraphs | Facts | Charts | Table | Gallery
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowList:
+    """Rows that readers filter, search and leaf through; scripts beside the page hold them.
+
+    Attributes:
+        scripts (sequence of `str`): Relative URLs of scripts, each of which calls `rows.push` with rows as objects.
+        pictures (`str`): Relative URL of the folder of their pictures.
+        filters (mapping of `str` to sequence of `str`): Values to filter by, under the rows' names of them.
+    """
+
+    kind: ClassVar[str] = "rows"
+    scripts: Sequence[str]
+    pictures: str
+    filters: Mapping[str, Sequence[str]]
+
+
+Block = Paragraphs | Facts | Charts | Table | Gallery | RowList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

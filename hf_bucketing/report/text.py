@@ -35,14 +35,16 @@ from .rejections import explain_rejections
 
 Line = tuple[str, ...]
 
-LEFT_OUT = "All other numbers of this report leave references out."
+BESIDE_REFERENCES = (
+    "Steps and the comparison count references; tokens and costs of buckets are those of samples alone."
+)
 
 
 def format_report(report: Report) -> str:
     """Return the report as text in parts: the table on the data, its used buckets, any references, the strategies."""
     parts = [_summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
     if report.references is not None:
-        parts.insert(2, fill(f"{describe_references(report.references)} {LEFT_OUT}", width=118))
+        parts.insert(2, fill(f"{describe_references(report.references)} {BESIDE_REFERENCES}", width=118))
     return "\n\n".join(parts)
 
 

@@ -118,6 +118,11 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
         "of the base model applies.\n",
+        *(
+            ["Video and its audio are trained together; samples without a track of sound train video alone.\n"]
+            if recipe.audio
+            else []
+        ),
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
@@ -146,8 +151,9 @@ def _makes_images(recipe: Recipe) -> bool:
 
 
 def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
-    """Return the packages that the code of a card needs; diffusers writes videos with the last two."""
-    videos = [] if _makes_images(recipe) else ["imageio", "imageio-ffmpeg"]
+    """Return the packages that the code of a card needs; diffusers writes videos with the last ones."""
+    writers = ["av"] if recipe.audio else ["imageio", "imageio-ffmpeg"]
+    videos = [] if _makes_images(recipe) else writers
     return ["diffusers", "transformers", "accelerate", *(["peft"] if adapted else []), *videos]
 
 
@@ -156,7 +162,8 @@ def _code(run: Run, *, name: str, base: str) -> str:
     config, recipe = run.config, run.recipe
     size = _trained_sizes(run.data)[0][0]
     images = IMAGES[: recipe.num_images(recipe.config)]
-    tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else ["export_to_video"])]
+    writer = "encode_video" if recipe.audio else "export_to_video"
+    tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else [writer])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
     if adapted and not config.adapters.has_pairs:
@@ -188,12 +195,16 @@ def _code(run: Run, *, name: str, base: str) -> str:
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **{image: f'load_image("{image}.png")' for image in images},
         **recipe.size_arguments(size),
+        **({"frame_rate": _fps(run.data)} if recipe.audio else {}),
     }
     arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
     made = f"result.{recipe.output or ('images' if _makes_images(recipe) else 'frames')}[0]"
     if _makes_images(recipe):
         return "\n".join([*lines, f'{made}.save("image.png")'])
+    if recipe.audio:
+        sound = "audio=result.audio[0].float().cpu(), audio_sample_rate=pipeline.vocoder.config.output_sampling_rate"
+        return "\n".join([*lines, f'encode_video({made}, {_fps(run.data)}, "video.mp4", {sound})'])
     return "\n".join([*lines, f'export_to_video({made}, "video.mp4", fps={_fps(run.data)})'])
 
 
@@ -218,6 +229,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
     replaced = count_replaced(logs.batches)
     return [
         ("in the data set", len(rejection)),
+        *([] if data.with_audio is None else [("with audio", data.with_audio)]),
         *((f"rejected: {reason}", count) for reason, count in count_rejections(rejection).items()),
         *((f"dropped: {reason}", count) for reason, count in plan["dropped"].items() if reason != "rejected"),
         ("kept, per epoch", plan["kept"]),

@@ -14,6 +14,7 @@ from ..loaders.faults import FaultRule
 from ..loaders.workers import worker_options
 from ..losses.names import Reduction
 from ..media.views import ViewRule
+from ..models.conditioning import read_condition
 from ..models.experts import TrainedComponent
 from ..models.shift import read_shift
 from ..optimizers.settings import OptimizerConfig
@@ -230,6 +231,14 @@ class ObjectiveConfig:
         caption_dropout (`float`): Share of captions replaced by the empty one, for classifier-free guidance.
         reference_dropout (`float`): Share of samples that are shown no references, so that the model also works
             without; in buckets, the share of batches.
+        condition (`str`, *optional*): Parts of samples that the model is shown without noise, and the share of samples
+            that each is drawn for, such as `first_frame:0.3,prefix:0.2,none:0.5`. A condition is `first_frame`,
+            `last_frame`, `prefix`, `suffix`, `keyframes` or `mask` (what masks leave black), or several of them joined
+            by `+`; `prefix@2` has two latent frames, and `prefix` any number. By default image-to-video models are
+            shown what their pipelines show, and others nothing.
+
+        audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has
+            audio; the losses are added.
 
     Raises:
         BucketingError: On an impossible value.
@@ -242,14 +251,20 @@ class ObjectiveConfig:
     loss_reduction: Reduction = "sample"
     caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
+    condition: str | None = setting(None, on_resume="applied")
+    audio_weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_literals(self)
         check_shares(self, "caption_dropout", "reference_dropout")
         if self.shift is not None:
             read_shift(self.shift)
+        if self.condition is not None:
+            read_condition(self.condition)
         if self.guidance is not None and not 0 <= self.guidance < math.inf:
             raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
+        if not 0 < self.audio_weight < math.inf:
+            raise BucketingError(f"`audio_weight` must be above 0 and finite, got {self.audio_weight!r}.")
 
 
 @explains_names

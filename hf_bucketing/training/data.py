@@ -39,6 +39,7 @@ from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
+from ..media.audio import AUDIO, HAS_AUDIO
 from ..media.conditions import REFERENCE
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import REGULARIZATION
@@ -132,7 +133,8 @@ class TrainingData(RunData):
         plan = self.sampler.plan()
         lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
         most = int(lengths.argmax())
-        return LargestStep(self.sizes(plan.batch(most)), int(lengths[most]))
+        rows = plan.batch(most)
+        return LargestStep(self.sizes(rows), int(lengths[most]), self.reference_sizes(rows))
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
@@ -190,6 +192,13 @@ class TrainingData(RunData):
         if not isinstance(collator, CachedCollator) or not len(rows):
             return None
         return collator([self.dataset[int(rows[0])]])
+
+    @property
+    def with_audio(self) -> int | None:
+        """Usable rows that have audio; None where none is trained."""
+        if AUDIO not in self.conditions:
+            return None
+        return int(column_array(self.dataset, HAS_AUDIO)[self.num_tokens > 0].sum())
 
     @property
     def frame_rates(self) -> npt.NDArray[np.float64]:
@@ -297,6 +306,9 @@ def _data_of(
     num_tokens = own_tokens
     if references is not None:
         num_tokens = own_tokens + references.num_tokens(sample_sizes(bucket_ids, table), spec=spec)
+    check_audio(config, prepared)
+    if prepared.audio is not None:
+        num_tokens = num_tokens + prepared.audio_tokens(bucket_ids, table)
     learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     cost_model = make_cost_model(config, width=counting.width)
     resize = None
@@ -338,7 +350,7 @@ def _data_of(
                 prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
             )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
-    if references is not None and config.faults.on_error == "replace":
+    if (references is not None or prepared.audio is not None) and config.faults.on_error == "replace":
         counted = {"num_tokens": num_tokens}  # by which replacements are chosen
         if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
             counted[BUCKET_PART] = sampler.parts.ids
@@ -380,7 +392,7 @@ def _data_of(
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         texts=texts,
-        conditions=tuple(prepared.conditions),
+        conditions=prepared.shown,
         sources=prepared.sources,
         source_ids=prepared.source_ids,
     )
@@ -407,6 +419,8 @@ def _frames_that_fit(
         tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)[of_row.ravel()]
         if references is not None:
             tokens = tokens + references.num_tokens(sample_sizes(ids, table)[of_row.ravel()], spec=spec)
+        if prepared.audio is not None:
+            tokens = tokens + prepared.audio_tokens(ids[of_row.ravel()], table)
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero((tokens > 0) & ~over))
 
@@ -484,6 +498,28 @@ def check_reference_dropout(
         )
 
 
+def check_audio(config: TrainingConfig, prepared: PreparedDataset) -> None:
+    """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
+    if prepared.audio is None:
+        if given := not_default(config, "audio_weight"):
+            raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
+        return
+    faults = {
+        '`batching="bucket"`: audio is trained in packs, as samples of one size have audio of several lengths or none;'
+        ' give `batching="pack"`': config.batches.batching == "bucket",
+        '`max_tokens="auto"`, which tries video alone': config.batches.max_tokens == "auto",
+        "`random_resize`": config.batches.random_resize is not None,
+        '`frame_picking="uniform"`, by which frames are further apart than their sound': (
+            config.views.frame_picking == "uniform"
+        ),
+        "`preservation` and `slider`, whose targets are video alone": config.preservation.base_predictions,
+        "`context_parallel_degree`": config.memory.context_parallel_degree > 1,
+    }
+    for what, wrong in faults.items():
+        if wrong:
+            raise BucketingError(f"{config.dataset_dir} has audio, which does not go with {what}.")
+
+
 def references_of(prepared: PreparedDataset, *, in_front: bool) -> RowReferences | None:
     """Return the references of rows as they are counted; None if samples have none."""
     return prepared.row_references(counting_rule(prepared.references, in_front=in_front))
@@ -551,6 +587,7 @@ def media_collator(
         "other_roots": prepared.other_roots,
         "conditions": prepared.conditions,
         "references": prepared.references,
+        "audio": prepared.audio if isinstance(prepared, PreparedDataset) else None,
         "views": config.views,
         "seed": config.seed,
         "replacements": replacements,

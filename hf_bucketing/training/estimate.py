@@ -18,6 +18,7 @@ from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
+from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import REFERENCES, Recipe
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
@@ -25,7 +26,7 @@ from ..placement.settings import Precision
 from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
 from ..planner.memory import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
-from ..planner.settings import PlanConfig
+from ..planner.settings import PlanConfig, as_reference_sizes
 from ..plans.packs import strip_tokens
 from ..settings import changed
 from ..units import format_bytes
@@ -80,9 +81,13 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     Raises:
         BucketingError: As [`config_of_run`].
     """
-    sizes, tokens = data.largest_step()
-    text_tokens = data.text_tokens * len(sizes)
-    shape = StepShape.of(sizes, tokens=tokens - text_tokens, text_tokens=text_tokens)
+    sizes, tokens, references = data.largest_step()
+    texts = [
+        opened.recipe.text_tokens(opened.config.max_sequence_length, references=len(shown)) for shown in references
+    ]
+    shape = StepShape.of(
+        sizes, tokens=tokens - data.text_tokens * len(sizes), text_tokens=sum(texts), references=references
+    )
     return plan_components(_components(opened), config_of_run(opened), shape)
 
 
@@ -170,8 +175,9 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     tokens = whole.num_tokens
     smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + counting.text_tokens
     share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
-    (size,) = whole.sizes(np.array([tokens.argmax()]))
-    largest = _planned_tokens(opened, size, at_most=share, recipe=recipe)
+    rows = np.array([tokens.argmax()])
+    (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
+    largest = _planned_tokens(opened, size, shown, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
@@ -199,11 +205,17 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     return changed(config, max_tokens=max_tokens)
 
 
-def _planned_tokens(opened: OpenedRun, size: Size, *, at_most: int, recipe: Recipe) -> int:
-    """Return somewhat more tokens than a plan says that fit, from which to search down, for samples of a size."""
+def _planned_tokens(
+    opened: OpenedRun, size: Size, references: tuple[Size, ...], *, at_most: int, recipe: Recipe
+) -> int:
+    """Return somewhat more tokens than a plan says that fit, from which to search down.
+
+    Samples are of a size, with these references each.
+    """
     held = _held_bytes([expert.transformer for expert in recipe.experts])
     try:
-        planned = dataclasses.replace(config_of_run(opened), sample_size=list(size))
+        shown = as_reference_sizes(references)
+        planned = dataclasses.replace(config_of_run(opened), sample_size=list(size), reference_sizes=shown)
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
         return largest_tokens(_components(opened), planned, memory=memory, at_most=at_most)
     except Exception as error:  # as in describe_memory
@@ -292,6 +304,8 @@ def _random_batch(
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
+        if MASK in data.conditions:
+            batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
     if not recipe.modules("text_encoders"):

@@ -62,10 +62,16 @@ class Evaluation:
     held_out: HeldOutLoss | None
     validation: Validation | None
 
-    def held_out_loss(self, global_step: int, *, last: bool) -> dict[str, Any] | None:
-        """Return the held-out loss and what the log says of it, if it is due; call it on every process."""
-        trained = self.trained
-        if self.held_out is None or not (last or global_step % self.held_out.config.validation_loss_steps == 0):
+    def held_out_loss(self, global_step: int, *, last: bool = False) -> dict[str, Any] | None:
+        """Return the held-out loss and what the log says of it, if it is due; call it on every process.
+
+        Step 0 is before the first one.
+        """
+        if self.held_out is None:
+            return None
+        trained, config = self.trained, self.held_out.config
+        every = global_step % config.validation_loss_steps == 0
+        if not (last or (every if global_step else config.validation_loss_on_start)):
             return None
         with trained.averages(), resharded(trained.recipe.transformer), ExitStack() as stack:
             for transformer in trained.transformers.values():

@@ -68,8 +68,9 @@ class HeldOutLoss:
         levels, sizes = config.validation_noise_levels, len(np.unique(self.data.bucket_ids[plan.indices]))
         return [
             f"  Held out = {plan.kept} samples of {sizes} sizes, never trained on",
-            f"  Held-out loss = {levels} noise levels, {plan.num_steps * levels} forwards on each process, every "
-            f"{config.validation_loss_steps} optimizer steps and at the end",
+            f"  Held-out loss = {levels} noise levels, {plan.num_steps * levels} forwards on each process, "
+            f"{'at the start, ' if config.validation_loss_on_start else ''}every {config.validation_loss_steps} "
+            "optimizer steps and at the end",
         ]
 
     def compute(
@@ -87,7 +88,8 @@ class HeldOutLoss:
 
         Returns:
             `dict`: `validation_loss`, weighted as in training; `samples`, the number that counts; `unreadable`, the
-            `index` of those that do not; `by_bucket` and `by_noise`, lists of mean losses; and `seconds`.
+            `index` of those that do not; `by_bucket`, `by_noise` and, where there are several, `by_source`, lists of
+            mean losses, of buckets and sources also by noise level; and `seconds`.
 
         Raises:
             MediaError: If a sample cannot be read, or with `on_error="replace"` none can.
@@ -178,12 +180,25 @@ class HeldOutLoss:
                 for level in range(count)
             ]
             below += part.share
-        by_bucket = [self._of_bucket(bucket, ids == bucket, parts) for bucket in np.unique(ids).tolist()]
-        return {"validation_loss": mean, "samples": len(rows), "by_bucket": by_bucket, "by_noise": by_noise}
+        by_bucket = [
+            {"bucket_id": bucket, "size": list(self.data.table.size(bucket)), **_means(ids == bucket, parts)}
+            for bucket in np.unique(ids).tolist()
+        ]
+        found = {"validation_loss": mean, "samples": len(rows), "by_bucket": by_bucket, "by_noise": by_noise}
+        if self.data.source_ids is not None:
+            source = self.data.source_ids[rows]
+            found["by_source"] = [
+                {"source": self.data.sources[number], **_means(source == number, parts)}
+                for number in np.unique(source).tolist()
+            ]
+        return found
 
-    def _of_bucket(self, bucket: int, rows: npt.NDArray[np.bool_], parts: Sequence[_Levels]) -> dict[str, Any]:
-        size, loss = self.data.table.size(bucket), sum(part.share * float(part.losses[rows].mean()) for part in parts)
-        return {"bucket_id": bucket, "size": list(size), "samples": int(rows.sum()), "loss": loss}
+
+def _means(rows: npt.NDArray[np.bool_], parts: Sequence[_Levels]) -> dict[str, Any]:
+    """Return how many rows are chosen, their mean loss, and that at each noise level."""
+    chosen = [part.losses[rows].mean(0) for part in parts]
+    loss = sum(part.share * float(losses.mean()) for part, losses in zip(parts, chosen, strict=True))
+    return {"samples": int(rows.sum()), "loss": loss, "by_noise": np.concatenate(chosen).tolist()}
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from .checkpoint import (
 )
 from .config import TrainingConfig
 from .data import make_data, make_held_out_data, unreadable_log
+from .data_changes import describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
@@ -111,7 +112,12 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
-        stream = open_stream(opened.config, self.accelerator) if config.stream.streaming else None
+        if self.accelerator.is_main_process:
+            for line in describe_changes(opened.config, opened.prepared, resumed=self.checkpoint is not None):
+                logger.warning(line)
+        stream = None
+        if config.stream.streaming:
+            stream = open_stream(opened.config, self.accelerator, taken=opened.recipe.reference_rule())
         prepared = opened.prepared if stream is None else stream.prepared
         assert prepared is not None, "a run has rows or a stream"
         validation = plan_validation(opened, prepared)
@@ -164,6 +170,7 @@ class Trainer:
             max_sequence_length=config.max_sequence_length,
             trained=config.trained_component,
             loading=opened.loading,
+            audio=opened.trains_audio,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:
@@ -262,6 +269,13 @@ class Trainer:
         for line in self.describe():
             logger.info(line)
         self._write_status("running")
+        if self.checkpoint is None:
+            self._log_held_out()
+
+    def _log_held_out(self, *, last: bool = False) -> None:
+        entry = self.evaluation.held_out_loss(self.global_step, last=last)
+        if entry is not None:
+            self.report.held_out(self.global_step, entry)
 
     def _resume(self) -> tuple[dict[str, int] | None, list[str]]:
         """Load the checkpoint to resume, if any; return the state of its logs, and the settings that changed since."""
@@ -368,9 +382,7 @@ class Trainer:
             self.stopped = stop
             self._save_early()
             return
-        held_out = self.evaluation.held_out_loss(self.global_step, last=last)
-        if held_out is not None:  # before a checkpoint, which counts the lines of logs
-            self.report.held_out(self.global_step, held_out)
+        self._log_held_out(last=last)  # before a checkpoint, which counts the lines of logs
         every = self.config.checkpoints.checkpointing_steps
         if every and self.global_step % every == 0:
             self._save_checkpoint()

@@ -85,6 +85,11 @@ class OpenedRun:
         )
 
     @property
+    def trains_audio(self) -> bool:
+        """Whether audio is trained with video: the data set has some."""
+        return self.prepared is not None and self.prepared.audio is not None
+
+    @property
     def renders(self) -> bool:
         """Whether this process renders prompts: the main one, or all where none holds all weights."""
         sharded = self.accelerator.distributed_type in SHARDED

@@ -23,6 +23,7 @@ from ..loaders.collators import PLANNED
 from ..loaders.planned import StepCount
 from .base_targets import TARGETS
 from .config import TrainingConfig
+from .data_changes import keep_lock
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
 from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_status
@@ -92,6 +93,7 @@ class RunReport:
         if self.accelerator.is_main_process:
             if resumed is None:
                 (self.folder / COST_MODEL).unlink(missing_ok=True)  # of an earlier run, whose logs go too
+                keep_lock(self.config)
             else:
                 self.log.write_step("resumes", global_step, resumed)
             settings = json.dumps(self.config.flat(), indent=2) + "\n"

@@ -123,37 +123,6 @@ def losses_by_bucket(logs: Logs) -> dict[int, tuple[int, float]]:
     return {bucket: (len(values), _mean(values)) for bucket, values in sorted(losses.items())}
 
 
-def describe_held_out(logs: Logs, *, by_bucket: bool = False) -> list[str]:
-    """Return the held-out loss of a run as lines of text: its first, lowest and last values, and the last by noise.
-
-    Args:
-        logs ([`Logs`][hf_bucketing.training.logs.Logs]): Logs of the run.
-        by_bucket (`bool`): Whether to add the last values of each bucket.
-    """
-    entries = logs.held_out
-    if not entries:
-        return []
-    first, last = entries[0], entries[-1]
-    lowest = min(entries, key=lambda entry: float(entry["validation_loss"]))
-    values = ", ".join(
-        f"{entry['validation_loss']:.4f} {what} (step {entry['global_step']})"
-        for what, entry in (("first", first), ("lowest", lowest), ("last", last))
-    )
-    counts = sorted({int(entry["samples"]) for entry in entries})
-    changed = " samples" if len(counts) == 1 else f" to {counts[-1]} samples, as some could not be read each time"
-    levels = ", ".join(f"{level['loss']:.4f} at {level['noise_level']:.2f}" for level in last["by_noise"])
-    lines = [
-        f"held-out loss of {counts[0]}{changed}: {values}",
-        f"held-out loss by noise level, last: {levels}",
-    ]
-    for bucket in last["by_bucket"] if by_bucket else []:
-        size = "x".join(map(str, bucket["size"]))
-        lines.append(
-            f"bucket {bucket['bucket_id']:4} ({size}), {bucket['samples']:6} held out, mean loss {bucket['loss']:.4f}"
-        )
-    return [f"{logs.name}: {line}" for line in lines]
-
-
 def review_sources(logs: Logs) -> list[str]:
     """Return a line per source of a run: its samples, of plans those of the first epoch, and the loss of each half.
 
@@ -317,9 +286,9 @@ def loss_charts(runs: Sequence[Logs]) -> list[Chart]:
             x = place(run.steps)
             lines.append(Line("", x, run.steps.loss, colour, "faint"))
             lines.append(Line(run.name, x, running_mean(run.steps, window=window), colour))
-            at = np.array([entry["global_step"] for entry in run.held_out], np.int64) - 1
+            at = np.array([entry["global_step"] for entry in run.held_out], np.int64)
             values = np.array([entry["validation_loss"] for entry in run.held_out], np.float64)
-            lines.append(Line(f"{run.name}, held out", x[at], values, colour, "dots"))
+            lines.append(Line(f"{run.name}, held out", np.append(0.0, x)[at], values, colour, "dots"))
         charts.append(
             line_chart(
                 lines,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class ModelTokens:
 
 def counting_rule(rule: ReferenceRule, *, in_front: bool) -> ReferenceRule:
     """Return the rule that counts the references of a data set: one in front of a sample has the sample's size."""
-    return ReferenceRule(downscale_factor=1, multiples=rule.multiples) if in_front else rule
+    return replace(rule, in_front=in_front).counted
 
 
 class StepRows(NamedTuple):
@@ -79,10 +79,12 @@ class LargestStep(NamedTuple):
     Attributes:
         sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
         tokens (`int`): Tokens of its samples, their references and texts.
+        references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
     """
 
     sizes: list[Size]
     tokens: int
+    references: list[tuple[Size, ...]]
 
 
 @dataclass(kw_only=True)
@@ -161,6 +163,11 @@ class RunData(ABC):
 
     def cached_batch(self) -> Mapping[str, Any] | None:
         """Return a batch of one usable row of a cache; None where nothing is cached."""
+        return None
+
+    @property
+    def with_audio(self) -> int | None:
+        """Usable rows that have audio; None where none is trained."""
         return None
 
     @property

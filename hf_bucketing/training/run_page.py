@@ -15,9 +15,10 @@ from ..buckets.sizes import Size
 from ..errors import BucketingError, MediaError
 from ..media.source import MediaSource
 from ..media.thumbnails import animation
-from ..report.charts import Line, bar_chart, line_chart
+from ..report.charts import Line, bar_chart, heat_map, line_chart
 from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table
 from ..report.text import short_number, size_label
+from .held_out_review import held_out_changes
 from .logs import Logs, StepLog
 from .review import (
     FEWEST_STEPS,
@@ -62,6 +63,7 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
         Section(name="loss", title="Loss", blocks=[Charts(charts=loss_charts(runs))]),
         Section(name="noise", title="Loss by noise level", blocks=[_noise(runs)]),
         Section(name="buckets", title="Loss by bucket", blocks=_buckets(runs)),
+        Section(name="learned", title="What was learned, by size and noise level", blocks=_learned(runs)),
         Section(name="speed", title="Speed, fill and balance", blocks=[_speed(runs)]),
         Section(name="experts", title="Experts", blocks=_lines(runs, review_experts)),
         Section(name="sources", title="Sources", blocks=_lines(runs, review_sources)),
@@ -198,6 +200,31 @@ def _buckets(runs: Sequence[Logs]) -> list[Block]:
             long = len(rows) > _MOST_BARS
             blocks.append(Table(title=f"{title} in numbers", head=head, rows=rows, folded=long))
     return blocks
+
+
+def _learned(runs: Sequence[Logs]) -> list[Block]:
+    """Show the change of the held-out loss of each run since its first one, by size, source and noise level."""
+    charts = []
+    for run in runs:
+        parts = held_out_changes(run)
+        if parts is None:
+            continue
+        first, last = (run.held_out[place]["global_step"] for place in (0, -1))
+        shown = sorted(parts.rows, key=lambda row: -row.samples)[:_MOST_BARS]
+        rows = [row for row in parts.rows if row in shown]
+        charts.append(
+            heat_map(
+                np.array([row.changes for row in rows]),
+                rows=[row.name for row in rows],
+                columns=[f"{level:.2f}" for level in parts.noise_levels],
+                title=f"{run.name}: held-out loss of step {last:,} against step {first:,}",
+                x_label="noise level, 0 clean, 1 only noise",
+                alt=f"Change of the held-out loss of {run.name} by size and noise level.",
+                note="A row that did not fall is a size, or a source, that is not learned; a column, noise levels "
+                "that training draws too rarely (shift).",
+            )
+        )
+    return [Charts(charts=charts)] if charts else []
 
 
 def _speed(runs: Sequence[Logs]) -> Charts:

@@ -20,13 +20,24 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
+from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
 from ..media.sample import frame_rates
+from ..models.conditioning import ConditionShares, read_condition
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
-from ..models.objectives import Noised, Objective
-from ..models.recipe import REFERENCES, ModelInputs, Recipe, Samples, TextEmbeddings
-from ..packing.forward import packed_forward
+from ..models.objectives import Noised, NoisedAudio, Objective
+from ..models.recipe import (
+    REFERENCES,
+    SHOWN_FRAMES,
+    SHOWN_LATENTS,
+    ModelInputs,
+    Recipe,
+    Samples,
+    TextEmbeddings,
+)
+from ..models.shown_parts import shown_part
+from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.names import Grid
 from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
@@ -71,19 +82,21 @@ class Step(ABC):
 
     A share of the captions, `caption_dropout`, is replaced by the null text, for classifier-free guidance; it is drawn
     from the seed, the epoch, the sample's index and its occurrence in the epoch. So is the share of the samples,
-    `reference_dropout`, that are shown no references. `preservation` chooses samples whose
-    target is a prediction of the transformer without its adapters. `texts` are those of a cache, for its batches, by
-    caption; `""` is the null text. With `sharded` weights, all processes run each forward pass together, whether one
-    of their samples needs it or not.
+    `reference_dropout`, that are shown no references, and what `condition` shows of each sample. `preservation`
+    chooses samples whose target is a prediction of the transformer without its adapters. `texts` are those of a cache,
+    for its batches, by caption; `""` is the null text. With `sharded` weights, all processes run each forward pass
+    together, whether one of their samples needs it or not.
     """
 
     recipe: Recipe
     objective: Objective
     caption_dropout: float = 0.0
     reference_dropout: float = 0.0
+    condition: ConditionShares | None = None
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
+    audio_weight: float = 1.0
     sharded: bool = False
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
 
@@ -96,7 +109,7 @@ class Step(ABC):
             for index, before in zip(indices, occurrences, strict=True)
         ]
         batch = without_references(batch, self._references_dropped(seeds))
-        media = media_of(self.recipe, batch)
+        media = self.media(batch, seeds)
         latents = media.pop("latents")
         noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
@@ -107,7 +120,8 @@ class Step(ABC):
         ]
         text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
-        samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+        audio = self._noised_audio(media, noised, keys=seeds)
+        samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
         predicted = None
         if any(of_base) or (self.sharded and self.preservation.base_predictions):
             predicted = self._base_predictions(transformer, samples, seeds, batch=batch, targets=of_base)
@@ -119,6 +133,32 @@ class Step(ABC):
         names = ["data" if target is None else target.name for target in of_base]
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets)
+
+    def media(self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]]) -> dict[str, list[Any]]:
+        """Return [`media_of`] a batch, and what is drawn to be shown of each sample by its key."""
+        if self.condition is None:
+            return media_of(self.recipe, batch)
+        spec = self.recipe.spec
+        drawn = [
+            self.condition.draw(*key, latent_frames=count, stride=spec.temporal_stride)
+            for key, count in zip(keys, latent_frames_of(batch, spec), strict=True)
+        ]
+        frames = [torch.from_numpy(shown.frames) for shown in drawn]
+        media = media_of(self.recipe, {**batch, "shown": {**batch.get("shown", {}), SHOWN_FRAMES: frames}})
+        weights = media.get(LOSS_MASK, [None] * len(drawn))
+        parts = zip(drawn, media["latents"], weights, strict=True)
+        media[SHOWN_FRAMES] = frames
+        media[SHOWN_LATENTS] = [shown_part(shown, latent, mask, spec) for shown, latent, mask in parts]
+        return media
+
+    def _noised_audio(
+        self, media: Mapping[str, Any], noised: Noised, *, keys: Sequence[tuple[int, ...]]
+    ) -> NoisedAudio | None:
+        """Add noise to the audio of samples, of which `media` are the encoded conditions; None if none is trained."""
+        if not self.recipe.audio:
+            return None
+        latents = [latent.to(noised.latents[0]) for latent in media[AUDIO]]
+        return self.objective.audio(latents, timesteps=noised.timesteps, keys=keys)
 
     def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
         """Return which samples are shown no references, by the keys of their draws."""
@@ -165,14 +205,15 @@ class Step(ABC):
         Nothing is drawn from the epoch: no caption and no token is dropped, and
         [`Objective.held_out`][hf_bucketing.models.objectives.Objective.held_out] adds the noise.
         """
-        media = media_of(self.recipe, batch)
+        media = self.media(batch, [(index,) for index in batch["index"]])
         latents = media.pop("latents")
         text = text_of(self.recipe, batch).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
-            samples = Samples(noised=noised, text=text, fps=fps, conditions=media)
+            audio = self._noised_audio(media, noised, keys=[(index, level) for index in batch["index"]])
+            samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
             values = self._predict(transformer, samples, None).losses(noised)
             found.append(
                 StepLosses(values, self.objective.noise_levels(noised.timesteps), np.zeros(len(values), np.int64))
@@ -228,13 +269,22 @@ class PackStep(Step):
             timesteps=inputs.timesteps,
             references=inputs.references,
             conditioning=inputs.conditioning,
+            audio=self.recipe.pack_audio(samples),
             token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
             **samples.text.pack_kwargs(),
         )
-        output = packed_forward(transformer, pack)
-        losses = partial(self.objective.packed_losses, output, pack=pack, weights=loss_weights(inputs, samples))
-        return Prediction(partial(pack.unpack, output), losses)
+        weights = loss_weights(inputs, samples)
+        if samples.audio is None:
+            output = packed_forward(transformer, pack)
+            losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
+            return Prediction(partial(pack.unpack, output), losses)
+        output, heard = packed_forward_with_audio(transformer, pack)
+        of_audio = self.audio_weight * samples.audio.losses(heard)
+        return Prediction(
+            partial(pack.unpack, output),
+            lambda noised: self.objective.packed_losses(output, noised, pack, weights=weights) + of_audio,
+        )
 
 
 def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:
@@ -251,10 +301,12 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "objective": objective,
         "caption_dropout": config.objective.caption_dropout,
         "reference_dropout": config.objective.reference_dropout,
+        "condition": None if config.objective.condition is None else read_condition(config.objective.condition),
         "seed": config.seed,
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
         "sharded": sharded,
+        "audio_weight": config.objective.audio_weight,
     }
     if config.batches.batching == "bucket":
         return BucketStep(**common)
@@ -289,6 +341,8 @@ def check_data(step: Step, data: RunData) -> None:
 
     data.check_buckets(check)
     step.recipe.check_conditions(data.conditions)
+    if step.condition is not None:
+        step.recipe.check_drawn(step.condition, data.conditions, cached=data.cached_batch() is not None)
     data.check_references(step.recipe.check_references)
     check_cached(step.recipe, data)
 
@@ -360,6 +414,13 @@ def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: [sample[name][0] for sample in encoded] for name in encoded[0]}
 
 
+def latent_frames_of(batch: Mapping[str, Any], spec: LatentSpec) -> list[int]:
+    """Return the latent frames of each sample of a batch of any collator, without those that repeat the first."""
+    if "latents" in batch:
+        return [latent.shape[1] - spec.num_repeats for latent in batch["latents"]]
+    return [1 + (pixels.shape[1] - 1) // spec.temporal_stride for pixels in batch["pixel_values"]]
+
+
 def text_of(
     recipe: Recipe,
     batch: Mapping[str, Any],
@@ -420,6 +481,8 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
     if REFERENCE in data.conditions and not recipe.references_in_front:
         needed.add(REFERENCES)
+    if recipe.audio:
+        needed.add(AUDIO)
     if missing := needed - batch.get("conditions", {}).keys():
         raise BucketingError(
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,8 +67,16 @@ class OpenedStream(NamedTuple):
     sample: StreamSample
 
 
-def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStream:
+def open_stream(
+    config: TrainingConfig, accelerator: Accelerator, *, taken: ReferenceRule | None = None
+) -> OpenedStream:
     """Open the stream of a run and warn of shards that do not divide among its processes and workers.
+
+    Args:
+        config ([`TrainingConfig`]): Settings of the run.
+        accelerator (`Accelerator`): Its processes.
+        taken ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): References that the model
+            takes; rows with others are at fault. By default those of the model that the stream was prepared for.
 
     Raises:
         BucketingError: If files are gone, the folder holds what only a plan can draw, or DeepSpeed runs.
@@ -82,6 +90,9 @@ def open_stream(config: TrainingConfig, accelerator: Accelerator) -> OpenedStrea
     num_workers = config.loader.dataloader_num_workers
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)
+        if taken is not None:
+            references = replace(prepared.references, least=taken.least, most=taken.most)
+            prepared = replace(prepared, references=references)
         reject = config.faults.on_error == "replace"
         rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject)
         for warning in warn_of_shards(
@@ -158,7 +169,8 @@ class StreamedData(RunData):
         tokens = self._tokens(sizes)
         weights = reduction_weights(torch.from_numpy(tokens), self.reduction) * batch["weight"].cpu()
         if self.references is not None:
-            tokens = tokens + self._reference_tokens(batch[REFERENCE_SIZES], sizes)
+            references = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
+            tokens = tokens + references.num_tokens(sizes, spec=self.spec)
         sources = np.array(batch[SOURCE], np.int64) if self.sources else None
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
@@ -183,11 +195,15 @@ class StreamedData(RunData):
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
-        largest = LargestStep([], 0)
+        largest = LargestStep([], 0, [])
+        seen = None
+        if self.references is not None:
+            seen = RowReferences.of_lists(self.sample.references, rule=self.references)
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            shown = self._most_shown(size)
+            references = () if seen is None else seen.most(size, spec=self.spec)
+            shown = sum(map(self.spec.num_tokens, references))
             each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
                 span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
@@ -196,7 +212,8 @@ class StreamedData(RunData):
                 continue  # an error if such a row comes
             else:
                 count = grouping.size_of(bucket, shown=shown)
-            largest = max(largest, LargestStep([size] * count, count * each), key=lambda step: step.tokens)
+            step = LargestStep([size] * count, count * each, [references] * count)
+            largest = max(largest, step, key=lambda step: step.tokens)
         return largest
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
@@ -263,20 +280,6 @@ class StreamedData(RunData):
         if self.token_drop is not None:
             return np.array(self.token_drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)
         return np.array(grids, np.int64).prod(axis=1)
-
-    def _most_shown(self, size: Size) -> int:
-        """Return the most tokens that the references of one of the first rows take beside a sample of a size."""
-        if self.references is None:
-            return 0
-        seen = self.sample.references
-        return int(self._reference_tokens(seen, [size] * len(seen)).max(initial=0))
-
-    def _reference_tokens(
-        self, stored: Sequence[Sequence[int]], sizes: Sequence[Size]
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the tokens of the references of samples, by the sizes of their files."""
-        assert self.references is not None, "else samples have none"
-        return RowReferences.of_lists(stored, rule=self.references).num_tokens(sizes, spec=self.spec)
 
     def _buckets_of(self, sizes: Sequence[Size]) -> list[int]:
         ids: list[int] = self.table.assign(*np.array(sizes).T).bucket_id.tolist()

@@ -53,7 +53,9 @@ def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Acce
         adapters, folder = config.adapters, own_folder(recipe.trained, trained=config.trained_component)
         if adapters.init_from_adapters is not None:
             adapters = replace(adapters, init_from_adapters=str(Path(adapters.init_from_adapters) / folder))
-        adapters = start_adapters(recipe.pipeline, adapters, component=recipe.trained, dtype=trained_dtype(config))
+        adapters = start_adapters(
+            recipe.pipeline, adapters, component=recipe.trained, dtype=trained_dtype(config), audio=recipe.audio
+        )
         config = changed(
             config,
             lora_alpha=adapters.lora_alpha,

@@ -20,7 +20,7 @@ from ..media.probe import probe
 from ..media.references import ReferenceRule
 from ..media.sample import load_first_frame, load_references
 from ..media.source import MediaSource
-from ..media.write import write_image, write_video
+from ..media.write import Sound, write_image, write_video
 from ..models.first_frame import pictures
 from ..models.recipe import IMAGES, Recipe
 from ..models.rendering import Call, render_together
@@ -59,7 +59,7 @@ class Validation:
         try:
             renderings = list(product(self.sizes, range(len(self.config.validation_prompts or []))))
             pairs = zip(renderings, self._frames(recipe, accelerator, renderings), strict=True)
-            for (size, number), frames in pairs:
+            for (size, number), (frames, sound) in pairs:
                 if not accelerator.is_main_process:
                     continue
                 file = self.file_of(number, size, step=step)
@@ -67,7 +67,7 @@ class Validation:
                 if size.frames == 1:
                     write_image(file, frames[0])
                 else:
-                    write_video(file, frames, fps=self.config.validation_fps)
+                    write_video(file, frames, fps=self.config.validation_fps, sound=sound)
                 shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
                 for tracker in accelerator.trackers:
                     if hasattr(tracker, "log_images"):
@@ -94,10 +94,10 @@ class Validation:
 
     def _frames(
         self, recipe: Recipe, accelerator: Accelerator, renderings: Sequence[tuple[Size, int]]
-    ) -> Iterable[np.ndarray]:
-        """Return the frames of prompts, given by their positions, at sizes: one by one, or all rendered together."""
+    ) -> Iterable[tuple[np.ndarray, Sound | None]]:
+        """Return frames and sound of prompts, given by their positions, at sizes: one by one, or rendered together."""
 
-        def frames_of(recipe: Recipe, size: Size, number: int) -> np.ndarray:
+        def frames_of(recipe: Recipe, size: Size, number: int) -> tuple[np.ndarray, Sound | None]:
             with torch.no_grad(), accelerator.autocast():
                 return self._sample(recipe, size, number)
 
@@ -109,23 +109,27 @@ class Validation:
         with accelerator.autocast():
             return render_together(recipe, calls, max_tokens=self.config.validation_max_tokens)
 
-    def _sample(self, recipe: Recipe, size: Size, number: int) -> np.ndarray:
+    def _sample(self, recipe: Recipe, size: Size, number: int) -> tuple[np.ndarray, Sound | None]:
+        """Return frames of 8 bits, and their sound where audio is trained."""
         prompt = (self.config.validation_prompts or [])[number]
         images, references = self.images[number], self.references[number]
         shown = {name: load_first_frame(image, size) for name, image in zip(IMAGES, images, strict=False)}
         fps = self.config.validation_fps if size.frames > 1 else 0.0
-        frames = recipe.render(
-            prompt,
-            size,
+        options = {
             **shown,
-            references=[
+            "references": [
                 pictures(pixels.transpose(0, 1)) for pixels in load_references(references, size, self.rule, fps=fps)
             ],
-            num_inference_steps=self.config.validation_inference_steps,
-            guidance_scale=self.config.validation_guidance_scale,
-            generator=torch.Generator().manual_seed(self.seed),
-        )
-        return (frames * 255).round().astype(np.uint8)
+            "num_inference_steps": self.config.validation_inference_steps,
+            "guidance_scale": self.config.validation_guidance_scale,
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
+        sound = None
+        if recipe.audio and size.frames > 1:
+            frames, sound = recipe.render_with_sound(prompt, size, fps=fps, **options)
+        else:
+            frames = recipe.render(prompt, size, **options)
+        return (frames * 255).round().astype(np.uint8), sound
 
 
 def rendering_name(prompts: Sequence[str], number: int, size: Size) -> str:

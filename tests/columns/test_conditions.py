@@ -390,6 +390,43 @@ def test_a_reference_at_fault_is_named_by_row_column_and_file_or_counted(
     assert prepared.dataset["rejection"][:] == ["none", "condition"]
 
 
+NUMBERS = {
+    "too many": (ReferenceRule(most=1), r"row 2 .*has 2 references, but .* at most 1: other.png \(column b\)"),
+    "none": (ReferenceRule(least=1), r"row 0 .*It has no references, but the model needs 1 \(column a,b\)"),
+    "any": (ReferenceRule(most=0), r"row 1 .*It has 1 reference, but the model takes none: square.png \(column a\)"),
+}
+
+
+@pytest.mark.parametrize(("taken", "fault"), NUMBERS.values(), ids=NUMBERS)
+def test_rows_with_other_numbers_of_references_than_the_model_takes_are_named_or_counted(
+    taken: ReferenceRule, fault: str, media: Path
+) -> None:
+    cells = ({}, {"a": "square.png"}, {"a": "square.png", "b": "other.png"})
+    path = write_rows(
+        media / "numbers.jsonl", [{"file_name": "image.png", "a": None, "b": None, **row} for row in cells]
+    )
+    (media / "other.png").write_bytes((media / "square.png").read_bytes())
+    source = SourceConfig(dataset=str(path), table=TABLE, reference_column=["a", "b"])
+    for check in (prepare, prepare_stream):
+        with pytest.raises(MediaError, match=fault):
+            check(source, spec=SPEC, taken=taken, say=lambda text: None)
+    source = replace(source, on_error="reject")
+    expected = ["none" if taken.least <= count <= taken.most else "condition" for count in range(3)]
+    prepared = prepare(source, spec=SPEC, taken=taken, say=lambda text: None)
+    assert prepared.dataset["rejection"][:] == expected
+    stream, columns = prepare_stream(source, spec=SPEC, taken=taken, say=lambda text: None)
+    assert columns["rejection"].tolist() == expected
+    stream.save(media / "stream")
+    assert [row["rejection"] for row in PreparedStream.load(media / "stream").open()] == expected
+
+
+def test_a_source_without_references_is_refused_where_the_model_needs_them(media: Path) -> None:
+    path = write_rows(media / "without.jsonl", [{"file_name": "image.png"}])
+    source = SourceConfig(dataset=str(path), table=TABLE)
+    with pytest.raises(BucketingError, match=r"The model needs references, which .*without.jsonl` lacks"):
+        prepare(source, spec=SPEC, taken=ReferenceRule(least=1), say=lambda text: None)
+
+
 def test_faults_of_references_in_streams_reject_their_rows(media: Path) -> None:
     rows = [{"file_name": "clip.mp4", "shown": ["square.png", "none.png"]}, {"file_name": "clip.mp4", "shown": None}]
     path = write_rows(media / "faults.jsonl", rows)

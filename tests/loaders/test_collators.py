@@ -204,6 +204,7 @@ def test_all_options_of_a_collator_are_listed_in_its_signature(make) -> None:
         "other_roots",
         "conditions",
         "references",
+        "audio",
         "views",
         "seed",
         "replacements",

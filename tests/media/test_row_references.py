@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hf_bucketing import BucketTable, LatentSpec, open_table
+from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.row_references import RowReferences, sample_sizes, tokens_of_key
 
@@ -81,3 +81,11 @@ def test_rejected_rows_count_nothing_and_rows_can_be_selected() -> None:
     some = references.select([3, 2, 0])
     assert some.counts.tolist() == [2, 0, 1]
     assert some.num_tokens(samples[[3, 2, 0]], spec=IMAGES).tolist() == [20, 0, 16]
+
+
+def test_the_references_that_take_most_tokens_depend_on_the_size_of_their_sample() -> None:
+    rows = RowReferences.of_lists([[], [1, 64, 64, 1, 64, 64], [1, 512, 512]], rule=RULE)
+    assert rows.most(Size(1, 256, 256), spec=IMAGES) == (Size(1, 256, 256),)
+    assert rows.most(Size(1, 64, 64), spec=IMAGES) == (Size(1, 64, 64),) * 2
+    assert RowReferences.of_lists([[], []], rule=RULE).most(Size(1, 64, 64), spec=IMAGES) == ()
+    assert RowReferences.of_lists([], rule=RULE).most(Size(1, 64, 64), spec=IMAGES) == ()

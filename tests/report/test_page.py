@@ -277,7 +277,8 @@ def test_the_page_is_whole_in_a_browser(prepared_dir: Path, pipeline_dir: Path, 
     for name, folder in {"videos": prepared_dir, "images": save_images(tmp_path / "images")}.items():
         page = tmp_path / f"{name}.html"
         named = ("--pretrained_model_name_or_path", pipeline_dir) if name == "videos" else ()
-        run_script_here("report_buckets.py", folder, "--num_processes", 1, "--batch_size", 2, "--html", page, *named)
+        flags = ("--num_processes", 1, "--batch_size", 2, "--compare", "all", "--html", page)
+        run_script_here("report_buckets.py", folder, *flags, *named)
         assert page.stat().st_size < 3_000_000
         assert not any(look_at(browser, page.as_uri())), name
     assert "tiny-wan on one GPU" in (tmp_path / "videos.html").read_text()

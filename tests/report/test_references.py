@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hf_bucketing import BucketTable, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.media.row_references import RowReferences
-from hf_bucketing.report import ReportConfig, describe_references, measure_references
+from hf_bucketing.planner import MemoryParts, PlanConfig, memory
+from hf_bucketing.report import ReportConfig, SizeColumns, describe_references, make_report, measure_references
 from tests.conftest import run_script_here
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
@@ -43,6 +45,41 @@ def test_batches_are_counted_with_references_and_without() -> None:
     assert "Train packs" in text
 
 
+def test_padding_buckets_and_packs_count_references_as_computed_by_hand() -> None:
+    references = references_of([[1, 64, 64], [1, 64, 64], [], [1, 32, 64]])  # 16, 16, 0 and 8 tokens beside 16
+    report, without = (
+        make_report(
+            SizeColumns([1] * 4, [64] * 4, [64] * 4),
+            TABLE,
+            spec=SPEC,
+            config=replace(CONFIG, batch_size=size, strip_length=16, max_tokens=80),
+            references=shown,
+        )
+        for size, shown in ((4, references), (2, None))
+    )
+    padding, bucketing, packing = report.strategies
+    assert [strategy.real_tokens for strategy in report.strategies] == [104] * 3
+    assert [strategy.real_tokens for strategy in without.strategies] == [64] * 3
+    assert (padding.computed_tokens, bucketing.computed_tokens, packing.computed_tokens) == (4 * 32, 104, 112)
+    assert (padding.num_steps, bucketing.num_steps, packing.num_steps) == (1, 3, 2)
+    assert (report.buckets.num_steps, without.buckets.num_steps) == (3, 2)
+    (use,) = report.buckets.used
+    assert (use.batches, use.short_batches, use.num_tokens) == (3, 3, 16)
+
+
+def test_references_in_front_of_samples_divide_buckets_by_their_number_alone() -> None:
+    columns = SizeColumns([1] * 4, [64] * 4, [64] * 4)
+    cells = [[1, 64, 64], [1, 32, 64], [1, 32, 32], []]
+    steps = {}
+    for in_front in (False, True):
+        rule = ReferenceRule(multiples=(16, 16), in_front=in_front).counted
+        references = RowReferences.of_lists(cells, rule=rule)
+        report = make_report(columns, TABLE, spec=SPEC, config=CONFIG, references=references)
+        assert report.references is not None
+        steps[in_front] = (report.references.groups, report.buckets.num_steps, report.strategies[1].real_tokens)
+    assert steps == {False: (4, 4, 64 + 16 + 8 + 4), True: (2, 3, 64 + 3 * 16)}
+
+
 def test_equal_references_need_no_packs() -> None:
     references = references_of([[1, 64, 64]] * 8)
     found = measure_references(np.zeros(8, np.int64), references, table=TABLE, spec=SPEC, config=CONFIG)
@@ -62,7 +99,10 @@ def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_pa
     dataset = dataset.add_column("ref", [None] * len(dataset))
     rule = ReferenceRule(multiples=prepared.spec.multiples)
     replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(tmp_path / "shown")
-    for folder in (prepared_dir, tmp_path / "shown"):
+    front = replace(rule, in_front=True)
+    replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=front).save(tmp_path / "front")
+    shares = []
+    for folder in (prepared_dir, tmp_path / "shown", tmp_path / "front"):
         files = {"json": tmp_path / "report.json", "html": tmp_path / "report.html"}
         result = run_script_here("report_buckets.py", folder, num_processes=1, **files)
         said = "samples are shown some"
@@ -70,3 +110,23 @@ def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_pa
         texts = (" ".join(result.stdout.split()), files["html"].read_text())
         assert [said in text for text in texts] == [folder != prepared_dir] * 2
         assert (shown is not None) == (folder != prepared_dir)
+        shares.append(0 if shown is None else shown["token_share"])
+    assert shares == sorted({*shares}), "a reference in front of a sample has more tokens than its own size"
+
+
+def test_the_memory_of_the_page_is_planned_with_the_references_of_the_row_that_has_most(
+    prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[PlanConfig] = []
+    parts = SimpleNamespace(peak=MemoryParts(weights=1))
+    monkeypatch.setattr(memory, "plan_memory", lambda model, config: planned.append(config) or parts)
+    prepared = PreparedDataset.load(prepared_dir)
+    cells = [[1, 16, 32] * (row % 3) for row in range(len(prepared.dataset))]
+    dataset = prepared.dataset.add_column(REFERENCE_SIZES, cells, feature=Sequence(Value("int32")))
+    rule = ReferenceRule(multiples=prepared.spec.multiples)
+    replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(tmp_path / "shown")
+    for folder in (prepared_dir, tmp_path / "shown"):
+        flags = {"html": tmp_path / "page.html", "pretrained_model_name_or_path": "a/model"}
+        run_script_here("report_buckets.py", folder, num_processes=1, **flags)
+    assert "tokens, and references of 16×32, 16×32), in bf16" in (tmp_path / "page.html").read_text()
+    assert [config.reference_sizes for config in planned] == [None] * 3 + ["1,16,32;1,16,32"] * 3

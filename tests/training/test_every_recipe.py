@@ -112,7 +112,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
         losses = run(in_process(pipeline, data, out, **common, **settings))
         assert len(losses) == 2
         assert np.isfinite(losses).all()
-        (held_out,) = read_log(out, "validation")
+        _start, held_out = read_log(out, "validation")
         assert held_out["samples"] in (1, 2)
         assert [level["samples"] for level in held_out["by_noise"]] == [held_out["samples"]] * 2
         folder = out if index_file(out) else pipeline

@@ -29,9 +29,9 @@ from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.held_out import check_apart, files_of, split_rows
 from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
+from hf_bucketing.training.held_out_review import describe_held_out, held_out_changes
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import describe_held_out
 from tests.conftest import run_script_here
 from tests.placement.test_sharding import DDP, train_all
 from tests.training.training_cases import TINY_WAN, in_process, run
@@ -113,6 +113,7 @@ def test_held_out_rows_are_neither_drawn_nor_replacements_and_nothing_about_them
     ({"validation_split": 0.5, "validation_dataset_dir": "other"}, "give one of them"),
     ({"validation_split": 1.0}, "above 0 and below 1"),
     ({"validation_loss_steps": 3}, "Omit `validation_loss_steps`"),
+    ({"validation_loss_on_start": False}, "Omit `validation_loss_on_start`"),
     ({"validation_split": 0.5, "validation_noise_levels": 0}, "`validation_noise_levels` must be at least 1"),
     ({"validation_dataset_dir": "data/../data"}, "as `dataset_dir` is"),
 ])  # fmt: skip
@@ -184,6 +185,7 @@ def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
         (rows,) = np.nonzero(data.bucket_ids == bucket["bucket_id"])
         mine = [losses[data.loader.dataset[int(row)]["index"]] for row in rows]
         assert (bucket["samples"], bucket["loss"]) == (len(mine), pytest.approx(np.mean(mine), rel=1e-6))
+        assert bucket["by_noise"] == pytest.approx(np.mean(mine, axis=0), rel=1e-6)
     assert f"Held out = {len(losses)} samples" in "\n".join(trainer.describe())
 
 
@@ -232,7 +234,7 @@ def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
     assert not (tmp_path / "without" / "logs" / "validation.jsonl").exists()
     whole = logged(tmp_path / "with")
-    assert [entry["global_step"] for entry in whole] == [2, 3], "and after the last step"
+    assert [entry["global_step"] for entry in whole] == [0, 2, 3], "before the first step and after the last"
     if "batching" in batches:
         return
     trained("with", **held_out, resume_from_checkpoint="checkpoint-2")
@@ -264,8 +266,8 @@ def test_two_processes_have_the_loss_of_one_also_on_rows_they_cannot_share_evenl
     runs = {name: (DDP, None, {**settings, **split}) for name, settings in cases.items()}
     train_all(runs, tmp_path, pipeline_dir, prepared_dir, num_processes=2)
     for name, settings in cases.items():
-        first, second = logged(tmp_path / name)
-        assert {**first, "global_step": 2} == second, "the weights have not changed"
+        first, *later = logged(tmp_path / name)
+        assert later == [{**first, "global_step": step} for step in (1, 2)], "the weights have not changed"
         folder = settings.get("dataset_dir", prepared_dir)
         entry = computed(in_process(pipeline_dir, folder, tmp_path / "one", **{**settings, **split}))
         assert (first["samples"], first["unreadable"]) == (entry["samples"], []) == (3, [])
@@ -305,7 +307,7 @@ def test_an_unreadable_held_out_sample_is_an_error_or_does_not_count_and_is_name
         computed(make(**settings))
     settings |= {"on_error": "replace", "dataloader_num_workers": 1}
     run(make(**settings))
-    (entry,) = logged(tmp_path / "out")
+    _start, entry = logged(tmp_path / "out")
     broken = PreparedDataset.load(with_a_broken_file).dataset[0]
     assert (entry["samples"], entry["unreadable"]) == (2, [broken["index"]])
     assert "0004.mp4" in caplog.text
@@ -365,8 +367,43 @@ def test_a_report_shows_the_held_out_loss(tmp_path: Path) -> None:
         for step, loss, samples in ((5, 3.0, 4), (10, 1.0, 4), (15, 2.0, 3))
     ]
     (tmp_path / "logs" / "validation.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    values, levels, bucket = describe_held_out(Logs(tmp_path), by_bucket=True)
+    values, levels, changes, bucket = describe_held_out(Logs(tmp_path), by_bucket=True)
+    assert changes.endswith("held-out loss since step 5: -33%, least learned all (-33%)")
     assert "of 3 to 4 samples, as some could not be read each time: 3.0000 first (step 5), 1.0000 lowest" in values
     assert values.endswith("2.0000 last (step 15)")
     assert "1.5000 at 0.25, 2.5000 at 0.75" in levels
     assert "bucket    3 (9x64x96),      3 held out, mean loss 2.0000" in bucket
+
+
+def test_changes_are_those_of_sizes_and_sources_at_each_noise_level(tmp_path: Path) -> None:
+    def entry(step: int, small: list[float], large: list[float]) -> dict[str, Any]:
+        means = np.mean([small, large], axis=0).tolist()
+        return {
+            "global_step": step,
+            "validation_loss": float(np.mean(means)),
+            "samples": 2,
+            "by_noise": [{"noise_level": noise, "loss": loss} for noise, loss in zip((0.3, 0.8), means, strict=True)],
+            "by_bucket": [
+                {"bucket_id": bucket, "size": size, "samples": 1, "loss": float(np.mean(losses)), "by_noise": losses}
+                for bucket, size, losses in ((0, [9, 64, 96], large), (1, [1, 64, 64], small))
+            ],
+            "by_source": [{"source": "clips", "samples": 1, "loss": float(np.mean(large)), "by_noise": large}],
+        }
+
+    entries = [entry(0, [1.0, 4.0], [2.0, 4.0]), entry(2, [0.5, 5.0], [2.0, 1.0])]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "losses.jsonl").write_text("{}\n" * 2)
+    (tmp_path / "logs" / "validation.jsonl").write_text(json.dumps(entries[0]) + "\n")
+    assert held_out_changes(Logs(tmp_path)) is None
+    (tmp_path / "logs" / "validation.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    changes = held_out_changes(Logs(tmp_path))
+    assert changes is not None
+    assert changes.noise_levels == [0.3, 0.8]
+    assert {row.name: row.changes for row in changes.rows} == {
+        "all": pytest.approx([2.5 / 3 - 1, 6 / 8 - 1]),
+        "64×64": [-0.5, 0.25],
+        "9×64×96": [0.0, -0.75],
+        "clips": [0.0, -0.75],
+    }
+    *_, said = describe_held_out(Logs(tmp_path))
+    assert said.endswith("held-out loss since step 0: -23%, least learned 64×64 (+10%)")

@@ -69,7 +69,7 @@ def test_training_from_a_cache_of_conditions_is_training_from_files(folders, tmp
     trainer.run()
     assert len(losses) == 4
     assert losses_of(tmp_path / "out") == pytest.approx(losses, abs=1e-4)
-    (files,), (cached,) = (Logs(tmp_path / name).held_out for name in ("files", "out"))
+    files, cached = (Logs(tmp_path / name).held_out[-1] for name in ("files", "out"))
     assert cached["samples"] == files["samples"] == 2
     assert cached["validation_loss"] == pytest.approx(files["validation_loss"], abs=1e-4)
     save_first_frame(folders["videos"], tmp_path / "first.png")
@@ -111,6 +111,26 @@ def test_a_trained_model_begins_with_the_image_as_closely_as_the_vae_returns_it(
     for clip in frames:
         assert np.abs(clip[0] - expected).max() < 1e-4
     assert np.abs(frames[0][1:] - frames[1][1:]).max() > 1e-3, "the model was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [{}, PACK], ids=["bucket", "pack"])
+def test_a_run_of_mixed_conditions_resumes_exactly(batching, folders, tmp_path: Path) -> None:
+    """Images, first frames, prefixes, keyframes and plain videos meet in a step."""
+    prepared, pipeline = prepare(folders, "mixed", "wan-2.2-ti2v"), folders["wan-2.2-ti2v"]
+    settings = {**batching, "max_train_steps": 4, "checkpointing_steps": 2, "lora_rank": 2}
+    settings["condition"] = "first_frame:0.3,prefix:0.2,keyframes+last_frame:0.2,none:0.3"
+    whole = run(in_process(pipeline, prepared, tmp_path / "out", **settings))
+    resumed = run(in_process(pipeline, prepared, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2"))
+    assert resumed == whole
+    assert whole != run(in_process(pipeline, prepared, tmp_path / "default", **{**settings, "condition": None}))
+
+
+def test_a_condition_that_the_model_is_not_shown_ends_the_run_before_training(folders, tmp_path: Path) -> None:
+    prepared = prepare(folders, "videos", "wan-i2v")
+    settings = {**TEXT, "condition": "prefix:0.5,none:0.5"}
+    with pytest.raises(BucketingError, match="must have one of `first_frame`, `prefix`"):
+        Trainer(in_process(folders["wan-i2v"], prepared, tmp_path / "out", **settings))
 
 
 def rendered(pipeline, image: Image.Image) -> np.ndarray:

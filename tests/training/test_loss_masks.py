@@ -17,7 +17,7 @@ from hf_bucketing.media import write_image, write_video
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK, latent_mask
 from hf_bucketing.models.recipe import ModelInputs, Samples
-from hf_bucketing.training.loop import train
+from hf_bucketing.training.loop import Trainer, train
 from hf_bucketing.training.steps import BucketStep, PackStep, loss_weights, media_of
 from tests.caching.test_caching import load_recipe
 from tests.conftest import run_script_here
@@ -178,6 +178,28 @@ def test_training_on_masks_from_files_and_from_a_cache(masked, pipeline_dir: Pat
         replace(data, conditions={}).save(unmasked)
         plain = run(in_process(pipeline_dir, unmasked, tmp_path / f"{batching} plain", random_crop=False, **settings))
         assert plain[0] != pytest.approx(losses[batching][0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_what_masks_leave_out_is_shown_from_files_as_from_a_cache(masked, tiny_folder, tmp_path: Path) -> None:
+    pipeline, data = tiny_folder("wan-2.2-ti2v"), masked["mask"].parent / "rows.jsonl"
+    sizes = {"target_fps": 8, "buckets": "64,96", "bucket_frames": "1,9", "mask_column": "mask"}
+    common = {"pretrained_model_name_or_path": pipeline, "output_dir": tmp_path / "prepared"}
+    run_script_here("prepare_dataset.py", dataset=data, **common, **sizes)
+    common |= {"output_dir": tmp_path / "cached", "cache_dir": tmp_path / "cache", "batching": "pack"}
+    run_script_here("cache_latents.py", dataset_dir=tmp_path / "prepared", **common, max_sequence_length=32)
+    settings = {**PACK, "condition": "mask:0.5,prefix+mask:0.5", "max_train_steps": 4}
+    files = run(in_process(pipeline, tmp_path / "prepared", tmp_path / "files", random_crop=False, **settings))
+    cached = run(in_process(pipeline, tmp_path / "cached", tmp_path / "out", **settings))
+    assert cached == pytest.approx(files, rel=1e-4)
+    settings["condition"] = "none"
+    assert run(in_process(pipeline, tmp_path / "cached", tmp_path / "none", **settings)) != pytest.approx(
+        cached, rel=1e-3
+    )
+    found = Trainer(in_process(pipeline, tmp_path / "cached", tmp_path / "auto", **{
+        **settings, "condition": "mask", "max_tokens": "auto", "max_train_steps": 1,
+    }))  # fmt: skip
+    assert found.config.batches.max_tokens > 0
 
 
 def test_a_condition_that_the_model_is_not_shown_is_refused(masked, pipeline_dir: Path, tmp_path: Path) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.numpy import load_file
 from synthetic.media import Clip, make_media_dataset
 
+from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
-from hf_bucketing.media.references import REFERENCE_SIZES
+from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.settings import changed
 from hf_bucketing.training.review import losses_of
+from hf_bucketing.training.streamed import open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.models.families import RECIPES
 from tests.models.families.qwen_image import of_small_pictures
-from tests.training.training_cases import count_samples, in_process, run, train
+from tests.training.training_cases import count_samples, in_process, run, train, train_until
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +84,8 @@ def make_samples(folder: Path, *, clips: Sequence[Clip]) -> None:
     metadata.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int) -> None:
-    """Prepare the media with at most so many references for a recipe."""
+def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, streaming: bool = False) -> None:
+    """Prepare the media with at most so many references for a recipe, as rows or as a stream."""
     case, recipe = RECIPES[name], recipe_of(str(pipeline))
     images_only = recipe.family.images_only
     over = {"reference_downscale_factor": 2} if name in IN_CONTEXT else {}
@@ -94,8 +99,13 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int) 
         bucket_frames="1" if images_only else "1,9",
         reference_column="over" if over else "several" if most > 1 else "single",
         **over,
+        **({"streaming": True} if streaming else {}),
     )
-    counts = [len(sizes) // 3 for sizes in PreparedDataset.load(output).dataset[REFERENCE_SIZES]]
+    if streaming:
+        return
+    prepared = PreparedDataset.load(output)
+    assert prepared.references.in_front == recipe.references_in_front
+    counts = [len(sizes) // 3 for sizes in prepared.dataset[REFERENCE_SIZES]]
     assert counts == [min(number % 4, most) for number in range(NUM_SAMPLES)]
 
 
@@ -180,6 +190,86 @@ def test_a_cache_trains_as_the_files_and_a_resumed_run_repeats_itself(
         assert losses_of(out) == losses[source]
         assert kept(out) == written
     assert losses["cached"] == pytest.approx(losses["files"], rel=1e-4)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_preparing_names_or_rejects_rows_with_more_references_than_the_pipeline_takes(
+    streaming: bool, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = {
+        "dataset": clips / "images",
+        "pretrained_model_name_or_path": tiny_folder("flux-kontext"),
+        "output_dir": tmp_path,
+        "buckets": RECIPES["flux-kontext"].buckets,
+        "reference_column": "several",
+        **({"streaming": True} if streaming else {}),
+    }
+    refused = run_script_here("prepare_dataset.py", **settings, check=False)
+    assert refused.returncode == 1
+    assert "4 of 8 rows have conditions that do not fit" in refused.stderr
+    assert re.search(
+        r"row 2 \(\S+\.\w+\): It has 2 references, but the model takes at most 1: 2_1\.png \(column several\)",
+        refused.stderr,
+    )
+    rejected = run_script_here("prepare_dataset.py", **settings, on_error="reject")
+    assert "4 of 8 rows have conditions that do not fit" in rejected.stdout
+    assert "Saved" in rejected.stdout
+
+
+@pytest.mark.parametrize(("name", "batching"), [("flux2-klein", "bucket"), ("qwen-image-edit-2511", "pack")])
+def test_a_resumed_stream_with_references_repeats_itself(
+    name: str, batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline, out = tiny_folder(RECIPES[name].tiny), tmp_path / "trained"
+    prepare(name, clips, pipeline, tmp_path / "prepared", most=3, streaming=True)
+    settings = {**settings_of(pipeline, batching), "streaming": True, "shuffle_buffer": 3, "reference_dropout": 0.2}
+    settings |= {"checkpointing_steps": 7, "num_train_epochs": None, "max_train_steps": 9}
+    losses = run(in_process(pipeline, tmp_path / "prepared", out, **settings))
+    assert count_samples(out)[0].seen == NUM_SAMPLES
+    whole = kept(out)
+    run(in_process(pipeline, tmp_path / "prepared", out, **settings, resume_from_checkpoint="checkpoint-7"))
+    assert losses_of(out) == losses
+    assert kept(out) == whole
+
+
+@pytest.mark.parametrize(("batching", "streaming"), [("pack", False), ("bucket", True)])
+def test_a_killed_run_with_references_repeats_an_uninterrupted_one(
+    batching: str, streaming: bool, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline, prepared = tiny_folder("flux2-klein"), tmp_path / "prepared"
+    prepare("flux2-klein", clips, pipeline, prepared, most=3, streaming=streaming)
+    settings = {**settings_of(pipeline, batching), "reference_dropout": 0.2, "num_train_epochs": 2}
+    settings |= {"checkpointing_steps": 2, "max_train_steps": 4}
+    settings |= {"streaming": True, "steps_per_epoch": 2} if streaming else {}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run(in_process(pipeline, prepared, whole, **settings, dataloader_num_workers=1))
+    log = parts / "logs" / "losses.jsonl"
+    train_until(
+        lambda: log.exists() and log.read_text().count("\n") >= 3 and any(parts.glob("checkpoint-*")),
+        *(pipeline, prepared, parts, *as_flags(**settings)),
+        num_processes=1,
+    )
+    assert not (parts / "pytorch_lora_weights.safetensors").exists()
+    resumed = in_process(
+        pipeline, prepared, parts, **settings, dataloader_num_workers=1, resume_from_checkpoint="latest"
+    )
+    assert run(resumed) == expected
+    assert len(expected) == 4
+    assert kept(parts) == kept(whole)
+
+
+def test_a_stream_rejects_rows_with_more_references_than_the_model_of_the_run_takes(
+    clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder("flux2-klein")
+    prepare("flux2-klein", clips, pipeline, tmp_path, most=3, streaming=True)
+    config = in_process(pipeline, tmp_path, tmp_path / "out", streaming=True)
+    taken, accelerator = ReferenceRule(most=2), Accelerator(cpu=True)
+    assert len(list(open_stream(config, accelerator).dataset)) == NUM_SAMPLES
+    with pytest.raises(BucketingError, match="It has 3 references, but the model takes at most 2"):
+        list(open_stream(config, accelerator, taken=taken).dataset)
+    rows = open_stream(changed(config, on_error="replace"), accelerator, taken=taken).dataset
+    assert [row["rejection"] for row in rows].count("condition") == NUM_SAMPLES // 4
 
 
 def kept(folder: Path) -> tuple[dict[str, bytes], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Sequence as Cells, Value
 
-from hf_bucketing import BucketingError, Size
+from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
@@ -26,11 +27,13 @@ from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.planner import PlanConfig
 from hf_bucketing.settings import changed
+from hf_bucketing.training import estimate
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import _stacked_sizes, open_run
-from hf_bucketing.training.run_data import ModelTokens
+from hf_bucketing.training.run_data import LargestStep, ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
@@ -91,6 +94,11 @@ def shown_tokens(prepared: PreparedDataset, sizes: list[Size]) -> list[int]:
     return tokens
 
 
+def tokens_of(step: LargestStep, spec: LatentSpec) -> int:
+    """Return the tokens of the samples of a step and of their references."""
+    return sum(map(spec.num_tokens, itertools.chain(step.sizes, *step.references)))
+
+
 @modes
 def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, prepared_dir: Path, tmp_path) -> None:
     prepared, rows = PreparedDataset.load(several), np.arange(20)
@@ -111,7 +119,7 @@ def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, 
             assert all(len({*sizes[start:stop]}) == 1 for start, stop in batches)
     plan = data.sampler.plan()
     lengths = np.add.reduceat(data.num_tokens[plan.indices], plan.offsets[:-1])
-    assert data.largest_step().tokens == lengths.max()
+    assert data.largest_step().tokens == lengths.max() == tokens_of(data.largest_step(), prepared.spec)
     with pytest.raises(BucketingError, match=r"exceeds `max_tokens"):
         make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, GRIDS)
 
@@ -122,7 +130,9 @@ def test_references_count_in_a_stream_as_in_a_plan(settings, several: Path, tmp_
     config = in_process(tmp_path, several, tmp_path, streaming=True, **settings)
     data = make_streamed_data(config, prepared.spec, GRIDS, opened=open_stream(config, Accelerator(cpu=True)))
     plan = make_data(changed(config, streaming=False), prepared.spec, GRIDS)
-    assert data.largest_step().tokens <= 640
+    largest = data.largest_step()
+    assert largest.tokens == tokens_of(largest, prepared.spec) <= 640
+    assert any(largest.references)
     stored = list(prepared.dataset[REFERENCE_SIZES])
     batch = {"size": plan.sizes(np.arange(20)), REFERENCE_SIZES: stored, "weight": torch.ones(20)}
     counted = data.rows_of(None, batch, epoch=0)
@@ -164,9 +174,9 @@ def test_data_whose_references_a_model_does_not_take_is_refused(several: Path, t
     data.check_references(any_number.check_references)
     with pytest.raises(BucketingError, match="A EditPipeline is not shown `reference`"):
         none.check_conditions(data.conditions)
-    with pytest.raises(BucketingError, match=r"6 of 20 .*: more than the 1 that it takes, such as row 2, 5, 8"):
+    with pytest.raises(BucketingError, match=r"6 of 20 samples, such as row 2: It has 2 .* takes at most 1\."):
         data.check_references(one.check_references)
-    with pytest.raises(BucketingError, match=r"7 of 20 .*: none, which it needs, such as row 0, 3, 6"):
+    with pytest.raises(BucketingError, match=r"7 of 20 samples, such as row 0: It has no .* needs 1\."):
         data.check_references(needing.check_references)
 
 
@@ -231,7 +241,9 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
         data = make_data(config, recipe.spec, COUNTING)
         loader = resume(accelerator, accelerator.prepare(data.loader))
         memory = plan_of_run(open_run(config, accelerator), data)
-        assert memory.shape.tokens == data.largest_step().tokens <= 640
+        sizes, tokens, references = data.largest_step()
+        assert memory.shape.tokens == tokens <= 640
+        assert memory.shape.pixels == sum(math.prod(size) for size in itertools.chain(sizes, *references))
     else:
         config = changed(config, streaming=True)
         data = make_streamed_data(config, recipe.spec, COUNTING, opened=open_stream(config, accelerator))
@@ -251,6 +263,19 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
         assert found[-1] == in_strips(rows.tokens, settings).sum() <= 640
         own = [recipe.spec.num_tokens(Size(*size)) for size in batch["size"]]
         assert rows.weights.tolist() == own, "the loss of a reference does not count"
+
+
+def test_the_search_for_max_tokens_starts_from_a_plan_with_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[PlanConfig] = []
+    config = PlanConfig(device="cpu", mixed_precision="no")
+    monkeypatch.setattr(estimate, "config_of_run", lambda opened: config)
+    monkeypatch.setattr(estimate, "_components", lambda opened: None)
+    monkeypatch.setattr(estimate, "largest_tokens", lambda parts, config, **limits: planned.append(config) or 7)
+    opened: Any = SimpleNamespace(accelerator=Accelerator(cpu=True))
+    shown, recipe = (Size(1, 32, 64), Size(9, 32, 32)), SimpleNamespace(experts=())
+    assert estimate._planned_tokens(opened, Size(1, 64, 64), shown, at_most=9, recipe=recipe) == 7
+    assert estimate._planned_tokens(opened, Size(1, 64, 64), (), at_most=9, recipe=recipe) == 7
+    assert [config.references() for config in planned] == [shown, ()]
 
 
 @pytest.mark.slow

@@ -50,12 +50,15 @@ def write_run(folder: Path, *, pack: bool = False, streamed: bool = False) -> Pa
                 step + 1,
                 {"train_loss": loss[0], "samples": 2, "seconds": 2.0, **values, **by_noise, **counted},
             )
-        log.write_step("validation", STEPS, {
-            "validation_loss": 1.25,
-            "samples": 3,
-            "by_bucket": [{"bucket_id": 1, "size": [9, 32, 48], "samples": 3, "loss": 1.25}],
-            "by_noise": [{"noise_level": 0.5, "loss": 1.25}],
-        })  # fmt: skip
+        for step, loss in ((0, 2.5), (STEPS, 1.25)):
+            means = {"samples": 3, "loss": loss, "by_noise": [loss]}
+            log.write_step("validation", step, {
+                "validation_loss": loss,
+                "samples": 3,
+                "by_bucket": [{"bucket_id": 1, "size": [9, 32, 48], **means}],
+                "by_noise": [{"noise_level": 0.5, "loss": loss}],
+                "by_source": [{"source": "clips", **means}],
+            })  # fmt: skip
         log.close()
     settings = {"batching": "pack" if pack else "bucket", "validation_prompts": PROMPTS, "learning_rate": 1e-4}
     (folder / SETTINGS).write_text(json.dumps(settings))
@@ -86,6 +89,7 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     for number, (count, loss) in losses_by_bucket(Logs(bucket)).items():
         assert buckets[number][2:4] == [str(count), f"{loss:.4f}"]
     assert page.tables["pack: loss by bucket in numbers"][1] == ["9×32×48", "1", "0", "–", "3", "1.2500"]
+    assert page.text.count("-50%") == len(["all", "9×32×48", "clips"]), "of the packs: the other log was cut"
     said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)]
     assert [alt for alt in page.images if PROMPTS[0] in alt] == 2 * said
     assert "1x64x64-a-cat.png could not be shown" in page.text

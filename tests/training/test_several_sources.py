@@ -108,7 +108,10 @@ def test_one_file_serves_all_scripts_also_with_cached_latents(run_file: Path, tm
     usable = np.count_nonzero(np.array(prepared.dataset["bucket_id"][:]) >= 0)
     assert f"{usable:8} rows encoded" in result.stdout
     assert run_script_here("cache_latents.py", "--config", file).stdout.count(f"{usable:8} rows found") == 1
-    assert {*PreparedDataset.load(tmp_path / "cached").settings} == {"prepare_dataset", "sources", "cache_latents"}
+    cached = PreparedDataset.load(tmp_path / "cached")
+    assert {*cached.settings} == {"prepare_dataset", "sources", "cache_latents"}
+    assert cached.cache is not None
+    assert cached.cache.prepared == str(run_file.parent / "prepared")
     assert "    of faces = " in train("--config", file, "--dry_run", "--train_batch_size", 2)
     assert not (tmp_path / "out" / "config.yaml").exists()
     train("--config", file, "--train_batch_size", 2, "--max_train_steps", 2)

@@ -18,8 +18,10 @@ from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.devices import DeviceTimer, to_device
+from hf_bucketing.media.audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.conditioning import read_condition
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -107,6 +109,24 @@ def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(batching: 
     assert mean == pytest.approx(logged["train_loss"])
 
 
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder_of) -> None:
+    case, stacked = RECIPES["ltx"], batching == "bucket"
+    batch, shares = batch_of(case, ("mask",), stacked=stacked), read_condition("prefix+mask:0.5,keyframes:0.5")
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
+    step.condition = step_there.condition = shares
+    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+
+
+def test_a_step_with_audio_waits_at_its_end_alone(folder_of) -> None:
+    case = RECIPES["ltx2"]
+    batch = batch_of(case, (), stacked=False)
+    tokens = (16, 0, 28)  # of the sound of five and nine frames; the image has none
+    batch["shown"] = {AUDIO: [torch.rand(2, 640 * count) * 2 - 1 for count in tokens]}
+    step, step_there = (make_step(case, folder_of(case), stacked=False, audio=True) for _ in range(2))
+    check_step(step, step_there, batch, named={*PACKED_WAITS}, limit=1e-4)
+
+
 def check_step(
     step: Step, step_there: Step, batch: Mapping[str, Any], *, named: set[str], limit: float
 ) -> dict[str, float]:
@@ -128,10 +148,15 @@ def check_step(
 
 
 def make_step(
-    case: RecipeCase, folder: Path, *, stacked: bool, preservation: PreservationConfig | None = None
+    case: RecipeCase,
+    folder: Path,
+    *,
+    stacked: bool,
+    preservation: PreservationConfig | None = None,
+    audio: bool = False,
 ) -> Step:
     """Return a step, which trains adapters if it has a base model to preserve."""
-    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length)
+    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, audio=audio)
     common: dict[str, Any] = {
         "recipe": recipe,
         "objective": recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0),

@@ -18,6 +18,11 @@ class ChronoEditRecipe(WanImageToVideoRecipe):
     family = FAMILY
     shown = ENDS[:1]
 
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """None: a clip is the edit of its first frame."""
+        return ()
+
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, int]:
         """Return the sides alone: by default the pipeline renders an image and its edit, five frames."""

@@ -15,7 +15,7 @@ from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
 from ..loading import read_config
-from ..recipe import Conditions, Recipe, Samples, Shown
+from ..recipe import SHOWN_FRAMES, Conditions, Recipe, Samples, Shown
 from .packing import FAMILY
 
 OFFSET = 2.0
@@ -86,13 +86,19 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
     """Recipe of `CogVideoXImageToVideoPipeline`; see [`Recipe`].
 
     The latent of the first frame, encoded alone, and zeros for the other frames are further channels. The image is
-    clean, and always given to videos: this recipe has neither the noise nor the dropout (of 5 %) that diffusers'
-    training script puts on it. Images have nothing to continue; they get zeros, as samples whose image is dropped.
+    clean: this recipe does not have the noise that diffusers' training script puts on it; its dropout, of 5 %, is
+    `--condition first_frame:0.95,none:0.05`. Images have nothing to continue; they get zeros, as samples whose image
+    is dropped.
     """
 
     pipeline_class = "CogVideoXImageToVideoPipeline"
     takes_image = True
     shown = ENDS[:1]
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """The first frame."""
+        return ENDS[:1]
 
     @property
     def media_rule(self) -> str:
@@ -114,9 +120,14 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         return {"image_latents": torch.zeros_like(latent[:, :1])}
 
     def added_channels(self, samples: Samples) -> list[torch.Tensor]:
-        """Return the first frame's latent, and zeros for the other frames."""
-        pairs = zip(samples.noised.latents, samples.conditions["image_latents"], strict=True)
-        return [F.pad(image, (0, 0, 0, 0, 0, noisy.shape[1] - 1)) for noisy, image in pairs]
+        """Return the first frame's latent, unless a run draws not to show it, and zeros for the other frames."""
+        latents, images = samples.noised.latents, samples.conditions["image_latents"]
+        frames = samples.conditions.get(SHOWN_FRAMES, [(True,)] * len(latents))
+        shown = [image * bool(visible[0]) for image, visible in zip(images, frames, strict=True)]
+        return [F.pad(image, (0, 0, 0, 0, 0, noisy.shape[1] - 1)) for noisy, image in zip(latents, shown, strict=True)]
+
+    def clean_parts(self, samples: Samples) -> None:
+        """Return no clean latents: the first frame is further channels."""
 
 
 class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):

@@ -9,6 +9,7 @@ import torch
 
 from ...media.sample import frame_rates
 from ...packing.family import UNLIMITED, Family
+from ..conditioning import BLACK, FRAMES
 from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe, Samples
 from .packing import FAMILY, SCALES
@@ -28,6 +29,11 @@ class LTXRecipe(Recipe):
     default_sequence_length = 128
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """All: each token has a timestep."""
+        return (*FRAMES, BLACK)
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:

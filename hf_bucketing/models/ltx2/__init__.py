@@ -1,1 +1,1 @@
-"""LTX-2: the video stream of an audio-video model, with its audio isolated; flow matching, shifted by size."""
+"""LTX-2: an audio-video model, of which video is trained with its audio or alone; flow matching, shifted by size."""

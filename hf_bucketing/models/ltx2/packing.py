@@ -1,4 +1,4 @@
-"""How LTX-2 is packed: its video stream alone; positions in seconds and pixels, text modulated by the noise level."""
+"""How LTX-2 is packed: video, with its audio or without it; positions in seconds and pixels."""
 
 from __future__ import annotations
 
@@ -8,25 +8,43 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
 from ...devices import to_device
+from ...packing.audio import AudioLayout, cut_evenly
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
-from ...packing.processors import PackedAttnProcessor, Rotary
+from ...packing.processors import PackedAttnProcessor, Rotary, attend
+from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens
 from ..ltx.packing import over_sample
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
-    """Self- and cross-attention of LTX-2's video stream, `LTX2Attention`, over the strips of a pack."""
+    """Attention of LTX-2, `LTX2Attention`, over the strips of a pack and the rows of its audio.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+        part (`str`, *optional*): Segments of [`AudioLayout`] in which the module attends, if it reads or writes audio.
+            In a pack without audio, such a module computes nothing.
+    """
 
     norms_whole_width = True
+
+    def __init__(self, backend: Backend = "segments", *, part: str | None = None) -> None:
+        super().__init__(backend)
+        self.part = part
+
+    def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
+        """Return those of its part, none in packs without audio, or those of video and its text."""
+        if self.part is None:
+            return super().segments(layout)
+        audio = AudioLayout.of(layout)
+        return [] if audio is None else [getattr(audio, self.part)]
 
     def __call__(
         self,
@@ -35,12 +53,41 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         query_rotary_emb: Rotary | None = None,
-        key_rotary_emb: None = None,
+        key_rotary_emb: Rotary | None = None,
         perturbation_mask: None = None,
         all_perturbed: bool | None = None,
     ) -> torch.Tensor:
-        """Attend inside each sample; the last three are those of cross-modal attention and of perturbed guidance."""
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb)
+        """Attend inside each sample; the last two arguments are those of perturbed guidance."""
+        if self.part is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb)
+        if not (segments := self.segments(active_layout())):
+            return torch.zeros_like(hidden_states)
+        states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        key_rotary = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
+        return self._attend_in(segments[0], attn, hidden_states, states, (query_rotary_emb, key_rotary))
+
+    def _attend_in(
+        self,
+        segments: SegmentSpans,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        states: torch.Tensor,
+        rotary: tuple[Rotary | None, Rotary | None],
+    ) -> torch.Tensor:
+        """Attend from hidden states to states, each with its positions; exactly 0, without a bias, where no key is."""
+        query = self.split_heads(attn, attn.to_q(hidden_states), attn.norm_q)
+        key = self.split_heads(attn, attn.to_k(states), attn.norm_k)
+        pairs = zip((query, key), rotary, strict=True)
+        query, key = (side if table is None else self.rotate(side, table) for side, table in pairs)
+        value = self.split_heads(attn, attn.to_v(states))
+        if segments.queries:
+            count = segments.num_keys
+            attended = attend(query, key[:count], value[:count], segments, backend=self.backend)
+        else:  # weights get gradients of 0, for which other processes may wait
+            attended = 0 * (query + key.sum() + value.sum())
+        attended = self.gate(attn, attended, hidden_states)
+        output = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
+        return (output * segments.has_key(output.device)[:, None]).view_as(hidden_states)
 
     def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Rotate `(N, H, D)` as the model does, by tables of strips: by head where it splits heads into halves."""
@@ -55,11 +102,32 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         return attended * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).flatten(0, 1).unsqueeze(-1)
 
 
-class LTX2Family(Family):
-    """Packing of `LTX2VideoTransformer3DModel` without audio; see [`Family`][hf_bucketing.packing.family.Family].
+_AUDIO_PARTS = {
+    "audio_attn1": "within",
+    "audio_attn2": "to_text",
+    "audio_to_video_attn": "of_video",
+    "video_to_audio_attn": "to_video",
+}
+"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
 
-    Attention between video and audio is switched off (`isolate_modalities`), which is how LTX-2's own trainer trains
-    video without audio. The stock forward needs some audio all the same: each row gets one token of zeros.
+_MODULATIONS = {
+    "prompt_adaln": "text",
+    "audio_prompt_adaln": "audio_text",
+    "av_cross_attn_video_scale_shift": "strips",
+    "av_cross_attn_video_a2v_gate": "strips",
+    "av_cross_attn_audio_scale_shift": "audio",
+    "av_cross_attn_audio_v2a_gate": "audio",
+}
+"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
+
+
+class LTX2Family(Family):
+    """Packing of `LTX2VideoTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
+
+    In a pack with audio, the video of each sample attends to its own audio, and audio to its own video; the video of
+    samples that have no audio is isolated. In a pack without, attention between video and audio is switched off
+    (`isolate_modalities`), which is how LTX-2's own trainer trains video without audio. The stock forward needs some
+    audio all the same: each row gets one token of zeros.
 
     `fps`, `(n,)`, are frames per second. Models that modulate their text by the noise level (LTX-2.3) also take
     `sigma`, `(n,)`: the sample's timestep, while its tokens may have others, such as 0 for a clean first frame.
@@ -75,11 +143,17 @@ class LTX2Family(Family):
     timesteps_per = "token"
     max_references = UNLIMITED
     text = TextTokens(rows="per_strip")
+    audio_parts = ("audio", "av_cross_attn", "video_a2v")
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states", "audio_encoder_hidden_states")
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return the parts of the audio stream, and of the attention between both."""
-        return "audio", "av_cross_attn", "video_a2v", "keyframes"
+        """Return the parts of the audio stream, of the attention between both, and of keyframes."""
+        return *self.audio_parts, "keyframes"
+
+    def audio_text_dim(self, transformer: Transformer) -> int:
+        """Return the channels of a text embedding for audio."""
+        config = transformer.config
+        return int(config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim)
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding, which the model or the connectors before it project."""
@@ -94,13 +168,18 @@ class LTX2Family(Family):
         return draws
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of the video's self- and cross-attention; audio keeps its own."""
-        return super().processor(name, backend) if name.split(".")[-1] in ("attn1", "attn2") else None
+        """Return the processor of the module's modality, or of attention between both."""
+        return PackedLTX2AttnProcessor(backend, part=_AUDIO_PARTS.get(name.split(".")[-1]))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass the transformer each token's own coordinates, and the audio."""
-        complete = partial(_complete, Tables(_coordinates), Tables(_reference_coordinates))
-        return [transformer.register_forward_pre_hook(complete, with_kwargs=True)]
+        """Pass each token's own coordinates and the audio, and modulate tokens by the noise level of their sample."""
+        tables = Tables(_coordinates), Tables(_reference_coordinates), Tables(_audio_coordinates)
+        complete = partial(_complete, *tables)
+        handles = [transformer.register_forward_pre_hook(complete, with_kwargs=True)]
+        for name, rows in _MODULATIONS.items():
+            if hasattr(transformer, name):
+                handles.append(getattr(transformer, name).register_forward_pre_hook(partial(_levels_of, rows)))
+        return handles
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -109,28 +188,24 @@ class LTX2Family(Family):
         return replace(layout, caption_ids=None), pad_text_to
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Give each text token the noise level of its own sample."""
+        """Return noise levels by sample, of which hooks give each token its own, and the audio of the pack."""
         rows = super().rows(batch)
-        if "sigma" not in batch.conditioning:
-            return rows
-        layout = batch.layout
-        lengths = to_device(torch.tensor(layout.text_lengths), layout.device)
-        sigmas = batch.conditioning["sigma"].repeat_interleave(lengths, output_size=sum(layout.text_lengths))
-        padded = F.pad(sigmas, (0, layout.text_padding))
-        by_row = replace(batch, text=padded[:, None]).text_by_strip().squeeze(-1)
-        return replace(rows, conditioning={**rows.conditioning, "sigma": by_row})
+        none = torch.zeros(len(batch.layout), device=batch.strips.device)
+        level = to_device(batch.conditioning.get("sigma", none), none.device)
+        levels = {"sigma": level, "audio_sigma": none, **_packed_audio(batch)}
+        return replace(rows, conditioning={**rows.conditioning, **levels})
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Isolate the video, and add the noise level of the audio and the mask of the text."""
+        """Isolate the video of rows without audio, and add the noise level of the audio and the mask of the text."""
         clean = torch.zeros(len(rows.latents), device=rows.latents.device)
         return {
             "sigma": clean,
-            **super().inputs(rows),
-            "encoder_attention_mask": rows.text_mask,
             "audio_timestep": clean,
             "audio_sigma": clean,
             "audio_num_frames": 1,
             "isolate_modalities": True,
+            **super().inputs(rows),
+            "encoder_attention_mask": rows.text_mask,
             "use_cross_timestep": True,
         }
 
@@ -141,7 +216,11 @@ class LTX2Family(Family):
         if rows.references:
             pixels = torch.cat([pixels, *_reference_coordinates(transformer, rows.grids, device=device)])
         coordinates = _in_seconds(pixels.expand(len(rows.latents), -1, -1, -1), rows.conditioning["fps"])
-        return {"video_coords": coordinates, **_audio(transformer, rows.latents)}
+        return {"video_coords": coordinates, **_no_audio(transformer, rows.latents)}
+
+    def audio_rows(self, result: Any) -> torch.Tensor:
+        """Return the prediction of audio, `(rows, row_length, channels)`, among what a forward of a pack returns."""
+        return result[1]
 
 
 def modulates_text(transformer: Transformer) -> bool:
@@ -168,26 +247,74 @@ def _in_seconds(pixels: torch.Tensor, fps: torch.Tensor) -> torch.Tensor:
     return torch.cat([frames / to_device(fps, frames.device, dtype=frames.dtype).view(-1, 1, 1, 1), sides], 1)
 
 
-def _audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+def _no_audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return an audio of one token for each row, and a text of one token for it."""
-    config, shape = transformer.config, (len(rows), 1)
-    text_dim = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
+    shape = (len(rows), 1)
     return {
-        "audio_hidden_states": rows.new_zeros(*shape, config.audio_in_channels),
-        "audio_encoder_hidden_states": rows.new_zeros(*shape, text_dim),
+        "audio_hidden_states": rows.new_zeros(*shape, transformer.config.audio_in_channels),
+        "audio_encoder_hidden_states": rows.new_zeros(*shape, FAMILY.audio_text_dim(transformer)),
     }
 
 
+def _packed_audio(batch: PackedBatch) -> dict[str, Any]:
+    """Return the arguments of the forward that the audio of a pack makes; noise levels lie by sample."""
+    layout = AudioLayout.of(batch.layout)
+    if layout is None or batch.audio is None:
+        return {}
+    audio, device = batch.audio, batch.strips.device
+    timesteps, levels = (
+        to_device(values, device, dtype=torch.float32) for values in (audio.timesteps, audio.video_timesteps)
+    )
+    return {
+        "audio_hidden_states": layout.in_rows(torch.cat(list(audio.latents))),
+        "audio_encoder_hidden_states": cut_evenly(torch.cat(list(audio.text)), layout.rows),
+        "audio_timestep": timesteps[layout.samples],
+        "audio_sigma": timesteps,
+        "sigma": levels,
+        "isolate_modalities": False,
+    }
+
+
+def _levels_of(rows: str, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give each token, of noise levels by sample, its own: tokens of strips, of text or of audio, or of its text.
+
+    In packs without audio, whose rows have one token of zeros for it, these have the level of the strip.
+    """
+    layout = active_layout()
+    audio = AudioLayout.of(layout)
+    if rows == "text" or (rows == "audio_text" and audio is not None):
+        samples = cut_evenly(layout.text_segment_ids, layout.num_strips).flatten()
+    else:
+        samples = audio.samples if rows == "audio" and audio is not None else layout.strip_segments
+    return args[0][samples], *args[1:]
+
+
 def _complete(
-    tables: Tables, references: Tables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tables: Tables,
+    references: Tables,
+    audio_tables: Tables,
+    transformer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    rows = kwargs["hidden_states"]
+    layout, rows = active_layout(), kwargs["hidden_states"]
     (pixels,) = position_strips(
-        active_layout(),
+        layout,
         lambda grid: tables(transformer, grid, rows.device),
         lambda grids: references(transformer, grids, rows.device),
     )
-    return args, {**kwargs, "video_coords": _in_seconds(pixels, kwargs["fps"]), **_audio(transformer, rows)}
+    audio = AudioLayout.of(layout)
+    if audio is None:
+        heard = _no_audio(transformer, rows)
+    else:
+        seconds = [audio_tables(transformer, length, rows.device)[0] for length in audio.lengths]
+        heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
+    return args, {**kwargs, **heard, "video_coords": _in_seconds(pixels, kwargs["fps"])}
+
+
+def _audio_coordinates(transformer: Any, length: int, *, device: torch.device) -> tuple[torch.Tensor]:
+    """Return the first and the last second of each token of an audio, `(length, 2)`."""
+    return (transformer.audio_rope.prepare_audio_coords(1, length, device)[0, 0],)
 
 
 FAMILY = LTX2Family()

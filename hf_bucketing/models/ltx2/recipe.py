@@ -1,4 +1,4 @@
-"""How LTX-2 is trained on video without audio: flow matching, shifted by size; text through the connectors."""
+"""How LTX-2 is trained on video, with its audio or without it: flow matching, shifted by size."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR
+from transformers.audio_utils import mel_filter_bank
 
 from ...buckets.sizes import Size
+from ...devices import to_device
 from ...errors import BucketingError
+from ...media.audio import AudioRule
 from ...media.sample import frame_rates
+from ...media.write import Sound
 from ...packing.family import UNLIMITED
 from ..first_frame import FirstFrameRecipe
+from ..loading import read_config
 from ..ltx.packing import reference_factors
 from ..ltx.recipe import LTXRecipe
-from ..recipe import Recipe, Samples, TextEmbeddings
+from ..recipe import AUDIO_TEXT, Recipe, Samples, TextEmbeddings
 from .packing import FAMILY, modulates_text
 
 
 class LTX2Recipe(LTXRecipe):
     """Recipe of `LTX2Pipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
-    Audio is neither encoded nor predicted, and what belongs to it is not trained.
+    Where the data set has audio, it is trained at the noise level of its video, as in LTX-2's own trainer; else it is
+    neither encoded nor predicted, and what belongs to it is not trained.
     """
 
     pipeline_class = "LTX2Pipeline"
@@ -45,13 +53,52 @@ class LTX2Recipe(LTXRecipe):
             )
         return recipe
 
+    @classmethod
+    def read_audio_rule(cls, name_or_path: str) -> AudioRule:
+        """Read the rate at which the audio VAE hears, and the samples of a token by its strides, from its settings."""
+        config = read_config(name_or_path, "audio_vae")
+        return AudioRule(
+            rate=config["sample_rate"], samples_per_token=LATENT_DOWNSAMPLE_FACTOR * config["mel_hop_length"]
+        )
+
+    @torch.no_grad()
+    def encode_audio(self, waveform: torch.Tensor) -> torch.Tensor:
+        """Encode sound `(2, samples)` in [−1, 1] to normalised latents `(tokens, channels)`, the posterior's mode.
+
+        The VAE is causal and makes a first latent of the first spectrum alone, so that there is one more than the
+        pipeline makes for as many seconds: the last is left away.
+        """
+        vae = self.pipeline.audio_vae
+        hop, mean, std = vae.config.mel_hop_length, vae.latents_mean, vae.latents_std
+        tokens = waveform.shape[1] // (LATENT_DOWNSAMPLE_FACTOR * hop)
+        if not tokens:
+            return waveform.new_zeros(0, len(mean), dtype=vae.dtype)
+        spectrum = log_mel_spectrum(
+            waveform.float(), rate=vae.config.sample_rate, hop=hop, bins=vae.config.mel_bins
+        ).to(vae.dtype)
+        latents = vae.encode(spectrum[None]).latent_dist.mode()
+        return (self.pipeline._pack_audio_latents(latents)[0, :tokens] - mean) / std
+
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions, and pass them through the connectors, as the pipeline's call does."""
         states, mask, _, _ = self._encode_prompt(captions)
         side = self.pipeline.tokenizer.padding_side
-        values, _, mask = self.pipeline.connectors(states, mask, padding_side=side)
-        return TextEmbeddings(values, mask)
+        values, audio, mask = self.pipeline.connectors(states, mask, padding_side=side)
+        return TextEmbeddings(values, mask, {AUDIO_TEXT: audio} if self.audio else {})
+
+    def render_with_sound(
+        self, prompt: str, size: Size, *, fps: float, image: Any = None, references: Any = (), **options: Any
+    ) -> tuple[np.ndarray, Sound]:
+        """Call the pipeline at a frame rate, by which its sound is as long as its frames, and return both."""
+        result = self.call(prompt, size, images={"image": image}, references=references, frame_rate=fps, **options)
+        return self.frames_of(result), self.sound_of(self.pipeline, result)
+
+    @classmethod
+    def sound_of(cls, pipeline: Any, result: Any) -> Sound:
+        """Return the sound that the vocoder made."""
+        samples = result.audio[0].float().clamp(-1, 1).cpu().numpy()
+        return Sound(samples, pipeline.vocoder.config.output_sampling_rate)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the frame rates, and the noise levels where the model modulates its text by them."""
@@ -93,6 +140,23 @@ class LTX2InContextRecipe(LTX2Recipe):
             )
         conditions = [LTX2ReferenceCondition(frames=list(frames)) for frames in references]
         return {cls.shown_as["reference"]: conditions, "reference_downscale_factor": factor}
+
+
+FFT_LENGTH = 1024
+"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
+
+
+def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) -> torch.Tensor:
+    """Return the logarithm of the mel spectrum of sound `(channels, samples)`: `(channels, samples ÷ hop + 1, bins)`.
+
+    Spectra are centred, of Hann windows of [`FFT_LENGTH`], and mel bands are Slaney's from 0 to half the rate, as in
+    LTX-2's `AudioProcessor`.
+    """
+    window = torch.hann_window(FFT_LENGTH, device=waveform.device)
+    spectrum = torch.stft(waveform, FFT_LENGTH, hop, window=window, pad_mode="reflect", return_complex=True).abs()
+    filters = mel_filter_bank(FFT_LENGTH // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
+    bands = to_device(torch.from_numpy(filters), waveform.device, dtype=waveform.dtype)
+    return (spectrum.transpose(1, 2) @ bands).clamp(min=1e-5).log()
 
 
 RECIPES = (LTX2Recipe, LTX2ImageToVideoRecipe, LTX2InContextRecipe)

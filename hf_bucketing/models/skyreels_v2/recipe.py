@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..conditioning import FRAMES
 from ..objectives import DiffusionForcing
 from ..recipe import Samples
 from ..wan.recipe import WanImageToVideoRecipe, WanRecipe
@@ -35,6 +36,11 @@ class SkyReelsV2DiffusionForcingRecipe(SkyReelsV2Recipe):
 
     pipeline_class = "SkyReelsV2DiffusionForcingPipeline"
     flow = DiffusionForcing
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """Whole frames, each of which has a timestep."""
+        return FRAMES
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the number of each sample's frame rate, for models that embed it."""

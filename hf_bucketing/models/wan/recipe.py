@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ...errors import BucketingError
+from ...devices import to_device
+from ...errors import BucketingError, quoted
+from ..conditioning import BLACK, FRAMES, ConditionShares
 from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
-from ..recipe import Conditions, ModelInputs, Recipe, Samples, Shown
+from ..recipe import SHOWN_FRAMES, Conditions, Recipe, Samples, Shown
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS
 
 IMAGE_LATENTS = "image_latents"
@@ -39,6 +41,16 @@ class WanRecipe(Recipe):
         if boundary is None:
             return 0.0, 1.0
         return (boundary, 1.0) if self.trained == "transformer" else (0.0, boundary)
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """All, where the pipeline gives each token a timestep."""
+        return (*FRAMES, BLACK) if self.keeps_first_frame else ()
+
+    @property
+    def keeps_first_frame(self) -> bool:
+        """Whether the pipeline gives each token a timestep, such as 0 for a clean first frame (TI2V-5B)."""
+        return bool(self.pipeline.config.get("expand_timesteps"))
 
 
 class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
@@ -74,6 +86,23 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
             )
 
     @property
+    def encodes_drawn(self) -> bool:
+        """Whether the shown frames are encoded apart, as further channels."""
+        return not self.keeps_first_frame
+
+    def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
+        """Refuse also what lacks a frame whose embedding the model attends to; see [`Recipe.check_drawn`]."""
+        super().check_drawn(shares, names, cached=cached)
+        if not self._embeds_images:
+            return
+        for kinds in ({"first_frame", "prefix"}, {"last_frame", "suffix"})[: self.num_images(self.config)]:
+            if not all(kinds.intersection(part.kind for part in condition) for condition in shares.conditions):
+                raise BucketingError(
+                    f"This {self.pipeline_class} always attends to the image encoder's output for the frames that it "
+                    f"is shown, so that each `condition` must have one of {quoted(sorted(kinds))}; combine them by +."
+                )
+
+    @property
     def media_rule(self) -> str:
         """The frames that conditions are made of."""
         return f"conditions of {self.num_images(self.config)} frames"
@@ -81,11 +110,7 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
     @property
     def fewest_frames(self) -> int:
         """Two for models that are shown frames as further channels, three with the last one."""
-        return 1 if self._keeps_first_frame else 1 + self.num_images(self.config)
-
-    @property
-    def _keeps_first_frame(self) -> bool:
-        return bool(self.pipeline.config.get("expand_timesteps"))
+        return 1 if self.keeps_first_frame else 1 + self.num_images(self.config)
 
     @property
     def _embeds_images(self) -> bool:
@@ -98,7 +123,7 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
         Raises:
             BucketingError: If samples have too few frames.
         """
-        if self._keeps_first_frame:
+        if self.keeps_first_frame:
             return super().encode_conditions(pixel_values, latents, shown)
         if pixel_values.shape[2] < self.fewest_frames:
             raise BucketingError(
@@ -106,8 +131,11 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
                 f"needs {self.fewest_frames} or more: prepare the data set without images."
             )
         count = self.num_images(self.config)
-        frames, clips = shown_ends(pixel_values, shown, ENDS[:count]), torch.zeros_like(pixel_values)
+        frames, clips = shown_ends(pixel_values, shown, ENDS[:count]), pixel_values.clone()
         clips[:, :, [0, -1][:count]] = frames
+        drawn = shown.get(SHOWN_FRAMES, [self._ends(clips.shape[2])] * len(clips))
+        visible = to_device(torch.stack(list(drawn)), clips.device)
+        clips = torch.where(visible[:, None, :, None, None], clips, 0)
         conditions = {IMAGE_LATENTS: self.encode_latents(clips)}
         if self._embeds_images:
             conditions[IMAGE_TOKENS] = self._image_tokens(frames)
@@ -121,7 +149,7 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros of the shapes of [`encode_conditions`]."""
-        if self._keeps_first_frame:
+        if self.keeps_first_frame:
             return {}
         conditions = {IMAGE_LATENTS: torch.zeros_like(latent)}
         if self._embeds_images:
@@ -129,14 +157,19 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
             conditions[IMAGE_TOKENS] = latent.new_zeros(shape)
         return conditions
 
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Return latents with the condition as further channels, or with a clean first frame."""
-        return super().model_inputs(samples) if self._keeps_first_frame else WanRecipe.model_inputs(self, samples)
+    def clean_parts(self, samples: Samples) -> Sequence[torch.Tensor] | None:
+        """Return no clean latents, where the model is shown frames as further channels."""
+        return super().clean_parts(samples) if self.keeps_first_frame else None
 
-    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
-        """Return the mask of the given frames, and their latents."""
-        pairs = zip(samples.noised.latents, samples.conditions[IMAGE_LATENTS], strict=True)
-        return [torch.cat([self._mask(latent), image.to(latent)]) for latent, image in pairs]
+    def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
+        """Return the mask of the frames that are shown, and their latents, unless the latents themselves have them."""
+        if self.keeps_first_frame:
+            return ()
+        latents, stride = samples.noised.latents, self.spec.temporal_stride
+        ends = [self._ends((latent.shape[1] - 1) * stride + 1) for latent in latents]
+        shown = zip(samples.conditions.get(SHOWN_FRAMES, ends), samples.conditions[IMAGE_LATENTS], strict=True)
+        pairs = zip(latents, shown, strict=True)
+        return [torch.cat([self._mask(frames, latent), image.to(latent)]) for latent, (frames, image) in pairs]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the image tokens, where the model takes some."""
@@ -144,16 +177,20 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
             return {}
         return {IMAGE_TOKENS: torch.stack(list(samples.conditions[IMAGE_TOKENS])).to(samples.text.values)}
 
-    def _mask(self, latent: torch.Tensor) -> torch.Tensor:
-        """Return which frames of each latent frame are given, `(temporal_stride, f, h, w)`.
+    def _ends(self, frames: int) -> torch.Tensor:
+        """Return which of a sample's frames the pipeline shows, `(F,)` of `bool`: the first (and the last)."""
+        ends = torch.zeros(frames, dtype=torch.bool)
+        ends[[0, -1][: self.num_images(self.config)]] = True
+        return ends
 
-        The first latent frame holds one frame, which fills all channels; the last one ends with the last frame.
+    def _mask(self, frames: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+        """Return which frames `(F,)` of each latent frame are shown, `(temporal_stride, f, h, w)`.
+
+        The first latent frame holds one frame, which fills all channels.
         """
-        mask = latent.new_zeros(self.spec.temporal_stride, *latent.shape[1:])
-        mask[:, 0] = 1
-        if self.num_images(self.config) == 2:
-            mask[-1, -1] = 1
-        return mask
+        stride = self.spec.temporal_stride
+        by_latent = torch.cat([frames[:1].expand(stride), frames[1:]]).view(-1, stride).T
+        return to_device(by_latent, latent.device, dtype=latent.dtype)[:, :, None, None].expand(-1, *latent.shape[1:])
 
 
 RECIPES = (WanRecipe, WanImageToVideoRecipe)

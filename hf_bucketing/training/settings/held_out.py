@@ -23,6 +23,8 @@ class HeldOutConfig:
             share, and the same files whatever the seed.
         validation_loss_steps (`int`): Optimizer steps between two computations of the held-out loss; the last step is
             followed by one too.
+        validation_loss_on_start (`bool`): Whether it is also computed before the first step, of the model that the run
+            begins with, to which later losses are compared by size and noise level.
         validation_noise_levels (`int`): Noise levels of each held-out sample, one of each of as many equally likely
             ranges of those that training draws.
 
@@ -37,6 +39,7 @@ class HeldOutConfig:
         needs_rows="a share of rows can be held out only where all are known; give `validation_dataset_dir`",
     )
     validation_loss_steps: int = 500
+    validation_loss_on_start: bool = True
     validation_noise_levels: int = 4
 
     def __post_init__(self) -> None:
@@ -49,7 +52,8 @@ class HeldOutConfig:
                 "`validation_dataset_dir` names the held-out samples, and `validation_split` takes them from "
                 "`dataset_dir`; give one of them."
             )
-        if not self.given and (unused := not_default(self, "validation_loss_steps", "validation_noise_levels")):
+        of_no_effect = ("validation_loss_steps", "validation_loss_on_start", "validation_noise_levels")
+        if not self.given and (unused := not_default(self, *of_no_effect)):
             raise BucketingError(
                 f"Omit {quoted(unused)}: no effect without `validation_dataset_dir` or `validation_split`."
             )

@@ -49,7 +49,7 @@ def _pipeline(
     blocks = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": _WIDTH}
     audio = {"audio_in_channels": 4, "audio_out_channels": 4, "audio_cross_attention_dim": _AUDIO_WIDTH}
     audio_heads = {"audio_num_attention_heads": 4, "audio_attention_head_dim": 6}
-    upsampling = {"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
+    upsampling = {"upsample_kernel_sizes": [32, 20], "upsample_factors": [16, 10]}
     residuals = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]]}
     return pipeline_class(
         tokenizer=tokenizer,
@@ -57,7 +57,7 @@ def _pipeline(
         connectors=LTX2TextConnectors(**connectors).eval(),
         vae=_vae(),
         audio_vae=AutoencoderKLLTX2Audio(
-            base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8
+            base_channels=4, ch_mult=(1, 1, 1), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8
         ).eval(),
         vocoder=LTX2Vocoder(
             in_channels=16, hidden_channels=32, output_sampling_rate=16000, **upsampling, **residuals

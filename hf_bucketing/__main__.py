@@ -1,0 +1,18 @@
+"""`hf_bucketing env` prints what a report of a bug needs; the scripts do all else."""
+
+import argparse
+
+from .command_line.environment import print_environment
+
+
+def main() -> None:
+    """Run a command of the package."""
+    parser = argparse.ArgumentParser("hf_bucketing", description="Training, reports and caches are in scripts/.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    env = commands.add_parser("env", help="Print versions, devices, variables and the last error, for bug reports.")
+    env.set_defaults(run=print_environment)
+    parser.parse_args().run()
+
+
+if __name__ == "__main__":
+    main()

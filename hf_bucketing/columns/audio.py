@@ -1,0 +1,64 @@
+"""A column of which rows have sound, by the headers of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+
+from ..media.audio import HAS_AUDIO, has_audio
+from ..media.rows import MediaColumns
+from .arrays import column_array
+
+
+@dataclass(frozen=True, slots=True)
+class AudioColumns:
+    """Compute `has_audio`: whether the file of a row has a track of sound, by its header.
+
+    A batch function for `Dataset.map(batched=True)`. Images and rejected rows have none.
+
+    Args:
+        files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
+    """
+
+    files: MediaColumns
+    rule_version: int = field(default=1, init=False)
+
+    optional_columns = ()
+    output_columns = (HAS_AUDIO,)
+    vectorised = False
+    reusable = False
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Columns that a batch must have."""
+        return self.files.column, "fps", "num_frames"
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[bool]]:
+        """Return the column for a batch.
+
+        Raises:
+            MediaError: If a file cannot be opened.
+        """
+        known: dict[str, bool] = {}  # clips of one video share its header
+        found = []
+        for cell, fps, frames in zip(*(batch[name] for name in self.input_columns), strict=True):
+            if min(fps, frames) <= 0:
+                found.append(False)
+                continue
+            source = self.files.source(cell, name="its file")
+            if source.data is not None:
+                found.append(has_audio(source))
+                continue
+            if source.path not in known:
+                known[source.path] = has_audio(source)
+            found.append(known[source.path])
+        return {HAS_AUDIO: found}
+
+
+def describe_audio(dataset: Dataset) -> str:
+    """Return a sentence on how many rows have sound."""
+    count = int(column_array(dataset, HAS_AUDIO).sum())
+    return f"Audio: {count} of {len(dataset)} rows have a track of sound; the others train video alone."

@@ -1,0 +1,238 @@
+"""A lock of a data set: for each row, hashes of what a model sees of it, by which later changes are found."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from pyarrow import feather
+
+from ..buckets.open_table import OpenTable
+from ..buckets.table import BucketTable
+from ..errors import BucketingError, MediaError
+from ..files import complete_file
+from ..media.audio import HAS_AUDIO
+from ..media.conditions import REFERENCE, all_columns
+from ..media.references import REFERENCE_SIZES
+from ..media.row_references import sample_sizes
+from ..media.rows import CLIP_END, CLIP_START, MediaColumns
+from .arrays import SIZE_COLUMNS, cell_of_list, is_list_type, media_kind, numbers, whole_numbers
+from .faults import path_of
+
+LOCK_FILE = "data_lock.arrow"
+"""File of the lock in a prepared folder, and in the output folder of a run."""
+
+RULE_VERSION = 1
+"""Raised when hashes, or the crop of a view, change for the same rows."""
+
+_VERSION = b"rule_version"
+_ROWS, _ROWS_WITH_BYTES = 100_000, 64
+"""Rows that are read at once; few where their files are in memory."""
+_THREADS, _FILES_OF_A_THREAD = 8, 1000
+
+Hashes = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLock:
+    """Hold hashes of the rows of a data set, in their order: 24 bytes per row.
+
+    Attributes:
+        name (array of `uint64`, shape `(n,)`): Path of the file as the row has it, or what bytes without one are.
+        file (array of `uint32`, shape `(n,)`): Length and time of modification of the file; bytes by their length and
+            their ends, a URL by itself alone.
+        size (array of `uint32`, shape `(n,)`): Clip, size and frame rate, and the sizes that the row is cropped to in
+            buckets and in packs.
+        caption (array of `uint32`, shape `(n,)`): Captions as they are read.
+        conditions (array of `uint32`, shape `(n,)`): Files of conditions and references, whether the model hears the
+            row's audio, and the rules of references and of audio.
+    """
+
+    name: npt.NDArray[np.uint64]
+    file: npt.NDArray[np.uint32]
+    size: npt.NDArray[np.uint32]
+    caption: npt.NDArray[np.uint32]
+    conditions: npt.NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    @property
+    def rows(self) -> npt.NDArray[np.uint64]:
+        """One hash of each row, `uint64` of shape `(n,)`."""
+        return hashed(*(getattr(self, name) for name in ("name", *LOCKED)))
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits of all rows and their order."""
+        return hashlib.sha256(self.rows.data).hexdigest()[:16]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the lock to a file."""
+        table = pa.table({field.name: getattr(self, field.name) for field in fields(self)})
+        with complete_file(path) as partial:
+            marked = table.replace_schema_metadata({_VERSION: str(RULE_VERSION)})
+            feather.write_feather(marked, str(partial), compression="uncompressed")
+
+
+LOCKED = tuple(field.name for field in fields(DataLock) if field.name != "name")
+"""What can differ in a row of the same file."""
+
+
+def read_lock(folder: str | os.PathLike[str]) -> DataLock | None:
+    """Return the lock in a prepared folder or in the output folder of a run.
+
+    None if it was written before there were locks, or by a release that hashed other things.
+    """
+    path = Path(folder, LOCK_FILE)
+    if not path.is_file():
+        return None
+    table = feather.read_table(str(path))
+    if (table.schema.metadata or {}).get(_VERSION) != str(RULE_VERSION).encode():
+        return None
+    return DataLock(**{field.name: table[field.name].to_numpy() for field in fields(DataLock)})
+
+
+def require_lock(folder: str | os.PathLike[str]) -> DataLock:
+    """Return the lock in a prepared folder or in the output folder of a run.
+
+    Raises:
+        BucketingError: If there is none that this release can read.
+    """
+    lock = read_lock(folder)
+    if lock is None:
+        raise BucketingError(
+            f"{folder} holds no {LOCK_FILE} of this release, by which rows are compared. Name a folder that "
+            "scripts/prepare_dataset.py or scripts/cache_latents.py wrote, or the output folder of a run on rows of "
+            "one; older folders are to be prepared again."
+        )
+    return lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockRule:
+    """Make the locks of a data set's rows.
+
+    No file is opened: each is asked for its length and time of modification, and servers for nothing.
+
+    Args:
+        files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns that lead to the files.
+        caption_column (`str`, *optional*): Column of a text or a list of texts.
+        table ([`BucketTable`]): Table of the `bucket_id` column.
+        open_table ([`OpenTable`]): Sizes of the rows in packs.
+    """
+
+    files: MediaColumns
+    caption_column: str | None
+    table: BucketTable
+    open_table: OpenTable
+
+    def lock(self, dataset: Dataset) -> DataLock:
+        """Return the lock of rows. Columns that they lack count as empty."""
+        files = (self.files.column, *all_columns(self.files.conditions))
+        others = (HAS_AUDIO, REFERENCE_SIZES, CLIP_START, CLIP_END, *SIZE_COLUMNS, "fps", "bucket_id")
+        columns = dict.fromkeys([*files, *others, *filter(None, [self.caption_column])])
+        present = dataset.select_columns([name for name in columns if name in dataset.column_names])
+        kinds = {media_kind(cell_of_list(kind)) for name, kind in present.features.items() if name in files}
+        size = _ROWS if kinds <= {"path", None} else _ROWS_WITH_BYTES
+        parts: dict[str, list[Hashes]] = {name: [np.zeros(0, np.uint32)] for name in LOCKED}
+        parts["name"] = [np.zeros(0, np.uint64)]
+        for batch in present.with_format("arrow").iter(batch_size=size):
+            for name, hashes in self._hashes(batch).items():
+                parts[name].append(hashes.astype(parts[name][0].dtype))
+        return DataLock(**{name: np.concatenate(hashes) for name, hashes in parts.items()})
+
+    def _hashes(self, batch: pa.Table) -> dict[str, Hashes]:
+        """Return the hashes of some rows, `uint64` of shape `(n,)` each."""
+        nothing = np.zeros(len(batch), np.uint64)
+        names, versions = self._files(batch, self.files.column)
+        conditions: list[Any] = [nothing]
+        for column in all_columns(self.files.conditions):
+            conditions.extend(self._files(batch, column) if column in batch.column_names else ())
+        if REFERENCE in self.files.conditions:
+            conditions.append(np.full(len(batch), repr(self.files.references), object))
+        if REFERENCE_SIZES in batch.column_names:
+            conditions.append(_as_texts(batch[REFERENCE_SIZES]))
+        if self.files.audio is not None:
+            conditions += [batch[HAS_AUDIO].to_numpy(), np.full(len(batch), repr(self.files.audio), object)]
+        captions = [nothing] if self.caption_column is None else [_as_texts(batch[self.caption_column])]
+        return {
+            "name": hashed(names),
+            "file": hashed(versions),
+            "size": hashed(nothing, *self._sizes(batch)),
+            "caption": hashed(*captions),
+            "conditions": hashed(*conditions),
+        }
+
+    def _sizes(self, batch: pa.Table) -> Iterator[npt.NDArray[Any]]:
+        """Yield the numbers that decide what part of a file is shown, and at what size."""
+        for name in (CLIP_START, CLIP_END, *SIZE_COLUMNS, "fps"):
+            if name in batch.column_names:
+                yield np.nan_to_num(numbers(batch, name).astype(np.float64), nan=-1)
+        if "bucket_id" in batch.column_names:
+            yield from sample_sizes(batch["bucket_id"].to_numpy(), self.table).T
+        if set(SIZE_COLUMNS) <= {*batch.column_names}:
+            largest = self.open_table.spec.size_of(512, 2048, 2048)  # larger samples have no size in packs
+            sides = (whole_numbers(batch, name) for name in ("num_frames", "height", "width"))
+            cut = [np.minimum(side, most) for side, most in zip(sides, largest, strict=True)]
+            yield from sample_sizes(self.open_table.assign(*cut).bucket_id, self.open_table).T
+
+    def _files(self, batch: pa.Table, column: str) -> Sequence[npt.NDArray[Any]]:
+        """Return names of the files in a column and what tells their contents apart, texts of shape `(n,)` each."""
+        cells = [cell if isinstance(cell, list) else [cell] for cell in batch[column].to_pylist()]
+        stretches = [cells[start : start + _FILES_OF_A_THREAD] for start in range(0, len(cells), _FILES_OF_A_THREAD)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            described = np.array([pair for pairs in pool.map(self._describe, stretches) for pair in pairs], object)
+        return described.reshape(-1, 2).T
+
+    def _describe(self, cells: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
+        """Return the names of the files of each row, and what tells their contents apart."""
+        known: dict[str, tuple[str, str]] = {}  # clips of one file follow one another
+        described = []
+        for files in cells:
+            names, versions = [], []
+            for file in files:
+                if isinstance(file, str) and file not in known:
+                    known[file] = self._name_and_version(file)
+                name, version = known[file] if isinstance(file, str) else self._name_and_version(file)
+                names.append(name)
+                versions.append(version)
+            described.append(("\0".join(names), "\0".join(versions)))
+        return described
+
+    def _name_and_version(self, cell: Any) -> tuple[str, str]:
+        """Return the name of a file and what tells its contents apart, `""` for a file that is not there."""
+        version = ""
+        with suppress(MediaError, OSError):  # of a row that was rejected, or whose file has gone since
+            version = str(self.files.source(cell, name="").version(quick=True))
+        path = path_of(cell)
+        return version if path is None else path, version
+
+
+def hashed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return one hash of each row of numbers or texts, `(n,)` each: equal on all machines and in all releases."""
+    total = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        values = column if column.dtype in (object, np.uint64) else column.astype(np.float64)
+        total = pd.util.hash_array(total ^ pd.util.hash_array(values, categorize=False))
+    return total
+
+
+def _as_texts(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Return cells of texts or numbers, or of lists of them, as one text each."""
+    if not is_list_type(column.type):
+        return column.cast(pa.string()).to_numpy()
+    joined = pc.binary_join(column.cast(pa.list_(pa.string())), "\0")
+    return joined.to_numpy()

@@ -1,0 +1,160 @@
+"""Read the sound of a video's own track, as long as the frames that a sample shows, with PyAV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import av
+import numpy as np
+import numpy.typing as npt
+from av.audio.frame import AudioFrame
+from av.audio.resampler import AudioResampler
+from av.audio.stream import AudioStream
+from av.container import InputContainer
+
+from ..buckets.arrays import IntArray
+from ..errors import BucketingError, MediaError, explains_arguments
+from .probe import open_video, video_stream
+from .source import MediaSource
+
+AUDIO = "audio"
+"""Name of a sample's audio among what a collator returns as `shown`, and among the encoded conditions of a sample."""
+
+HAS_AUDIO = "has_audio"
+"""Column of whether a row's file has a track of sound."""
+
+CHANNELS = 2
+"""Channels of audio as it is read, left and right."""
+
+Waveform = npt.NDArray[np.float32]
+"""Sound of shape `(2, samples)`, in [−1, 1]."""
+
+
+@explains_arguments()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioRule:
+    """Rate and length of the audio of a sample, by the model that is trained on it.
+
+    Args:
+        rate (`int`): Samples of sound per second.
+        samples_per_token (`int`): Samples of sound per token.
+
+    Raises:
+        BucketingError: If a number is below 1.
+    """
+
+    rate: int
+    samples_per_token: int
+
+    def __post_init__(self) -> None:
+        if min(self.rate, self.samples_per_token) < 1:
+            raise BucketingError(f"Audio needs a rate and samples per token of at least 1, got {self}.")
+
+    def num_tokens(self, frames: npt.ArrayLike, fps: npt.ArrayLike) -> IntArray:
+        """Return the tokens of the audio beside some frames, as many as the pipeline of LTX-2 makes; 0 for images.
+
+        Args:
+            frames (array of `int`): Frames of each sample.
+            fps (array of `float`): Frames per second of each sample; 0 for an image.
+
+        Example:
+            >>> AudioRule(rate=16000, samples_per_token=640).num_tokens([121, 25, 1], [24.0, 12.0, 0.0]).tolist()
+            [126, 52, 0]
+        """
+        rates = np.asarray(fps, np.float64)
+        seconds = np.where(rates > 0, np.asarray(frames) / np.where(rates > 0, rates, 1.0), 0.0)
+        return np.round(seconds * (self.rate / self.samples_per_token)).astype(np.int64)
+
+
+def has_audio(source: MediaSource) -> bool:
+    """Return whether a file has a track of sound, by its header.
+
+    Raises:
+        MediaError: If the file cannot be opened as a video.
+    """
+    try:
+        with open_video(source.opened()) as container:
+            return bool(container.streams.audio)
+    except (av.error.FFmpegError, EOFError) as error:
+        raise _unreadable(source, error) from error
+
+
+def read_audio(source: MediaSource, *, start: float, samples: int, rate: int) -> Waveform | None:
+    """Read sound from the track of a video.
+
+    Times count from the first frame of the video, which the sound may precede or follow. Where the track begins later
+    or ends before, there is silence. One channel is repeated, and FFmpeg mixes more than two down to left and right.
+
+    Args:
+        source ([`MediaSource`]): The video.
+        start (`float`): Second from which on it is read.
+        samples (`int`): Samples to read, at that rate.
+        rate (`int`): Samples per second, to which the sound is resampled.
+
+    Returns:
+        Array of shape `(2, samples)`, or None if the file has no track of sound.
+
+    Raises:
+        MediaError: If the track cannot be decoded.
+    """
+    waveform = np.zeros((CHANNELS, samples), np.float32)
+    try:
+        with open_video(source.opened()) as container:
+            if not container.streams.audio:
+                return None
+            stream = container.streams.audio[0]
+            origin = _first_second(container) + start
+            if start:
+                _seek(container, origin)
+            for first, heard in _resampled(container, stream, rate):
+                place = round((first - origin) * rate)
+                if place >= samples:
+                    break
+                begin, end = max(place, 0), min(place + heard.shape[1], samples)
+                if begin < end:
+                    waveform[:, begin:end] = heard[:, begin - place : end - place]
+    except (av.error.FFmpegError, EOFError) as error:
+        raise _unreadable(source, error) from error
+    return waveform
+
+
+_SEEK_FROM = 2.0
+"""Seconds of a file before the wanted sound from which it is faster to look for a key frame."""
+
+_BEFORE = 0.5
+"""Seconds before the wanted sound from which it is decoded, as codecs need some before they are exact."""
+
+
+def _seek(container: InputContainer, second: float) -> None:
+    """Go to a key frame before a second, in containers whose time stamps are exact after that."""
+    if second >= _SEEK_FROM and {"mp4", "matroska"} & set(container.format.name.split(",")):
+        container.seek(int((second - _BEFORE) * av.time_base))
+
+
+def _first_second(container: InputContainer) -> float:
+    """Return the time stamp of the first frame of the video, in seconds."""
+    stream = video_stream(container)
+    if stream is None or stream.start_time is None or not stream.time_base:
+        return 0.0
+    return float(stream.start_time * stream.time_base)
+
+
+def _resampled(container: InputContainer, stream: AudioStream, rate: int) -> Iterator[tuple[float, Waveform]]:
+    """Yield pieces of sound of two channels, each with the time stamp of its first sample, in seconds."""
+    resampler = AudioResampler(format="fltp", layout="stereo" if stream.channels > CHANNELS else None, rate=rate)
+
+    def pieces() -> Iterator[AudioFrame]:
+        for frame in container.decode(stream):
+            yield from resampler.resample(frame)
+        yield from resampler.resample(None)
+
+    for piece in pieces():
+        heard = piece.to_ndarray()
+        yield float(piece.time or 0.0), np.repeat(heard, CHANNELS // len(heard), axis=0)
+
+
+def _unreadable(source: MediaSource, error: Exception) -> MediaError:
+    return MediaError(
+        f"The sound of {source.path} cannot be decoded ({error}); write the file again, or remove the row."
+    )

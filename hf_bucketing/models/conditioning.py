@@ -1,0 +1,162 @@
+"""Parts of samples that a model is shown without noise, drawn for each sample from shares."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BucketingError, quoted
+from ..randomness import Purpose, generator
+
+FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
+"""Conditions that show whole frames."""
+BLACK = "mask"
+"""Condition that shows what a sample's mask leaves out of the loss, in space and time."""
+NONE = "none"
+
+_LONG = ("prefix", "suffix", "keyframes")
+_PART = re.compile(r"(\w+)(?:@([1-9]\d*))?")
+
+
+class Part(NamedTuple):
+    """A part of a condition.
+
+    Attributes:
+        kind (`str`): One of [`FRAMES`], or [`BLACK`].
+        length (`int`, *optional*): Latent frames, for keyframes their number; at most one less than the
+            sample has; by default drawn from 1 to that.
+    """
+
+    kind: str
+    length: int | None = None
+
+    def show(self, frames: npt.NDArray[np.bool_], *, stride: int, random: np.random.Generator) -> None:
+        """Mark the frames `(F,)` of a sample that it shows; the latent frames after the first hold `stride` each."""
+        latent_frames = len(frames[::stride])
+        if latent_frames == 1:
+            return  # an image has no part that leaves something to predict
+        length = min(self.length or int(random.integers(1, latent_frames)), latent_frames - 1)
+        match self.kind:
+            case "first_frame":
+                frames[0] = True
+            case "last_frame":
+                frames[-1] = True
+            case "prefix":
+                frames[: (length - 1) * stride + 1] = True
+            case "suffix":
+                frames[-length * stride :] = True
+            case "keyframes":
+                frames[random.choice(latent_frames, length, replace=False) * stride] = True
+
+
+Condition: TypeAlias = tuple[Part, ...]
+"""Parts that are shown together; none where nothing is shown."""
+
+
+class Drawn(NamedTuple):
+    """What is shown of a sample.
+
+    Attributes:
+        frames (array of `bool`, shape `(F,)`): True for the frames that are shown.
+        masked (`bool`): Whether what its mask leaves out is shown too.
+    """
+
+    frames: npt.NDArray[np.bool_]
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionShares:
+    """Conditions of a run, and the share of the samples that each is drawn for.
+
+    A sample may also be shown nothing, as images are, of which nothing would be left to predict.
+
+    Args:
+        conditions (`tuple`): The parts of each condition.
+        shares (`tuple` of `float`): Their shares, above 0, which add up to 1.
+
+    Raises:
+        BucketingError: If a share is not above 0, or they do not add up to 1.
+    """
+
+    conditions: tuple[Condition, ...]
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(share > 0 for share in self.shares) or not abs(sum(self.shares) - 1) < 1e-6:
+            raise BucketingError(
+                f"The shares of `condition` must be above 0 and add up to 1, got {list(self.shares)}; `none` is the "
+                "share of samples that are shown nothing."
+            )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all parts, each once."""
+        return tuple(dict.fromkeys(part.kind for condition in self.conditions for part in condition))
+
+    def draw(self, *key: int, latent_frames: int, stride: int) -> Drawn:
+        """Draw what is shown of a sample.
+
+        Args:
+            key (`int`): Key of the draw, see [`Purpose`][hf_bucketing.randomness.Purpose].
+            latent_frames (`int`): Latent frames of the sample.
+            stride (`int`): Frames per latent frame after the first.
+
+        Example:
+            >>> shares = read_condition("first_frame+suffix@1")
+            >>> shares.draw(0, 1, 2, latent_frames=3, stride=2).frames.astype(int).tolist()
+            [1, 0, 0, 1, 1]
+        """
+        random = generator(Purpose.CONDITION, *key)
+        drawn = self.conditions[int(random.choice(len(self.shares), p=np.divide(self.shares, sum(self.shares))))]
+        frames = np.zeros((latent_frames - 1) * stride + 1, bool)
+        for part in drawn:
+            part.show(frames, stride=stride, random=random)
+        return Drawn(frames, masked=any(part.kind == BLACK for part in drawn))
+
+
+def read_condition(text: str) -> ConditionShares:
+    """Return conditions and their shares as a setting writes them: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
+
+    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes` and `mask`, joined by
+    `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share.
+
+    Raises:
+        BucketingError: On anything else.
+
+    Example:
+        >>> read_condition("prefix@2:0.4,none:0.6")
+        ConditionShares(conditions=((Part(kind='prefix', length=2),), ()), shares=(0.4, 0.6))
+    """
+    terms = [term.strip().partition(":") for term in text.split(",")]
+    if len(terms) == 1 and not terms[0][1]:
+        return ConditionShares((_read_parts(terms[0][0], text),), (1.0,))
+    try:
+        shares = tuple(float(share) for _, _, share in terms)
+    except ValueError:
+        raise _unreadable(text) from None
+    return ConditionShares(tuple(_read_parts(name, text) for name, _, _ in terms), shares)
+
+
+def _read_parts(name: str, text: str) -> Condition:
+    if name == NONE:
+        return ()
+    parts = []
+    for part in name.split("+"):
+        matched = _PART.fullmatch(part)
+        if matched is None or matched[1] not in (*FRAMES, BLACK) or (matched[2] and matched[1] not in _LONG):
+            raise _unreadable(text)
+        parts.append(Part(matched[1], int(matched[2]) if matched[2] else None))
+    return tuple(parts)
+
+
+def _unreadable(text: str) -> BucketingError:
+    return BucketingError(
+        "`condition` must be conditions with their shares, such as first_frame:0.3,prefix:0.2,none:0.5, got "
+        f"{text!r}. A condition is `none`, or one or more of {quoted([*FRAMES, BLACK])} joined by +; {quoted(_LONG)} "
+        "may have a length in latent frames, as in prefix@2."
+    )

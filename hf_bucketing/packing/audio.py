@@ -1,0 +1,150 @@
+"""Audio of a pack: tokens of a second row beside the strips, which a model runs through layers of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from ..devices import to_device
+from ..errors import PackingError
+from .layout import PackedLayout
+from .segments import SegmentSpans, Span
+from .texts import TextRule, apply_text_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio:
+    """Audio of the samples of a pack, for models that generate it together with video.
+
+    Attributes:
+        latents (sequence of `(tokens, channels)`): One per sample, with no tokens where a sample has no audio. The
+            video of such a sample attends to none, and no audio is predicted of it.
+        timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample's audio; 0 for audio that is shown clean.
+        video_timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample's video, whatever its tokens have,
+            by which models modulate the attention of audio to it.
+        text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The samples' texts
+            as audio attends to them, as long as those of the video.
+    """
+
+    latents: Sequence[torch.Tensor]
+    timesteps: torch.Tensor
+    video_timesteps: torch.Tensor
+    text: Sequence[torch.Tensor] | torch.Tensor
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample."""
+        return tuple(map(len, self.latents))
+
+    def masked(self, rule: TextRule, mask: torch.Tensor | None) -> Audio:
+        """Return this audio with texts whose padding, where `mask` is zero, is as the pipeline has it."""
+        return replace(self, text=apply_text_mask(rule, self.text, mask=mask))
+
+    def check(self, *, text_lengths: Sequence[int], channels: int, text_dim: int) -> None:
+        """Raise PackingError if counts, channels or lengths do not fit a pack of samples with these texts."""
+        counts = [len(values) for values in (self.latents, self.timesteps, self.video_timesteps, self.text)]
+        if set(counts) != {len(text_lengths)}:
+            raise PackingError(
+                f"A pack of {len(text_lengths)} samples needs as many audios, timesteps of audio and of video, and "
+                f"texts for audio; got {counts}."
+            )
+        for sample, (latent, words, length) in enumerate(zip(self.latents, self.text, text_lengths, strict=True)):
+            if latent.ndim != 2 or latent.shape[1] != channels:
+                raise PackingError(
+                    f"The audio of sample {sample} has shape {tuple(latent.shape)}; expected (tokens, {channels})."
+                )
+            if tuple(words.shape) != (length, text_dim):
+                raise PackingError(
+                    f"The text for the audio of sample {sample} has shape {tuple(words.shape)}; expected "
+                    f"({length}, {text_dim}), as long as the text for its video."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioLayout:
+    """Layout of the audio of a pack: one sample after another, cut evenly into one row per strip.
+
+    Attributes:
+        rows (`int`): Strips of the pack.
+        lengths (tuple of `int`): Audio tokens of each sample.
+        samples (`torch.Tensor` of shape `(rows·row_length,)`): The sample of each token; 0 for padding.
+        within ([`SegmentSpans`]): Attention of each sample's audio to itself.
+        to_text ([`SegmentSpans`]): Attention of each sample's audio to its text.
+        to_video ([`SegmentSpans`]): Attention of each sample's audio to its video.
+        of_video ([`SegmentSpans`]): Attention of each sample's video to its audio, where it has some.
+    """
+
+    rows: int
+    lengths: tuple[int, ...]
+    samples: torch.Tensor
+    within: SegmentSpans
+    to_text: SegmentSpans
+    to_video: SegmentSpans
+    of_video: SegmentSpans
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> AudioLayout | None:
+        """Return where the audio of a pack lies, None in packs without; made once per layout.
+
+        Example:
+            Two samples of two and four tokens, of which the second has three audio tokens:
+
+            >>> grids, lengths = ((1, 1, 2), (1, 1, 4)), (0, 3)
+            >>> layout = PackedLayout(grids=grids, audio_lengths=lengths, text_lengths=(1, 1), strip_length=2)
+            >>> audio = AudioLayout.of(layout)
+            >>> audio.rows, audio.samples.tolist(), audio.of_video.queries, audio.of_video.keys
+            (3, [1, 1, 1], ((2, 6),), ((0, 3),))
+        """
+        lengths = layout.audio_lengths
+        if lengths is None:
+            return None
+        return layout.self_segments.made("audio", lambda: cls._made(layout, lengths))
+
+    @classmethod
+    def _made(cls, layout: PackedLayout, lengths: tuple[int, ...]) -> AudioLayout:
+        spans = tuple(itertools.pairwise([0, *itertools.accumulate(lengths)]))
+        num_tokens = layout.num_strips * row_length(sum(lengths), layout.num_strips)
+
+        def segments(
+            queries: tuple[Span, ...], keys: tuple[Span, ...], num_queries: int, num_keys: int
+        ) -> SegmentSpans:
+            present = [
+                (*pair,) for pair, length in zip(zip(queries, keys, strict=True), lengths, strict=True) if length
+            ]
+            query_spans, key_spans = tuple(pair[0] for pair in present), tuple(pair[1] for pair in present)
+            return SegmentSpans(queries=query_spans, keys=key_spans, num_queries=num_queries, num_keys=num_keys)
+
+        samples = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        return cls(
+            rows=layout.num_strips,
+            lengths=lengths,
+            samples=to_device(F.pad(samples, (0, num_tokens - len(samples))), layout.device),
+            within=segments(spans, spans, num_tokens, num_tokens),
+            to_text=segments(spans, layout.text_spans, num_tokens, layout.num_text_tokens),
+            to_video=segments(spans, layout.spans, num_tokens, layout.num_tokens),
+            of_video=segments(layout.spans, spans, layout.num_tokens, num_tokens),
+        )
+
+    def in_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Cut values of all tokens, one sample after another, into rows: `(rows, row_length, …)`."""
+        return cut_evenly(values, self.rows)
+
+    def by_sample(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of each sample, `(tokens, …)`: the inverse of [`in_rows`]."""
+        return list(rows.flatten(0, 1)[: sum(self.lengths)].split(self.lengths))
+
+
+def row_length(num_tokens: int, rows: int) -> int:
+    """Return the tokens of a row where `num_tokens`, or a single one of padding, are cut evenly into rows."""
+    return -(-max(1, num_tokens) // rows)
+
+
+def cut_evenly(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Cut tokens `(num_tokens, …)` evenly into rows, `(rows, length, …)`, with zeros at the end."""
+    missing = rows * row_length(len(values), rows) - len(values)
+    padding = [0, 0] * (values.ndim - 1)
+    return F.pad(values, (*padding, 0, missing)).unflatten(0, (rows, -1))

@@ -1,0 +1,148 @@
+"""What other trainers would do with the rows of a report, measured as its own ways are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...buckets.open_table import open_table
+from ...buckets.sizes import LatentSpec
+from ..compare import Report
+from ..measure import SizeColumns, Sizes, read_sizes
+from .views import Peer, Views
+
+_STRETCHED = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReport:
+    """What a trainer makes of the rows of a data set in an epoch; means of nothing are NaN.
+
+    Attributes:
+        name (`str`): Name of the trainer, or of the way of this project.
+        rule (`str`): What is compared: the class that holds the rule with its settings; empty for this project.
+        kept (`int`): Rows that give a sample, before incomplete batches are dropped.
+        skipped (mapping of `str` to `int`): All other rows, by reason.
+        samples (`int`): Samples that they give; a row may give several.
+        cropped_area (`float`): Mean over samples of the share of the resized frame that the crop removes.
+        cropped_frames (`float`): Mean over kept rows of the share of their frames that no sample shows.
+        enlarged (`int`): Samples whose sides are scaled up.
+        stretched (`int`): Samples whose aspect ratio the resize changes by more than 1 %; more than rounding does.
+        retimed (`int`): Samples whose frames are spread over another duration than they had.
+        tokens_per_sample (`float`): Mean tokens of a sample, without text.
+        batches (`int`): Batches of all processes.
+        dropped (`int`): Samples in none of them.
+        repeated (`int`): Samples that are drawn again to fill batches.
+        note (`str`): What else happens, as a sentence.
+    """
+
+    name: str
+    rule: str = ""
+    kept: int
+    skipped: Mapping[str, int]
+    samples: int
+    cropped_area: float
+    cropped_frames: float
+    enlarged: int
+    stretched: int
+    retimed: int
+    tokens_per_sample: float
+    batches: int
+    dropped: int
+    repeated: int
+    note: str = ""
+
+
+def compare_peers(columns: SizeColumns, report: Report, peers: Mapping[str, Peer]) -> tuple[PeerReport, ...]:
+    """Measure what this project's buckets and packs do with rows, and what each peer would do.
+
+    Args:
+        columns ([`SizeColumns`]): Sizes of all rows, those of the report.
+        report ([`Report`]): Report about them; its batch size and processes hold for all peers.
+        peers (mapping of `str` to [`Peer`]): Rule of each trainer by its name.
+    """
+    sizes = read_sizes(columns)
+    usable = np.flatnonzero(np.minimum(np.minimum(*sizes[:2]), sizes.widths) >= 1)
+    unreadable = len(sizes.frames) - len(usable)
+    rows = sizes.select(usable)
+    measured = [_measure_peer(name, peer, rows, unreadable, report) for name, peer in peers.items()]
+    return (*_own_ways(report), *measured)
+
+
+def _own_ways(report: Report) -> list[PeerReport]:
+    """Return this project's buckets and packs, as the report measured them."""
+    ways = []
+    for way in report.strategies:
+        if way.name == "padding":
+            continue
+        skipped = {reason: count for reason, count in way.dropped.items() if reason != "remainder"}
+        remainder = way.num_dropped - sum(skipped.values())
+        kept = way.kept + remainder
+        ways.append(
+            PeerReport(
+                name=f"here, {way.name}",
+                kept=kept,
+                skipped=skipped,
+                samples=kept,
+                cropped_area=way.cropped_area,
+                cropped_frames=way.cropped_frames,
+                enlarged=report.buckets.enlarged if way.name == "bucketing" else 0,
+                stretched=0,
+                retimed=0,
+                tokens_per_sample=way.tokens_per_sample - report.config.text_tokens,
+                batches=way.num_steps * report.config.num_processes,
+                dropped=remainder,
+                repeated=0,
+            )
+        )
+    return ways
+
+
+def _measure_peer(name: str, peer: Peer, sizes: Sizes, unreadable: int, report: Report) -> PeerReport:
+    views, skipped = peer.views(sizes)
+    config = report.config
+    _, bucket = np.unique(views.buckets, return_inverse=True)
+    counts = np.bincount(bucket, views.clips).astype(np.int64)
+    batches = peer.batches(counts, batch_size=config.batch_size, num_processes=config.num_processes)
+    _, heights, widths = sizes.select(views.rows)
+    down, across = views.resized_heights / heights, views.resized_widths / widths
+    kept_area = views.sizes.heights * views.sizes.widths / (views.resized_heights * views.resized_widths)
+    shown = np.zeros(len(sizes.frames))
+    np.maximum.at(shown, views.rows, views.used_frames)
+    used = shown > 0
+    return PeerReport(
+        name=name,
+        rule=repr(peer),
+        kept=int(np.count_nonzero(used)),
+        skipped={**({"unreadable": unreadable} if unreadable else {}), **skipped},
+        samples=int(views.clips.sum()),
+        cropped_area=1 - _mean(np.minimum(kept_area, 1), views.clips),
+        cropped_frames=1 - _mean((shown / sizes.frames)[used]),
+        enlarged=_count(np.maximum(down, across) > 1, views),
+        stretched=_count(np.abs(np.log(across / down)) > _STRETCHED, views),
+        retimed=_count(views.retimed, views),
+        tokens_per_sample=_mean(_tokens(views.sizes, report.spec), views.clips),
+        batches=batches.number,
+        dropped=batches.dropped,
+        repeated=batches.repeated,
+        note=batches.note,
+    )
+
+
+def _count(mask: npt.NDArray[np.bool_], views: Views) -> int:
+    return int(views.clips[mask].sum())
+
+
+def _mean(values: npt.NDArray[Any], weights: npt.NDArray[Any] | None = None) -> float:
+    return float(np.average(values, weights=weights)) if len(values) else math.nan
+
+
+def _tokens(sizes: Sizes, spec: LatentSpec) -> npt.NDArray[np.int64]:
+    """Return the tokens of sizes, as the model of the report counts them."""
+    table = open_table(spec)
+    return table.num_tokens(table.assign(*sizes).bucket_id, spec=spec)

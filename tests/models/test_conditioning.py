@@ -1,0 +1,86 @@
+"""Shares of conditions: how a setting writes them, and what is drawn of a sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from hf_bucketing import BucketingError
+from hf_bucketing.models.conditioning import FRAMES, read_condition
+
+
+def latents_shown(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:
+    drawn = read_condition(text).draw(*key, latent_frames=latent_frames, stride=stride)
+    return np.flatnonzero(drawn.frames[::stride]).tolist()
+
+
+def test_conditions_show_frames_at_their_places() -> None:
+    def frames(text: str) -> list[int]:
+        return np.flatnonzero(read_condition(text).draw(0, latent_frames=4, stride=2).frames).tolist()
+
+    assert frames("first_frame") == [0]
+    assert frames("last_frame") == [6]
+    assert frames("prefix@2") == [0, 1, 2]
+    assert frames("suffix@2") == [3, 4, 5, 6]
+    assert frames("first_frame+last_frame") == [0, 6]
+    assert frames("none") == frames("mask") == []
+    assert frames("prefix@9") == [0, 1, 2, 3, 4], "the last latent frame is left to predict"
+    assert read_condition("first_frame+mask").draw(0, latent_frames=4, stride=2).masked
+
+
+def test_lengths_and_keyframes_are_drawn_so_that_some_frame_is_left() -> None:
+    prefixes, keyframes = (
+        Counter(tuple(latents_shown(kind, index, latent_frames=4)) for index in range(600))
+        for kind in ("prefix", "keyframes")
+    )
+    assert prefixes.keys() == {(0,), (0, 1), (0, 1, 2)}
+    assert min(prefixes.values()) > 150
+    sizes = Counter(len(places) for places in keyframes.elements())
+    assert sizes.keys() == {1, 2, 3}
+    assert len(keyframes) == 4 + 6 + 4, "every choice of frames"
+
+
+@given(
+    kind=st.sampled_from(FRAMES),
+    latent_frames=st.integers(1, 9),
+    stride=st.sampled_from([1, 4, 8]),
+    index=st.integers(0, 99),
+)
+def test_a_clip_is_shown_some_frames_but_not_all_and_an_image_none(kind, latent_frames, stride, index) -> None:
+    drawn = read_condition(kind).draw(0, 0, index, latent_frames=latent_frames, stride=stride)
+    assert len(drawn.frames) == (latent_frames - 1) * stride + 1
+    shown = drawn.frames[::stride]
+    assert shown.any() == (latent_frames > 1)
+    assert not shown.all()
+
+
+def test_shares_are_those_of_the_setting_and_a_draw_depends_on_its_key_alone() -> None:
+    text = "first_frame:0.3,suffix@1:0.2,none:0.5"
+    drawn = Counter(tuple(latents_shown(text, 7, 1, index, latent_frames=3)) for index in range(4000))
+    shares = {places: count / 4000 for places, count in drawn.items()}
+    assert shares == pytest.approx({(0,): 0.3, (2,): 0.2, (): 0.5}, abs=0.03)
+    keys = [(7, 1, index) for index in range(32)]
+    alone = [latents_shown(text, *key, latent_frames=3) for key in reversed(keys)]
+    assert [latents_shown(text, *key, latent_frames=3) for key in keys] == alone[::-1]
+    assert alone[::-1] != [latents_shown(text, 7, 2, index, latent_frames=3) for index in range(32)], "another epoch"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("first_frames", "must be conditions with their shares"),
+        ("first_frame@2", "must be conditions with their shares"),
+        ("prefix@0", "must be conditions with their shares"),
+        ("none+prefix", "must be conditions with their shares"),
+        ("prefix:0.5,none", "must be conditions with their shares"),
+        ("prefix:0.5,none:0.4", "add up to 1"),
+        ("prefix:1.5,none:-0.5", "above 0"),
+        ("prefix:nan,none:1", "above 0"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BucketingError, match=message):
+        read_condition(text)

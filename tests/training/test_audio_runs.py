@@ -1,0 +1,297 @@
+"""Runs that train LTX-2 on video with its audio: from files with sound, and without, to a render with sound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from safetensors.torch import load_file
+from synthetic.media import Clip, render
+from transformers.audio_utils import mel_filter_bank, spectrogram
+
+from hf_bucketing import BucketingError
+from hf_bucketing.columns import PreparedDataset, preparation
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.media import MediaSource, probe, write_video
+from hf_bucketing.media.audio import AUDIO, HAS_AUDIO, AudioRule, read_audio
+from hf_bucketing.media.write import Sound
+from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.data import make_data
+from hf_bucketing.training.run_data import ModelTokens
+from hf_bucketing.training.steps import make_step
+from tests.conftest import run_script_here
+from tests.training.training_cases import in_process, run, run_card
+
+CLIP = Clip(9, 32, 64, 8)
+TEXT_TOKENS = 64
+PACKS: dict[str, Any] = {
+    "batching": "pack",
+    "max_tokens": 160,
+    "strip_length": 8,
+    "max_sequence_length": TEXT_TOKENS,
+    "learning_rate": 1e-3,
+}
+RULE = AudioRule(rate=16000, samples_per_token=640)
+TOKENS = 28
+"""Tokens of the sound of nine frames at eight a second."""
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("ltx2")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four clips of which the second has no track of sound, each of another pitch."""
+    folder = tmp_path_factory.mktemp("clips")
+    rows = []
+    for number, color in enumerate(("red", "green", "blue", "white")):
+        frames = list(render(CLIP, shape="circle", color=color, direction="left"))
+        times = np.arange(int(CLIP.frames / CLIP.fps * 48000)) / 48000
+        tone = 0.5 * np.sin(2 * np.pi * 300 * (number + 1) * times)
+        sound = None if number == 1 else Sound(np.stack([tone, tone]), 48000)
+        write_video(folder / f"{number}.mp4", frames, fps=CLIP.fps, sound=sound)
+        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle"})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(clips: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(clips, pipeline, tmp_path_factory.mktemp("prepared") / "audio", "--with_audio")
+
+
+def prepare(clips: Path, pipeline: Path, output: Path, *flags: object) -> Path:
+    run_script_here(
+        "prepare_dataset.py",
+        *flags,
+        dataset=clips,
+        output_dir=output,
+        pretrained_model_name_or_path=pipeline,
+        target_fps=CLIP.fps,
+        buckets="32,64",
+        bucket_frames="9",
+    )
+    return output
+
+
+@pytest.fixture(scope="module")
+def cached(prepared: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cached")
+    run_script_here(
+        "cache_latents.py",
+        dataset_dir=prepared,
+        pretrained_model_name_or_path=pipeline,
+        cache_dir=folder / "entries",
+        output_dir=folder / "rows",
+        batching="pack",
+        max_sequence_length=TEXT_TOKENS,
+    )
+    return folder / "rows"
+
+
+@pytest.fixture
+def recipe(pipeline: Path) -> Recipe:
+    return recipe_of(str(pipeline)).load(str(pipeline), max_sequence_length=TEXT_TOKENS, audio=True)
+
+
+def test_columns_say_which_rows_have_sound_and_plans_count_its_tokens(
+    prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    rows = PreparedDataset.load(prepared)
+    assert rows.audio == RULE
+    assert rows.dataset[HAS_AUDIO] == [True, False, True, True]
+    config = in_process(pipeline, prepared, tmp_path, **PACKS)
+    data = make_data(config, rows.spec, ModelTokens.of(recipe))
+    own = np.array(rows.dataset["num_tokens"])
+    assert (data.num_tokens - own).tolist() == [TOKENS, 0, TOKENS, TOKENS]
+    assert data.learned_tokens.tolist() == own.tolist()
+
+
+def test_losses_of_both_modalities_are_those_by_hand(
+    prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    """A sample of a pack has the loss of its video, and that of its audio times a weight, from stock calls alone."""
+    config = in_process(pipeline, prepared, tmp_path, **PACKS, audio_weight=0.5)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    batch = data.loader.collate_fn([data.dataset[row] for row in range(4)])
+    step = make_step(config, recipe)
+    with torch.no_grad():
+        losses = step(recipe.transformer, batch, epoch=0).values
+        with step.unpacked():
+            expected = [loss_by_hand(recipe, step, batch, row, weight=0.5) for row in range(4)]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert batch["shown"][AUDIO][1].shape == (2, 0)
+
+
+def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float) -> float:
+    pipeline = recipe.pipeline
+    pixels, waveform = batch["pixel_values"][row], batch["shown"][AUDIO][row]
+    clean = recipe.encode_latents(pixels[None])[0]
+    noised = step.objective([clean], indices=[batch["index"][row]], epoch=0)
+    states, mask, _, _ = pipeline.encode_prompt(
+        batch["caption"][row], do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+    )
+    text, audio_text, mask = pipeline.connectors(states, mask, padding_side="left")
+    silent = not waveform.shape[1]
+    sounds = recipe.encode_audio(waveform)
+    key = (step.seed, 0, batch["index"][row])
+    noisy = step.objective.audio([sounds], timesteps=noised.timesteps, keys=[key])
+    frames, height, width = clean.shape[1:]
+    video, audio = pipeline.transformer(
+        hidden_states=pipeline._pack_latents(noised.latents[0][None]),
+        audio_hidden_states=sounds.new_zeros(1, 1, 4) if silent else noisy.latents[0][None],
+        encoder_hidden_states=text,
+        audio_encoder_hidden_states=audio_text,
+        timestep=noised.timesteps,
+        sigma=noised.timesteps,
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        num_frames=frames,
+        height=height,
+        width=width,
+        fps=batch["fps"][row],
+        audio_num_frames=1 if silent else len(sounds),
+        isolate_modalities=silent,
+        use_cross_timestep=True,
+        return_dict=False,
+    )
+    loss = (video - pipeline._pack_latents(noised.targets[0][None])).square().mean()
+    return float(loss if silent else loss + weight * (audio[0] - noisy.targets[0]).square().mean())
+
+
+def test_audio_latents_are_those_that_the_pipeline_would_start_from(recipe: Recipe) -> None:
+    """As many as the call makes for as many seconds; decoded again, they are a spectrum of as many frames."""
+    waveform = torch.rand(2, TOKENS * RULE.samples_per_token) * 2 - 1
+    latents = recipe.encode_audio(waveform)
+    assert latents.shape == (TOKENS, 4)
+    assert round(CLIP.frames / CLIP.fps * 25) == TOKENS
+    vae = recipe.pipeline.audio_vae
+    vae.latents_mean.add_(1)
+    vae.latents_std.mul_(2)
+    assert torch.allclose(recipe.encode_audio(waveform), (latents - 1) / 2, atol=1e-6)
+    assert recipe.encode_audio(waveform[:, :0]).shape == (0, 4)
+
+
+def test_the_spectrum_is_that_of_another_implementation() -> None:
+    waveform, hop, bins = torch.randn(2, 6400, generator=torch.Generator().manual_seed(0)), 160, 64
+    filters = mel_filter_bank(513, bins, 0.0, 8000.0, 16000, norm="slaney", mel_scale="slaney")
+    settings = {"frame_length": 1024, "hop_length": hop, "power": 1.0, "mel_filters": filters, "mel_floor": 1e-5}
+    expected = [
+        spectrogram(channel, np.hanning(1025)[:-1], log_mel="log", **settings).T for channel in waveform.numpy()
+    ]
+    assert np.allclose(log_mel_spectrum(waveform, rate=16000, hop=hop, bins=bins), np.stack(expected), atol=1e-4)
+
+
+def test_training_from_a_cache_is_training_from_files(
+    prepared: Path, cached: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    views = {"random_crop": False, "frame_picking": "start"}
+    from_files = run(in_process(pipeline, prepared, tmp_path / "files", **PACKS, **views))
+    from_cache = run(in_process(pipeline, cached, tmp_path / "cache", **PACKS))
+    assert from_files == pytest.approx(from_cache, rel=1e-5)
+    trained, before = (
+        LTX2VideoTransformer3DModel.from_pretrained(folder, subfolder="transformer").state_dict()
+        for folder in (tmp_path / "files", pipeline)
+    )
+    same = [name for name, values in trained.items() if torch.equal(values, before[name])]
+    assert same == [], "audio and attention between both are trained too"
+
+
+@pytest.mark.slow
+def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
+    cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validation = {
+        "validation_prompts": ["a red circle"],
+        "validation_sizes": "9,32,64",
+        "validation_fps": CLIP.fps,
+        "validation_steps": 2,
+        "validation_inference_steps": 1,
+    }
+    run(in_process(pipeline, cached, tmp_path, **PACKS, **validation, lora_rank=2, validation_split=0.25))
+    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    for module in ("attn1", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
+        changed = [name for name in weights if f".{module}.to_q.lora" in name and bool(weights[name].any())]
+        assert len(changed) == 4, module  # A and B of two blocks
+    check_sound(tmp_path / "validation" / "step-2" / "9x32x64-a-red-circle.mp4")
+    card = (tmp_path / "README.md").read_text()
+    assert "Video and its audio are trained together" in card
+    assert "| with audio | 2 |" in card, "one of three is held out"
+    place = tmp_path / "place"
+    place.mkdir()
+    for folder in (pipeline, tmp_path):  # the card names them by the last part of their paths
+        (place / folder.name).symlink_to(folder)
+    monkeypatch.chdir(place)
+    run_card(tmp_path, dtype="float32")
+    check_sound(place / "video.mp4")
+    run_script_here(
+        "sample_video.py",
+        pipeline,
+        "--with_audio",
+        lora_weights=tmp_path,
+        output=tmp_path / "clip.mp4",
+        height=32,
+        width=64,
+        num_frames=9,
+        fps=CLIP.fps,
+        num_inference_steps=1,
+        max_sequence_length=TEXT_TOKENS,
+    )
+    check_sound(tmp_path / "clip.mp4")
+
+
+def check_sound(path: Path) -> None:
+    """Check that a render has a track as long as its frames, that is not silent."""
+    source = MediaSource.from_cell(str(path))
+    info = probe(source)
+    assert (info.num_frames, info.fps) == (CLIP.frames, CLIP.fps)
+    heard = read_audio(source, start=0.0, samples=2 * RULE.rate, rate=RULE.rate)
+    assert heard is not None
+    loud = np.flatnonzero(np.abs(heard).max(0) > 1e-4)
+    assert loud[-1] / RULE.rate == pytest.approx(CLIP.frames / CLIP.fps, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batching": "bucket", "max_tokens": None, "strip_length": 64}, "audio is trained in packs"),
+        ({"frame_picking": "uniform"}, "by which frames are further apart than their sound"),
+        ({"random_resize": 32}, "`random_resize`"),
+        ({"max_tokens": "auto"}, "which tries video alone"),
+        ({"preservation": "prior", "preservation_share": 0.5, "lora_rank": 2}, "whose targets are video alone"),
+    ],
+)
+def test_what_does_not_go_with_audio_is_refused_by_name(
+    settings: dict[str, Any], message: str, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    config = in_process(pipeline, prepared, tmp_path, **{**PACKS, **settings})
+    with pytest.raises(BucketingError, match=message):
+        make_data(config, recipe.spec, ModelTokens.of(recipe))
+
+
+def test_a_weight_of_audio_needs_audio_and_audio_needs_a_model_that_makes_it(
+    clips: Path, pipeline: Path, tiny_folder: Callable[[str], Path], tmp_path: Path, recipe: Recipe
+) -> None:
+    silent = prepare(clips, pipeline, tmp_path / "silent")
+    config = in_process(pipeline, silent, tmp_path / "run", **PACKS, audio_weight=0.5)
+    with pytest.raises(BucketingError, match=r"Omit `audio_weight`: .* prepared without --with_audio"):
+        make_data(config, recipe.spec, ModelTokens.of(recipe))
+    with pytest.raises(BucketingError, match="Audio is trained, but this data set has none"):
+        recipe.check_conditions([])
+    other = recipe_of(str(tiny_folder("wan")))
+    with pytest.raises(BucketingError, match="Omit `with_audio`: the model makes video without audio"):
+        preparation.prepare(
+            SourceConfig(dataset=str(clips), with_audio=True, table=TableConfig(buckets="32,64")),
+            spec=recipe.spec,
+            audio=other.read_audio_rule(""),
+        )
