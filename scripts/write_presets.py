@@ -92,7 +92,9 @@ def suggest(components: Components, rows: DataRows, machine: MachineConfig, adap
 
 def write_preset(path: Path, suggestion: Suggestion, *, model: str, machine: MachineConfig, rows: DataRows) -> None:
     run = suggestion.candidates[0]
-    assert run.way.settings is not None and run.once is not None, "presets have a table, and a cache"
+    table = run.way.settings
+    assert table is not None, "the table is one of those that are made here"
+    assert run.once is not None, "several epochs are worth a cache"
     file = f"--config {path.relative_to(ROOT)}"
     time, launch = run.time, launcher(run.config)
     comment = [
@@ -110,7 +112,6 @@ def write_preset(path: Path, suggestion: Suggestion, *, model: str, machine: Mac
         f"{format_seconds(time.p95)}",
         f"Times: {suggestion.source}",
     ]
-    table = run.way.settings
     values = {
         "pretrained_model_name_or_path": model,
         **{

@@ -27,8 +27,8 @@ GPUS = {
     "h200": Gpu(141, 989.4),
     "b200": Gpu(180, 2250.0),
 }
-"""GPUs by name, of those of equal memory the usual one first. Sources: NVIDIA's whitepapers of GA102, AD102, AD103 and GB202,
-and its data sheets of A100, L40S, H100, H200 and HGX B200, of whose figures with sparsity half counts."""
+"""GPUs by name, of those of equal memory the usual one first. Sources: NVIDIA's whitepapers of GA102, AD102, AD103 and
+GB202, and its data sheets of A100, L40S, H100, H200 and HGX B200, of whose figures with sparsity half counts."""
 
 UTILISATION = (0.18, 0.33)
 """Share of the peak that training reaches, from the least to the most that is published: NVIDIA's DFM reports 175.9 to
