@@ -12,7 +12,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import plan_memory
 from benchmark_tools import write_figures
@@ -26,14 +26,25 @@ from hf_bucketing.planner.memory import verdict_on
 from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
 from hf_bucketing.report.charts import save_charts
 
+SETUPS = {
+    "lora_24": ("LoRA, one GPU of 24 GiB", 24, "--lora_rank 16"),
+    "lora_8x24": ("LoRA, eight GPUs of 24 GiB", 24, "--lora_rank 16 --num_processes 8"),
+    "full_80": ("all weights, one GPU of 80 GiB", 80, ""),
+    "full_8x80": ("all weights, eight GPUs of 80 GiB", 80, "--num_processes 8"),
+}
+"""What is trained where: title, GiB of each GPU, and further flags of scripts/plan_memory.py."""
+
+GPUS = (16, 24, 48, 80)
+"""GiB of the GPUs of the tables by GPU."""
+
 
 class Model(NamedTuple):
-    """A published pipeline: its name, that of its configurations here, a size of samples, whether it loads LoRA."""
+    """A published pipeline: its name, that of its configurations here, a size of samples, and keys of `SETUPS`."""
 
     hub: str
     configs: str
     sample_size: str
-    has_adapters: bool = True
+    setups: tuple[str, ...] = tuple(SETUPS)
 
 
 MODELS = {
@@ -45,19 +56,18 @@ MODELS = {
     "ltx_2": Model("Lightricks/LTX-2", "ltx-2", "121 512 768"),
     "hunyuan_video": Model("hunyuanvideo-community/HunyuanVideo", "hunyuan-video", "129 544 960"),
     "hunyuan_video_15": Model(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "hunyuan-video-1.5", "121 480 848", False
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "hunyuan-video-1.5",
+        "121 480 848",
+        ("full_80", "full_8x80"),
     ),
     "qwen_image": Model("Qwen/Qwen-Image", "qwen-image", "1 1328 1328"),
+    "flux_2": Model("black-forest-labs/FLUX.2-dev", "flux.2", "1 1024 1024", ("lora_24",)),
+    "z_image": Model("Tongyi-MAI/Z-Image", "z-image", "1 1024 1024", ("lora_24",)),
+    "krea_2": Model("krea/Krea-2-Raw", "krea-2", "1 1024 1024", ("lora_24",)),
+    "minimax_h3": Model("MiniMaxAI/MiniMax-H3", "minimax-h3", "124 768 1344", ("lora_24",)),
 }
 """Models of the pages under docs/models/, at sizes that they were made for."""
-
-SETUPS = {
-    "lora_24": ("LoRA, one GPU of 24 GiB", 24, "--lora_rank 16"),
-    "lora_8x24": ("LoRA, eight GPUs of 24 GiB", 24, "--lora_rank 16 --num_processes 8"),
-    "full_80": ("all weights, one GPU of 80 GiB", 80, ""),
-    "full_8x80": ("all weights, eight GPUs of 80 GiB", 80, "--num_processes 8"),
-}
-"""What is trained where: title, GiB of each GPU, and further flags of scripts/plan_memory.py."""
 
 
 def command_of(model: Model, gpu_memory: int, flags: str) -> str:
@@ -85,11 +95,30 @@ def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[st
     }
 
 
+def by_gpu(rows: list[dict[str, str | float | int]]) -> list[dict[str, str | float]]:
+    """Return for GPUs of each size the first of these options that fit, that are tight, or that need least."""
+    table: list[dict[str, str | float]] = []
+    for gpu_memory in GPUS:
+        verdicts = [verdict_on(float(row["total"]), gpu_memory) for row in rows]
+        best = min(("fits", "tight", "does not fit"), key=lambda verdict: verdict not in verdicts)
+        least = min(range(len(rows)), key=lambda index: rows[index]["total"])
+        chosen = least if best == "does not fit" else verdicts.index(best)
+        table.append(
+            {
+                "LoRA on one GPU of": f"{gpu_memory} GiB",
+                "with the options up to": rows[chosen]["each with those above"],
+                "verdict": best,
+                "GiB planned": rows[chosen]["total"],
+            }
+        )
+    return table
+
+
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     models = list(MODELS)
     parser.add_argument(
-        "--models", nargs="+", choices=models, default=models, help="Models to plan; the file keeps the others."
+        "--models", nargs="*", choices=models, default=models, help="Models to plan; the file keeps the others."
     )
     parser.add_argument("--output", type=Path, help="JSON file for the figures.")
     parser.add_argument("--figures", type=Path, help="Folder to draw the plans of Wan 2.1 14B into.")
@@ -98,9 +127,8 @@ def make_parser() -> FlagParser:
 
 def plans_of(name: str, figures: Path | None) -> Iterator[tuple[str, object]]:
     model, summaries = MODELS[name], []
-    for setup, (title, gpu_memory, flags) in SETUPS.items():
-        if "--lora_rank" in flags and not model.has_adapters:
-            continue
+    for setup in model.setups:
+        title, gpu_memory, flags = SETUPS[setup]
         command = command_of(model, gpu_memory, flags)
         rows = planned(model, command)
         table = option_rows(rows, gpu_memory=gpu_memory)
@@ -118,7 +146,15 @@ def main(args: argparse.Namespace) -> None:
     known = json.loads(args.output.read_text()) if args.output and args.output.is_file() else {}
     for name in args.models:
         known[name] = dict(plans_of(name, args.figures))
-        write_figures({name: known[name] for name in MODELS if name in known}, args.output)
+    write_known(known, args.output)
+
+
+def write_known(known: dict[str, Any], output: Path | None) -> None:
+    """Write the plans of all models, with a table by GPU of those that load LoRA."""
+    for plans in known.values():
+        if "lora_24" in plans:
+            plans["lora_by_gpu"] = by_gpu(plans["lora_24"]["rows"])
+    write_figures({name: known[name] for name in MODELS if name in known}, output)
 
 
 if __name__ == "__main__":

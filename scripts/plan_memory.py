@@ -16,22 +16,20 @@ from hf_bucketing.files import check_writable, complete_file
 
 
 def make_parser() -> FlagParser:
-    from hf_bucketing.optimizers.settings import OptimizerConfig
     from hf_bucketing.placement.conflicts import conflicting_settings
     from hf_bucketing.planner.gpus import TimeConfig
     from hf_bucketing.planner.settings import PlanConfig
     from hf_bucketing.settings import names_of
-    from hf_bucketing.training.script_settings import settings_of_scripts
+    from hf_bucketing.training.script_settings import NOT_PLANNED, settings_of_scripts
 
     parser = FlagParser(__doc__)
     parser.add_argument("pretrained_model_name_or_path", help="Diffusers pipeline, on the hub or in a folder.")
     parser.add_argument("--gpu_memory", type=float, required=True, help="GiB of each GPU.")
     parser.add_argument("--figure", type=Path, help="PNG file to draw the options into.")
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
-    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
-    parser.add_settings(PlanConfig, skip=sorted(of_no_effect))
+    parser.add_settings(PlanConfig, skip=sorted(NOT_PLANNED))
     parser.add_settings(TimeConfig, skip=["price_per_hour"])
-    named = {*names_of(PlanConfig)} - of_no_effect - {"max_tokens"}  # which is a number here
+    named = {*names_of(PlanConfig)} - NOT_PLANNED - {"max_tokens"}  # which is a number here
     parser.name_conflicts(conflicting_settings(named))
     parser.add_config("plan_memory", others=settings_of_scripts)
     return parser

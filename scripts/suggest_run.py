@@ -25,19 +25,12 @@ if TYPE_CHECKING:
     from hf_bucketing.planner.settings import MachineConfig
     from hf_bucketing.planner.suggestion import Suggestion, Way
 
-CHOSEN = (
-    *("sample_size", "train_batch_size", "max_tokens", "batching", "cached", "num_processes", "sharding"),
-    *("context_parallel_degree", "base_predictions", "reference_sizes"),
-)
-"""Settings of a plan that are suggested."""
-
 
 def make_parser() -> FlagParser:
-    from hf_bucketing.optimizers.settings import OptimizerConfig
     from hf_bucketing.planner.gpus import TimeConfig
     from hf_bucketing.planner.settings import MachineConfig, PlanConfig
     from hf_bucketing.settings import names_of
-    from hf_bucketing.training.script_settings import settings_of_scripts
+    from hf_bucketing.training.script_settings import SUGGESTED, settings_of_scripts
 
     parser = FlagParser(__doc__)
     parser.add_argument(
@@ -57,8 +50,7 @@ def make_parser() -> FlagParser:
     parser.add_settings(MachineConfig)
     parser.add_settings(TimeConfig)
     parser.add_settings(SourceConfig, several=["dataset"], skip=names_of(TableConfig))
-    of_no_effect = {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
-    parser.add_settings(PlanConfig, skip=[*CHOSEN, *sorted(of_no_effect)])
+    parser.add_settings(PlanConfig, skip=sorted(SUGGESTED))
     parser.add_config("suggest_run", others=settings_of_scripts)
     return parser
 

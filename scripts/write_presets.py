@@ -46,9 +46,8 @@ MODELS = {
     "z-image": "Tongyi-MAI/Z-Image",
     "ltx-2": "Lightricks/LTX-2",
     "wan-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    "wan-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     "hunyuan-video-1.5": "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
-    "flux-2": "black-forest-labs/FLUX.2-dev",
+    "flux.2": "black-forest-labs/FLUX.2-dev",
 }
 """Pipelines on the hub by the name of their published configuration."""
 

@@ -32,7 +32,7 @@ class Model(NamedTuple):
 def models() -> Iterator[Model]:
     """Yield the families that pack, by title."""
     for name, family in sorted(families().items(), key=lambda item: title(item[0]).lower()):
-        own = [recipe for recipe in recipes().values() if recipe.family is family]
+        own = [recipe for recipe in recipes().values() if recipe.family.transformer_class == name]
         adapters = any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own)
         formats = "diffusers" if family.original_names is None else "diffusers, ComfyUI"
         yield Model(

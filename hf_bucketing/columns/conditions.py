@@ -162,6 +162,8 @@ class ConditionColumns:
             found = headers[source.path] = probe(source)
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
+        if name == REFERENCE and (fault := self.files.references.shape_fault(found.height, found.width)):
+            raise MediaError(f"The reference {source.path} has {fault}.")
         lies_over = name != REFERENCE or self.files.references.lie_over
         if lies_over:
             size = (int(batch["height"][row]), int(batch["width"][row]))

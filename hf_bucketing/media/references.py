@@ -32,6 +32,10 @@ class ReferenceRule:
         most (`int`): Most references of a sample that the model takes; by default any number.
         in_front (`bool`): Whether the model takes references as latent frames in front of their sample, where each
             has the tokens of a frame of the sample, whatever its own size.
+        text_tokens (`int`): Tokens that each reference adds to the text of its sample, for models whose text encoder
+            sees it; they are counted with its own.
+        min_side (`int`): Least height and width of a stored reference that the model takes, in pixels.
+        max_ratio (`float`, *optional*): Largest ratio of its longer to its shorter side; by default any.
 
     Raises:
         BucketingError: If a number is below 1, or both a largest area and a factor are given.
@@ -43,6 +47,9 @@ class ReferenceRule:
     least: int = 0
     most: int = sys.maxsize
     in_front: bool = False
+    text_tokens: int = 0
+    min_side: int = 1
+    max_ratio: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))
@@ -75,6 +82,20 @@ class ReferenceRule:
         takes = f"at most {self.most}" if self.most else "none"
         wanted = f"takes {takes}" if count > self.most else f"needs {self.least}"
         return f"It has {count or 'no'} reference{'' if count == 1 else 's'}, but the model {wanted}"
+
+    def shape_fault(self, height: int, width: int) -> str:
+        """Return why the model takes no reference of a size in pixels, `""` if it does.
+
+        Example:
+            >>> ReferenceRule(min_side=64).shape_fault(40, 80)
+            '80×40 pixels; the model takes references of at least 64 a side'
+        """
+        shorter, longer = sorted((height, width))
+        if shorter < self.min_side:
+            return f"{width}×{height} pixels; the model takes references of at least {self.min_side} a side"
+        if self.max_ratio is not None and longer > self.max_ratio * shorter:
+            return f"{width}×{height} pixels; the model takes references up to {self.max_ratio:g} to 1"
+        return ""
 
     def sizes(self, stored: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
         """Return frames, height and width in which references are shown, `(k, 3)`.

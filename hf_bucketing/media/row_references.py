@@ -100,7 +100,7 @@ class RowReferences:
         return self.select([tokens.argmax()]).sizes([size])[0]
 
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
-        """Return the tokens of the references of each row, `(n,)`.
+        """Return the tokens of the references of each row, `(n,)`, with those of text that they add.
 
         Args:
             samples (array of `int`, shape `(n, 3)`): Frames, height and width that each row's sample has in a batch;
@@ -161,10 +161,10 @@ class RowReferences:
         return numbers
 
     def _sums(self, numbers: IntArray, samples: npt.ArrayLike) -> IntArray:
-        """Return the tokens of each row's grids, 0 for rows without a size."""
+        """Return the tokens of each row's references, 0 for rows without a size."""
         before = np.append(0, np.cumsum(_sides(numbers).prod(1)))
         usable = np.asarray(samples, np.int64).reshape(-1, 3).min(1, initial=1) > 0
-        return np.where(usable, np.diff(before[self.offsets]), 0)
+        return np.where(usable, np.diff(before[self.offsets]) + self.counts * self.rule.text_tokens, 0)
 
     def _signatures(self, numbers: IntArray) -> IntArray:
         """Number the lists of grids: those that begin alike are told apart by one grid after another."""
@@ -184,8 +184,10 @@ def _sides(numbers: IntArray) -> IntArray:
     return np.stack([numbers >> 2 * _SIDE, numbers >> _SIDE & side, numbers & side], 1)
 
 
-def tokens_of_key(key: int) -> int:
+def tokens_of_key(key: int, *, text_tokens: int = 0) -> int:
     """Return the tokens of the references that a key of [`RowReferences.grid_keys`] spells.
+
+    `text_tokens` are those that each reference adds to the text of its sample.
 
     Example:
         >>> rows = RowReferences.of_lists([[1, 64, 64, 1, 32, 64]], rule=ReferenceRule(multiples=(16, 16)))
@@ -197,7 +199,7 @@ def tokens_of_key(key: int) -> int:
     while key:
         numbers.append(key & (1 << 3 * _SIDE) - 1)
         key >>= 3 * _SIDE
-    return int(_sides(np.array(numbers, np.int64)).prod(1).sum())
+    return int(_sides(np.array(numbers, np.int64)).prod(1).sum()) + len(numbers) * text_tokens
 
 
 def sample_sizes(bucket_ids: npt.ArrayLike, table: BucketTable | OpenTable) -> IntArray:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from ..buckets.sizes import round_to_multiple
 from ..devices import to_device
 from ..errors import PackingError
 from ..packing.context import active_layout
@@ -48,11 +49,13 @@ class JointFamily(Family):
     ) -> tuple[PackedLayout, int | None]:
         """Return the layout with text slots: as few as hold the texts, or the given number per strip."""
         if pad_text_to is None:
-            return replace(layout, text_slots=best_text_slots(layout)), None
-        if pad_to is None or pad_text_to % pad_to or not pad_text_to:
+            slots = round_to_multiple(best_text_slots(layout), layout.processes)
+            return replace(layout, text_slots=slots), None
+        if pad_to is None or pad_text_to % (pad_to * layout.processes) or not pad_text_to:
+            shared = f", times the {layout.processes} processes that share a strip" if layout.processes > 1 else ""
             raise PackingError(
                 "The strips of this model carry its text, each with the same number of text slots: pad_text_to must "
-                f"be a multiple of pad_to, got {pad_text_to} and {pad_to}."
+                f"be a multiple of pad_to{shared}, got {pad_text_to} and {pad_to}."
             )
         layout = replace(layout, text_slots=pad_text_to // pad_to)
         if sum(layout.text_strips_per_sample) > pad_to:
@@ -216,13 +219,13 @@ def _modulate_row(
     text_first: bool,
 ) -> tuple[torch.Tensor | ModulatedRows, ...] | None:
     """Modulate the text of each row again, and return for each gate one for the text and one for the row's tokens."""
-    joint = active_layout().joint
-    strips = joint.text_strips()
+    layout = active_layout()
+    strips = layout.joint.text_strips()
     if strips is None:
         return None
     (rows, embedding), (modulated, *gates) = (*args, *kwargs.values()), output
-    tokens = rows.shape[1] - joint.text_slots
-    sizes, side = ((joint.text_slots, tokens), 0) if text_first else ((tokens, joint.text_slots), 1)
+    words, tokens = layout.row_sizes
+    sizes, side = ((words, tokens), 0) if text_first else ((tokens, words), 1)
     parts = list(modulated.split(sizes, 1))
     parts[side], *of_text = norm.forward(rows.split(sizes, 1)[side], emb=embedding.index_select(0, strips))
     pairs = zip(of_text, gates, strict=True)

@@ -115,9 +115,19 @@ def load_pipeline(
     if loading.quantization is not None:
         for name in trained:
             _release_mapped_files(getattr(pipeline, name))
-    if loading.vae_tiling and pipeline.vae is not None:
-        tile(pipeline.vae, name_or_path)
+    vae = getattr(pipeline, "vae", None)
+    if loading.vae_tiling and vae is not None:
+        tile(vae, name_or_path)
+    for layer in (getattr(vae, "post_quant_conv", None), getattr(vae, "decoder", None)):
+        if isinstance(layer, torch.nn.Module):
+            layer.register_forward_pre_hook(_cast_latents)
     return pipeline
+
+
+def _cast_latents(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Cast latents to the dtype of the VAE, as FLUX.2's pipelines do not."""
+    latents, *others = args
+    return latents.to(next(layer.parameters()).dtype), *others
 
 
 def call_parameters(pipeline_class: Any, blocks: Any = None) -> dict[str, bool]:

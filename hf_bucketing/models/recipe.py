@@ -252,8 +252,7 @@ class Recipe:
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
     added_text_tokens: ClassVar[int] = 0
-    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder, or of a
-    reference that the text encoder sees."""
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
@@ -264,11 +263,17 @@ class Recipe:
     """Conditions among them without which the model cannot be trained."""
     max_references: ClassVar[int] = 0
     """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
+    min_reference_side: ClassVar[int] = 1
+    """Least height and width of a reference that the pipeline's call takes, in pixels."""
+    max_reference_ratio: ClassVar[float | None] = None
+    """Largest ratio of the longer to the shorter side of such a reference; None for any."""
     references_in_front: ClassVar[bool] = False
     """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
     their own, see [`REFERENCES`]."""
     text_sees_references: ClassVar[bool] = False
     """Whether the text encoder is shown the references of a caption's sample too."""
+    reference_text_tokens: ClassVar[int] = 0
+    """Most tokens that each of these adds to the text."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     trims_text: ClassVar[bool] = False
@@ -389,17 +394,17 @@ class Recipe:
         return strides_of(vae)
 
     @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 1) -> int:
+    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 0) -> int:
         """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
 
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
-            references (`int`): References of the sample, for a text encoder that sees them; at least one is counted.
+            references (`int`): References of the sample, for a text encoder that sees them.
         """
-        pictures = max(1, references) if cls.text_sees_references else 1
         if not cls.family.text.in_sequence:
             return 0
-        return (max_sequence_length or cls.default_sequence_length) + pictures * cls.added_text_tokens
+        beside = cls.added_text_tokens + references * cls.reference_text_tokens
+        return (max_sequence_length or cls.default_sequence_length) + beside
 
     @property
     def transformer(self) -> Any:
@@ -662,9 +667,15 @@ class Recipe:
 
     @classmethod
     def reference_rule(cls) -> ReferenceRule:
-        """Return how many references of a sample the model takes, and where, in sizes of any multiples."""
-        required = int(REFERENCE in cls.required)
-        return ReferenceRule(least=required, most=cls.max_references, in_front=cls.references_in_front)
+        """Return which references of a sample the model takes, and where, in sizes of any multiples."""
+        return ReferenceRule(
+            least=int(REFERENCE in cls.required),
+            most=cls.max_references,
+            in_front=cls.references_in_front,
+            text_tokens=cls.reference_text_tokens,
+            min_side=cls.min_reference_side,
+            max_ratio=cls.max_reference_ratio,
+        )
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
@@ -873,12 +884,15 @@ class Recipe:
             size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels of what is rendered.
 
         Raises:
-            BucketingError: If the pipeline's call takes no references, or fewer.
+            BucketingError: If the pipeline's call takes no references, or fewer, or none of such a shape.
         """
         name, most = cls.shown_as.get(REFERENCE), cls.max_references
         if name is None or len(references) > most:
             takes = "no references" if name is None else f"at most {most} references"
             raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
+        for number, (frame, *_) in enumerate(references):
+            if fault := cls.reference_rule().shape_fault(frame.height, frame.width):
+                raise BucketingError(f"Reference {number} is shown to a {cls.pipeline_class} at {fault}.")
         return {name: [frames[0] for frames in references]}
 
     def render(

@@ -93,7 +93,7 @@ def family_of(transformer: torch.nn.Module) -> Family:
             f"The forward of this {name} was replaced by {code}, so packing cannot know how it treats the tokens of "
             "several samples. Delete transformer.forward, or train this model with bucketed batches."
         )
-    return families()[stock.__name__]
+    return families()[stock.__name__].variant(transformer)
 
 
 def _is_stock(cls: type[Any]) -> bool:

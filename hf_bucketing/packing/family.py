@@ -84,10 +84,10 @@ class Family:
         negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
+        references_apart (`bool`): Whether the references of a sample attend to themselves alone, while all else of the
+            sample attends to them too.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
             samples of a stack run one after another, each with its own text.
-        context_parallel (`bool`): Whether several processes can share a sample, each with a part of its tokens:
-            diffusers has a plan for it (`_cp_plan`), and text is attended to in modules of their own, `attn2`.
         audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
             may hold audio.
     """
@@ -121,9 +121,13 @@ class Family:
     attention_kwargs: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
+    references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
+
+    def variant(self, transformer: Transformer) -> Family:
+        """Return the family of this transformer, for classes whose attention processors tell families apart."""
+        return self
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Raise PackingError if this transformer cannot run strips of that length."""
@@ -300,6 +304,11 @@ class Family:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
         own, references = partial(self.positions, base_size=base_size), self.reference_positions
         return partial(strip_tables, Tables(own), Tables(references))
+
+    def parallel_plan(self, transformer: Transformer) -> Mapping[str, Any]:
+        """Return what processes that share samples split and gather: by default diffusers' `_cp_plan`."""
+        plan: Mapping[str, Any] = transformer._cp_plan
+        return plan
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None

@@ -32,6 +32,8 @@ class PackedLayout:
         grids (tuple of `(t, h, w)`): Token grid of each sample; at least one.
         shown (tuple of tuples of `(t, h, w)`, *optional*): Token grids of the references of each sample, whose tokens
             follow its own. By default none.
+        references_apart (`bool`): Whether the references of a sample attend to themselves alone, all of them together,
+            while its own tokens and its text attend to them too.
         text_lengths (tuple of `int`): Text tokens of each sample. The texts follow one another without padding.
         strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
@@ -47,6 +49,8 @@ class PackedLayout:
             none. By default, the pack has no audio.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
+        processes (`int`): Processes that share the strips (context parallelism), each with an equal part of their
+            tokens and text slots.
         multiple_of (`int`): Multiple to which the model itself fills up each sample's tokens, and its text tokens,
             with learned tokens, which take part in attention; 1 for models that do not. Lengths below count them only
             where they say so.
@@ -68,6 +72,7 @@ class PackedLayout:
     text_lengths: tuple[int, ...]
     strip_length: int
     shown: tuple[tuple[Grid, ...], ...] | None = None
+    references_apart: bool = False
     text_slots: int = 0
     device: torch.device | str = "cpu"
     added_lengths: tuple[int, ...] | None = None
@@ -76,6 +81,7 @@ class PackedLayout:
     audio_lengths: tuple[int, ...] | None = None
     padding_strips: int = 0
     text_padding: int = 0
+    processes: int = 1
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
@@ -160,6 +166,11 @@ class PackedLayout:
         return sum(self.strips_per_sample) + self.padding_strips
 
     @property
+    def row_sizes(self) -> tuple[int, int]:
+        """Text slots and tokens of a batch row: of a strip, or of a process's part of it."""
+        return self.text_slots // self.processes, self.strip_length // self.processes
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the pack, padding included: `num_strips · strip_length`."""
         return self.num_strips * self.strip_length
@@ -196,7 +207,37 @@ class PackedLayout:
     @cached_property
     def self_segments(self) -> SegmentSpans:
         """Attention of each sample's tokens to each other."""
-        return SegmentSpans.within(self.attended_spans, self.num_tokens)
+        return self.segments_within(self.attended_spans, self.num_tokens)
+
+    def segments_within(self, spans: Sequence[Span], num_tokens: int) -> SegmentSpans:
+        """Return the attention of the tokens of each sample's span, which begins with its own, to each other.
+
+        Where references attend to themselves alone, a span is up to three segments: what precedes them, they, and what
+        follows them.
+
+        Example:
+            A sample of three tokens, a reference of two and a text of one, and a sample of a single token:
+
+            >>> layout = PackedLayout(
+            ...     grids=((1, 1, 3), (1, 1, 1)),
+            ...     shown=(((1, 1, 2),), ()),
+            ...     references_apart=True,
+            ...     text_lengths=(1, 0),
+            ...     strip_length=4,
+            ... )
+            >>> segments = layout.segments_within([(0, 6), (6, 7)], 7)
+            >>> segments.queries, segments.keys
+            (((0, 3), (3, 5), (5, 6), (6, 7)), ((0, 6), (3, 5), (0, 6), (6, 7)))
+        """
+        if not self.references_apart or self.shown is None:
+            return SegmentSpans.within(spans, num_tokens)
+        pairs: list[tuple[Span, Span]] = []
+        for (start, stop), own, shown in zip(spans, self.own_lengths, self.shown_lengths, strict=True):
+            first, last = start + own, start + own + shown
+            apart = [((start, first), (start, stop)), ((first, last), (first, last)), ((last, stop), (start, stop))]
+            pairs += apart if shown else [((start, stop), (start, stop))]
+        queries, keys = zip(*(pair for pair in pairs if pair[0][0] < pair[0][1]), strict=True)
+        return SegmentSpans(queries=queries, keys=keys, num_queries=num_tokens, num_keys=num_tokens)
 
     @cached_property
     def cross_segments(self) -> SegmentSpans:
@@ -293,11 +334,12 @@ class PackedLayout:
         """
         for spans in {id(spans): spans for spans in segments}.values():
             prepare_segments(spans, backend, torch.device(self.device))
-        _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens
+        _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens, self.own_ids
 
     def self_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which: `bool`, `(num_tokens, num_tokens)`; padding attends to nothing."""
-        return self._mask(self.segment_ids)
+        mask, own = self._mask(self.segment_ids), self.own_ids >= 0
+        return mask & (own[:, None] | ~own) if self.references_apart else mask
 
     def cross_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which text tokens: `bool`, `(num_tokens, num_text_tokens)`."""
@@ -365,7 +407,8 @@ class JointLayout:
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
             strips followed by their text slots. Padding comes last.
         inverse (`torch.Tensor` of shape `(entries,)`): The inverse permutation of `order`.
-        segments ([`SegmentSpans`]): Attention of each sample's part of the sequence to itself.
+        segments ([`SegmentSpans`]): Attention of each sample's part of the sequence to itself, see `references_apart`
+            of [`PackedLayout`].
         text_segments ([`SegmentSpans`]): Attention of each sample's text to itself, over the text slots of all strips.
         token_to_text ([`SegmentSpans`]): Attention of each sample's tokens to its text, over the same.
         text_source (`torch.Tensor` of shape `(num_text_tokens,)`, *optional*): Index of each sample's text tokens
@@ -432,7 +475,7 @@ class JointLayout:
             sizes=(_split_sizes(layout.attended_spans, layout.num_tokens), _split_sizes(text_spans, strips * slots)),
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
-            segments=SegmentSpans.within(spans, entries),
+            segments=layout.segments_within(spans, entries),
             text_segments=SegmentSpans.within(text_spans, strips * slots),
             token_to_text=SegmentSpans(
                 queries=layout.attended_spans,

@@ -38,6 +38,12 @@ class Packing:
         """The transformer's class, for messages."""
         return type(self.transformer).__name__
 
+    @property
+    def processes(self) -> int:
+        """Processes that share a pack, each with a part of its strips (context parallelism)."""
+        config = self.transformer._parallel_config
+        return 1 if config is None else int(config.context_parallel_config.ulysses_degree)
+
     def pack(
         self,
         latents: Sequence[torch.Tensor],
@@ -111,8 +117,10 @@ class Packing:
         layout = PackedLayout(
             grids=grids,
             shown=shown,
+            references_apart=self.family.references_apart,
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
+            processes=self.processes,
             device=latents[0].device,
             added_lengths=self.family.added_lengths(conditions),
             caption_ids=caption_ids if pad_text_to is None else None,
@@ -182,6 +190,11 @@ class Packing:
     def _checked_audio(self, audio: Audio, text_lengths: Sequence[int]) -> Audio:
         if not self.family.audio_parts:
             raise PackingError(f"{self.model_name} generates no audio beside its video; omit `audio`.")
+        if self.processes > 1:
+            raise PackingError(
+                f"The {self.processes} processes that share this pack have a part of its video each, to which its "
+                "audio attends; omit `audio`, or context parallelism."
+            )
         channels, text_dim = self.transformer.config.audio_in_channels, self.family.audio_text_dim(self.transformer)
         audio.check(text_lengths=text_lengths, channels=channels, text_dim=text_dim)
         return audio

@@ -38,6 +38,9 @@ class Keys(NamedTuple):
 class Processor:
     """Base of the packed processors: says which segments of a pack it reads, and refuses diffusers' own backends."""
 
+    _parallel_config: Any = None
+    """diffusers' `ParallelConfig`, if each process has a part of every strip; set as on its own processors."""
+
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
         """Return the segments in which this processor attends, for [`PackedLayout.prepare`]."""
         return layout.self_segments, layout.joint.segments if layout.text_slots else layout.cross_segments
@@ -73,9 +76,6 @@ class PackedAttnProcessor(Processor):
 
     norms_whole_width: ClassVar[bool] = False
     """Whether the norms of queries and keys take all heads together."""
-
-    _parallel_config: Any = None
-    """diffusers' `ParallelConfig`, if each process has a part of every strip; set as on its own processors."""
 
     def __init__(self, backend: Backend = "segments", *, scope: Scope = "sample") -> None:
         if scope not in get_args(Scope):
@@ -132,14 +132,15 @@ class PackedAttnProcessor(Processor):
             query = self._all_tokens(query, hidden_states)
             texts = self.text_keys(attn, encoder_hidden_states, layout)
             attended = functools.reduce(torch.add, (self._attend_to_text(query, keys) for keys in texts))
-        attended = own_tokens(attended, self._parallel_config, num_strips=len(hidden_states))
+        by_strip = attended.unflatten(0, (len(hidden_states), -1))
+        attended = own_tokens(by_strip, self._parallel_config, heads=attn.heads).flatten(0, 1)
         attended = self.gate(attn, attended, hidden_states)
         attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
         factor = getattr(attn, "rescale_output_factor", 1.0)
         return attended if factor == 1.0 else attended / factor
 
     def _all_tokens(self, heads: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_tokens(heads, self._parallel_config, num_strips=len(hidden_states))
+        return all_tokens(heads.unflatten(0, (len(hidden_states), -1)), self._parallel_config).flatten(0, 1)
 
     def _attend_to_text(self, query: torch.Tensor, keys: Keys) -> torch.Tensor:
         key, value = (own_heads(side, self._parallel_config) for side in (keys.key, keys.value))
@@ -226,18 +227,19 @@ class PackedJointAttnProcessor(Processor):
             PackingError: If no pack is being computed.
         """
         layout, has_text_layers = active_layout(), encoder_hidden_states is not None and _has(attn, "add_q_proj")
-        text, tokens = hidden_states.split([hidden_states.shape[1] - layout.strip_length, layout.strip_length], 1)
+        _, length = layout.row_sizes
+        text, tokens = hidden_states.split([hidden_states.shape[1] - length, length], 1)
         text = text if encoder_hidden_states is None else encoder_hidden_states
-        of_tokens, of_text = _sides(image_rotary_emb)
+        of_tokens, of_text = _sides(image_rotary_emb, self._parallel_config)
         if not text.shape[1]:
             query, key, value = (part.flatten(0, 1) for part in self.heads(attn, tokens, of_tokens))
             attended = attend(query, key, value, layout.self_segments, backend=self.backend)
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
-        if has_text_layers:
-            words = self.heads(attn, text, of_text, added=True)
+        if has_text_layers or self._parallel_config is not None:
+            words = self.heads(attn, text, of_text, added=has_text_layers)
             pairs = zip(self.heads(attn, tokens, of_tokens), words, strict=True)
-            query, key, value = (joint.gather(*pair) for pair in pairs)
+            query, key, value = (joint.gather(*map(self._all_tokens, pair)) for pair in pairs)
         elif of_tokens is None or of_text is not None:
             both = [joint.gather(*pair) for pair in zip(of_tokens or (), of_text or (), strict=True)]
             query, key, value = self.heads(attn, joint.gather(tokens, text), both or None)
@@ -245,16 +247,22 @@ class PackedJointAttnProcessor(Processor):
             query, key, value = self.heads(attn, joint.gather(tokens, text))
             sides = (joint.scatter(part) for part in (query, key))
             query, key = (joint.gather(self.rotate(states, of_tokens), words) for states, words in sides)
-        attended = attend(query, key, value, joint.segments, backend=self.backend).flatten(1)
+        attended = attend(query, key, value, joint.segments, backend=self.backend)
         if not has_text_layers and _has(attn, "to_out"):  # of tokens and text alike
-            attended = _through(attn.to_out, attended)
-        tokens, text = joint.scatter(attended)
+            attended = _through(attn.to_out, attended.flatten(1)).unsqueeze(1)
+        tokens, text = (self._own_tokens(side, _num_heads(attn)).flatten(2) for side in joint.scatter(attended))
         if encoder_hidden_states is None:
             return torch.cat([text, tokens], 1)
         if has_text_layers:
             tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
             text = attn.to_add_out(text) if _has(attn, "to_add_out") else text
         return tokens, text
+
+    def _all_tokens(self, strips: torch.Tensor) -> torch.Tensor:
+        return all_tokens(strips, self._parallel_config)
+
+    def _own_tokens(self, strips: torch.Tensor, heads: int) -> torch.Tensor:
+        return own_tokens(strips, self._parallel_config, heads=heads)
 
     def heads(
         self, attn: Any, states: torch.Tensor, rotary: Sequence[torch.Tensor] | None = None, *, added: bool = False
@@ -266,8 +274,7 @@ class PackedJointAttnProcessor(Processor):
         norms = (attn.norm_added_q, attn.norm_added_k) if added else (attn.norm_q, attn.norm_k)
         names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
         parts = project(attn, states, *names)
-        count = attn.heads if _has(attn, "heads") else attn.num_heads
-        width = parts[0].shape[-1] // count  # keys and values may have fewer heads
+        width = parts[0].shape[-1] // _num_heads(attn)  # keys and values may have fewer heads
         heads = [part.unflatten(-1, (-1, width)) for part in parts]
         query, key = (part if norm is None else norm(part) for part, norm in zip(heads, norms, strict=False))
         if rotary is not None:
@@ -354,9 +361,16 @@ class PackedRowAttnProcessor(PackedJointAttnProcessor):
         return torch.view_as_real(turned).flatten(-2).type_as(tokens)
 
 
-def _sides(rotary: Rotary | None) -> tuple[Rotary | None, Rotary | None]:
-    """Return the cosines and sines of the tokens, and those of the text."""
-    return (None, None) if rotary is None else (rotary[:2], rotary[2:] or None)
+def _sides(rotary: Rotary | None, parallel_config: Any) -> tuple[Rotary | None, Rotary | None]:
+    """Return the cosines and sines of this process's tokens, and those of its text."""
+    if rotary is None:
+        return None, None
+    tables = tuple(own_part(table, parallel_config) for table in rotary)
+    return tables[:2], tables[2:] or None
+
+
+def _num_heads(attn: Any) -> int:
+    return int(attn.heads if _has(attn, "heads") else attn.num_heads)
 
 
 def rotate_channels(tokens: torch.Tensor, tables: Sequence[torch.Tensor], *, halves: bool = False) -> torch.Tensor:

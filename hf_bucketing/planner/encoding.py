@@ -34,7 +34,7 @@ def encode_texts(components: Components, config: PlanConfig, *, samples: int, re
     """
     length, together = config.max_sequence_length or components.recipe.default_sequence_length, samples
     if components.recipe.text_sees_references:
-        length, together = length + components.recipe.added_text_tokens * references, 1
+        length, together = length + components.recipe.reference_text_tokens * references, 1
     dtype = HALF.get(config.mixed_precision, torch.float32)
     calls = [_encode_text(encoder, together, length, dtype) for encoder in components.text_encoders]
     peak = Kinds(

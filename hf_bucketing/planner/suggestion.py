@@ -1,7 +1,7 @@
 """Suggest a run: tables, ways of batching, tokens and memory options, each planned, and ranked by one objective.
 
 The objective is the least time per kept pixel: the seconds of an epoch over the pixels of the files that it trains on.
-Candidates that leave out many more rows than the best one, or do not fit, come after all others, with the reason.
+Candidates that drop many more rows than the best one, or do not fit, come after all others, with the reason.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .rows import DataRows
 from .settings import MachineConfig, PlanConfig
 from .time import BatchCost, EpochTime, Speed, StepSeconds, encoding_flops, epoch_time, training_flops
 
-MOST_LEFT_OUT = 0.05
-"""Share of all rows that a candidate may leave out beyond the one that leaves out fewest."""
+MOST_DROPPED = 0.05
+"""Share of all rows that a candidate may drop beyond the one that drops fewest."""
 
 LEAST_STEPS = 20
 """Optimizer steps that an epoch has at least, where tokens per step can be chosen."""
@@ -164,8 +164,8 @@ class Candidate:
         kept (`float`): Share of the pixels of all readable files that an epoch trains on.
         seconds_per_pixel (`float`): Seconds of an epoch over these pixels: the objective.
         fill (`float`): Share of `max_tokens` that steps hold on average.
-        left_out (mapping of `str` to `int`): Rows that an epoch does not train on, by reason.
-        share_left_out (`float`): Share of all rows that these are.
+        dropped (mapping of `str` to `int`): Rows that an epoch does not train on, by reason.
+        share_dropped (`float`): Share of all rows that these are.
     """
 
     way: Way
@@ -180,8 +180,8 @@ class Candidate:
     kept: float
     seconds_per_pixel: float
     fill: float
-    left_out: Mapping[str, int]
-    share_left_out: float
+    dropped: Mapping[str, int]
+    share_dropped: float
 
     @property
     def name(self) -> str:
@@ -206,7 +206,7 @@ class Suggestion:
     """Runs that fit, the best first, and those that do not.
 
     Attributes:
-        candidates (`tuple` of [`Candidate`]): Runs by the objective; last those that leave out many rows.
+        candidates (`tuple` of [`Candidate`]): Runs by the objective; last those that drop many rows.
         refused (`tuple` of [`Refused`]): Ways that do not fit or cannot be.
         source (`str`): What the times follow from.
     """
@@ -217,20 +217,20 @@ class Suggestion:
 
     @property
     def fewest(self) -> float:
-        """Least share of rows that a candidate leaves out."""
-        return min((candidate.share_left_out for candidate in self.candidates), default=0.0)
+        """Least share of rows that a candidate drops."""
+        return min((candidate.share_dropped for candidate in self.candidates), default=0.0)
 
     def reason_against(self, candidate: Candidate) -> str:
         """Return why a candidate is not the first."""
         if not _keeps_enough(candidate, self.fewest):
-            return f"leaves out {candidate.share_left_out:.0%} of the rows, and others {self.fewest:.0%}"
+            return f"drops {candidate.share_dropped:.0%} of the rows, and others {self.fewest:.0%}"
         best = self.candidates[0]
         ratio = candidate.seconds_per_pixel / best.seconds_per_pixel
         return "" if candidate is best else f"{ratio:.2f} times the time per kept pixel"
 
 
 def _keeps_enough(candidate: Candidate, fewest: float) -> bool:
-    return candidate.share_left_out <= fewest + MOST_LEFT_OUT
+    return candidate.share_dropped <= fewest + MOST_DROPPED
 
 
 class Suggester:
@@ -283,7 +283,7 @@ class Suggester:
         if not candidates:
             reasons = "".join(f"\n- {way.name}: {way.reason}" for way in refused)
             raise BucketingError(f"No run fits in `gpu_memory={self.machine.gpu_memory:g}` GiB:{reasons}")
-        fewest = min(candidate.share_left_out for candidate in candidates)
+        fewest = min(candidate.share_dropped for candidate in candidates)
         candidates.sort(key=lambda run: (not _keeps_enough(run, fewest), *run.objective))
         source = self.speed.source if self.measured is None else self.measured.source
         return Suggestion(candidates=tuple(candidates), refused=tuple(refused), source=source)
@@ -337,7 +337,8 @@ class Suggester:
         tried: list[tuple[str, PlanConfig, MemoryPlan]] = []
         while degree <= self.machine.num_gpus and not self.machine.num_gpus % degree:
             if degree > 1:
-                check_model(degree, self.components.recipe, self.components.transformer.config)
+                transformer = self.components.transformer.config
+                check_model(degree, self.components.recipe, transformer, packed=way.batching == "pack")
             for name, config, plan in iter_plans(self.components, changed(base, context_parallel_degree=degree)):
                 if not self.rows.total and config.cached != "nothing":
                     continue  # a stream has no cache
@@ -372,8 +373,8 @@ class Suggester:
         if config.cached == "all":
             once = epoch_time(plan, computed, encoding, rows_of_plan=self.rows.share)
         kept = self._kept_pixels(way.targets)[plan.indices].sum()
-        left_out = {**count_rejections(way.targets.rejection), **plan.drop_reasons}
-        left_out.pop("rejected", None)
+        dropped = {**count_rejections(way.targets.rejection), **plan.drop_reasons}
+        dropped.pop("rejected", None)
         workers = self._workers(plan, way.targets, time)
         num_workers = self.num_workers if once is not None else self._started(workers)
         host = plan_host(memory, config, num_workers=num_workers)
@@ -393,8 +394,8 @@ class Suggester:
             kept=float(kept / self.pixels.sum()),
             seconds_per_pixel=time.seconds * self.rows.share / float(kept),
             fill=float(computed.sum()) / (plan.num_batches * config.max_tokens),
-            left_out={reason: round(count / self.rows.share) for reason, count in left_out.items() if count},
-            share_left_out=1 - plan.kept / len(tokens),
+            dropped={reason: round(count / self.rows.share) for reason, count in dropped.items() if count},
+            share_dropped=1 - plan.kept / len(tokens),
         )
 
     def _epoch(self, way: Way, config: PlanConfig, *, processes: int) -> tuple[EpochPlan, IntArray]:

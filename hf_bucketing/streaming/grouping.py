@@ -188,8 +188,9 @@ class _BucketGroups(OpenGroups):
 
     def __init__(self, grouping: BucketGrouping) -> None:
         super().__init__(grouping)
+        words = 0 if grouping.references is None else grouping.references.text_tokens
         self._size_of = functools.cache(
-            lambda key: grouping.size_of(_bucket_of(key), shown=tokens_of_key(key >> _BUCKET_BITS))
+            lambda key: grouping.size_of(_bucket_of(key), shown=tokens_of_key(key >> _BUCKET_BITS, text_tokens=words))
         )
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:

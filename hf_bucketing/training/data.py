@@ -299,7 +299,10 @@ def _data_of(
 ) -> TrainingData:
     batches, dataset = config.batches, prepared.dataset
     check_reference_dropout(config, prepared, in_front=counting.references_in_front)
-    spec, references = prepared.spec, references_of(prepared, in_front=counting.references_in_front)
+    spec = prepared.spec
+    references = references_of(
+        prepared, in_front=counting.references_in_front, text_tokens=counting.reference_text_tokens
+    )
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     own_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
@@ -520,9 +523,9 @@ def check_audio(config: TrainingConfig, prepared: PreparedDataset) -> None:
             raise BucketingError(f"{config.dataset_dir} has audio, which does not go with {what}.")
 
 
-def references_of(prepared: PreparedDataset, *, in_front: bool) -> RowReferences | None:
-    """Return the references of rows as they are counted; None if samples have none."""
-    return prepared.row_references(counting_rule(prepared.references, in_front=in_front))
+def references_of(prepared: PreparedDataset, *, in_front: bool, text_tokens: int = 0) -> RowReferences | None:
+    """Return the references of rows as [`counting_rule`] counts them; None if samples have none."""
+    return prepared.row_references(counting_rule(prepared.references, in_front=in_front, text_tokens=text_tokens))
 
 
 def counted_tokens(

@@ -82,12 +82,9 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
         BucketingError: As [`config_of_run`].
     """
     sizes, tokens, references = data.largest_step()
-    texts = [
-        opened.recipe.text_tokens(opened.config.max_sequence_length, references=len(shown)) for shown in references
-    ]
-    shape = StepShape.of(
-        sizes, tokens=tokens - data.text_tokens * len(sizes), text_tokens=sum(texts), references=references
-    )
+    pictures = opened.recipe.reference_text_tokens * sum(map(len, references))
+    text = data.text_tokens * len(sizes) + pictures
+    shape = StepShape.of(sizes, tokens=tokens - text, text_tokens=text, references=references)
     return plan_components(_components(opened), config_of_run(opened), shape)
 
 
@@ -309,7 +306,8 @@ def _random_batch(
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
     if not recipe.modules("text_encoders"):
-        shape = len(sizes), recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
+        words = recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
+        shape = len(sizes), words + recipe.reference_text_tokens * max(map(len, references))
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text.padding == "masked" else None
         drawn = family.draw_conditioning(transformer, [data.spec.grid(size) for size in sizes])

@@ -164,8 +164,9 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         check_blocks(memory.offload_blocks, blocks=len(blocks_of(opened.empty_transformer)))
     if memory.context_parallel_degree > 1:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
-        check_model(memory.context_parallel_degree, opened.recipe, transformer)
-        if config.batches.batching == "bucket":
+        packed = config.batches.batching == "pack"
+        check_model(memory.context_parallel_degree, opened.recipe, transformer, packed=packed)
+        if not packed:
             check_sizes(memory.context_parallel_degree, _stacked_sizes(opened), spec=opened.spec)
 
 

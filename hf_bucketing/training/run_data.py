@@ -34,11 +34,13 @@ class ModelTokens:
         text_tokens (`int`): Tokens that a caption adds to the sequence of its sample, as a
             [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
         references_in_front (`bool`): Whether references are latent frames in front of a sample.
+        reference_text_tokens (`int`): Tokens that each reference of a sample adds to its text.
     """
 
     width: int
     text_tokens: int = 0
     references_in_front: bool = False
+    reference_text_tokens: int = 0
 
     @classmethod
     def of(cls, recipe: Recipe) -> ModelTokens:
@@ -47,12 +49,16 @@ class ModelTokens:
             width=recipe.family.width(recipe.transformer),
             text_tokens=recipe.text_tokens(recipe.max_sequence_length),
             references_in_front=recipe.references_in_front,
+            reference_text_tokens=recipe.reference_text_tokens,
         )
 
 
-def counting_rule(rule: ReferenceRule, *, in_front: bool) -> ReferenceRule:
-    """Return the rule that counts the references of a data set: one in front of a sample has the sample's size."""
-    return replace(rule, in_front=in_front).counted
+def counting_rule(rule: ReferenceRule, *, in_front: bool, text_tokens: int = 0) -> ReferenceRule:
+    """Return the rule that counts the references of a data set for a model, whatever model it was prepared for.
+
+    One in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`.
+    """
+    return replace(rule, in_front=in_front, text_tokens=text_tokens).counted
 
 
 class StepRows(NamedTuple):

@@ -6,12 +6,13 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from ..caching.settings import CacheConfig
-from ..columns.settings import SourceConfig
+from ..columns.settings import SourceConfig, TableConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
+from ..optimizers.settings import OptimizerConfig
 from ..planner.gpus import TimeConfig
 from ..planner.settings import MachineConfig, PlanConfig
 from ..report.measure import ReportConfig
-from ..settings import flag_names, flatten, settings_in
+from ..settings import flag_names, flatten, names_of, settings_in
 from .config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
 TRAINED_ON = (CACHED_DIR, "dataset_dir")
 """Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if that is given, or else
 what scripts/prepare_dataset.py writes."""
+
+NOT_PLANNED = frozenset(
+    {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
+)
+"""Settings of a plan on which neither memory nor time depends: they are no flags of the scripts that plan."""
+
+SUGGESTED = NOT_PLANNED | {
+    "sample_size",
+    "train_batch_size",
+    "max_tokens",
+    "batching",
+    "cached",
+    "num_processes",
+    "sharding",
+    "context_parallel_degree",
+    "base_predictions",
+    "reference_sizes",
+}
+"""Settings of a plan that are no flags of scripts/suggest_run.py: it chooses them, or does without."""
 
 
 def settings_of_scripts() -> dict[str, frozenset[str]]:
@@ -33,6 +53,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         "plan_memory": {*flag_names(PlanConfig), *flag_names(TimeConfig), pipeline, "gpu_memory", "figure", "json"}
         - {"price_per_hour"},
         "suggest_run": {*flag_names(SourceConfig), *flag_names(PlanConfig), *flag_names(TimeConfig), pipeline}
+        - {*names_of(TableConfig), *SUGGESTED}
         | {*flag_names(MachineConfig), "num_proc", "streaming", "cost_model", "output_dir"},
         "report_buckets": {
             *flag_names(ReportConfig),
@@ -40,6 +61,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
             "table",
             "buckets",
             "novelai",
+            "compare",
             "bucket_frames",
             "json",
             "figures",
@@ -62,7 +84,10 @@ def settings_to_repeat(config: TrainingConfig, file: ConfigFile | None, **chosen
         **chosen: Settings that differ from those in `config`.
     """
     scripts, own = settings_of_scripts(), "train_text_to_video"
-    others = {SOURCES, *scripts, *TRAINED_ON}.union(*(names for script, names in scripts.items() if script != own))
+    own_names = (own, "suggest_run")  # which comes before a run
+    others = {SOURCES, *scripts, *TRAINED_ON}.union(
+        *(scripts[script] for script in scripts if script not in own_names)
+    )
     kept = {} if file is None else {name: value for name, value in file.plain().items() if name in others}
     return {**kept, own: {**config.flat(), **chosen}}
 

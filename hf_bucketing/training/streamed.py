@@ -91,8 +91,8 @@ def open_stream(
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)
         if taken is not None:
-            references = replace(prepared.references, least=taken.least, most=taken.most)
-            prepared = replace(prepared, references=references)
+            numbers = {name: getattr(taken, name) for name in ("least", "most", "min_side", "max_ratio")}
+            prepared = replace(prepared, references=replace(prepared.references, **numbers))
         reject = config.faults.on_error == "replace"
         rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject)
         for warning in warn_of_shards(
@@ -196,14 +196,17 @@ class StreamedData(RunData):
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
         largest = LargestStep([], 0, [])
-        seen = None
+        seen, words = None, 0
         if self.references is not None:
-            seen = RowReferences.of_lists(self.sample.references, rule=self.references)
+            seen, words = (
+                RowReferences.of_lists(self.sample.references, rule=self.references),
+                self.references.text_tokens,
+            )
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
             references = () if seen is None else seen.most(size, spec=self.spec)
-            shown = sum(map(self.spec.num_tokens, references))
+            shown = sum(self.spec.num_tokens(reference) + words for reference in references)
             each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
                 span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
@@ -299,7 +302,9 @@ def make_streamed_data(
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
     references = None
     if REFERENCE in prepared.conditions:
-        references = counting_rule(prepared.references, in_front=tokens.references_in_front)
+        references = counting_rule(
+            prepared.references, in_front=tokens.references_in_front, text_tokens=tokens.reference_text_tokens
+        )
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping

@@ -14,7 +14,7 @@ from ..files import complete_file
 from ..planner.memory import PLAN_ERROR, verdict_on
 from ..planner.rows import DataRows
 from ..planner.settings import MachineConfig
-from ..planner.suggestion import MOST_LEFT_OUT, Candidate, Suggestion
+from ..planner.suggestion import MOST_DROPPED, Candidate, Suggestion
 from ..units import format_bytes, format_seconds
 from .script_settings import launcher, training_settings
 
@@ -139,7 +139,7 @@ def _row(candidate: Candidate, machine: MachineConfig, price_per_hour: float | N
         "machine": format_bytes(candidate.host.total),
         "pixels kept": f"{candidate.kept:.1%}",
         "fill": f"{candidate.fill:.0%}",
-        "rows left out": ", ".join(f"{count:,} {reason}" for reason, count in candidate.left_out.items()) or "none",
+        "rows dropped": ", ".join(f"{count:,} {reason}" for reason, count in candidate.dropped.items()) or "none",
         "steps per epoch": f"{time.steps:,}",
         "epoch": f"{format_seconds(time.seconds)} ({format_seconds(time.least)} to {format_seconds(time.most)})",
         "P5 to P95 of steps": f"{format_seconds(time.p5)} to {format_seconds(time.p95)}",
@@ -152,8 +152,8 @@ def _row(candidate: Candidate, machine: MachineConfig, price_per_hour: float | N
 def _about_best(suggestion: Suggestion, machine: MachineConfig) -> list[str]:
     best = suggestion.candidates[0]
     lines = [
-        "The objective is the least time per kept pixel among runs that fit and leave out at most "
-        f"{MOST_LEFT_OUT:.0%} of the rows more than the best of them.",
+        "The objective is the least time per kept pixel among runs that fit and drop at most "
+        f"{MOST_DROPPED:.0%} of the rows more than the best of them.",
         f"Times: {suggestion.source}. Memory: runs may take {PLAN_ERROR:.0%} more than planned.",
         f"Of 1, the machine's memory: {best.host}.",
         f"Of 1, on disk: {best.disk}.",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
+
 from hf_bucketing.errors import BucketingError
+from hf_bucketing.models.index import INDEX, MODULAR_INDEX
 
 _WAN = {
     "patch_size": [1, 2, 2],
@@ -34,11 +38,9 @@ _LTX = {
     "attention_out_bias": True,
 }
 _DUAL_STREAM = {"num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 768}
-_WAN_14B = {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "wan-1.3b": {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-    "wan-14b": _WAN_14B,
-    "wan-a14b": _WAN_14B,  # "Wan2.2-T2V-14B" in the file below: two of them, each for a part of the noise
+    "wan-14b": {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
     # "Wan2.2-TI2V-5B" in scripts/convert_wan_to_diffusers.py of huggingface/diffusers
     "wan-5b": {
         **_WAN,
@@ -127,6 +129,12 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "joint_attention_dim": 3584,
         "axes_dims_rope": [16, 56, 56],
     },
+    # Classes of huggingface/diffusers that were written for the one model that their defaults are: FLUX.2 [dev],
+    # Z-Image, Krea 2 and MiniMax-H3. diffsynth/models of modelscope/DiffSynth-Studio (fed7b18) has the same numbers.
+    "flux.2": {},
+    "z-image": {},
+    "krea-2": {},
+    "minimax-h3": {},
     # transformer/config.json of black-forest-labs/FLUX.1-dev
     "flux": {
         **_DUAL_STREAM,
@@ -137,10 +145,6 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "joint_attention_dim": 4096,
         "guidance_embeds": True,
     },
-    # Defaults of Flux2Transformer2DModel and of ZImageTransformer2DModel of huggingface/diffusers, each of which was
-    # written for one model: FLUX.2 dev, and Z-Image with its 6 billion weights
-    "flux-2": {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360},
-    "z-image": {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30, "cap_feat_dim": 2560},
 }
 """Configurations of transformers by name, each with where it was read; those of Wan 2.1 in the same file as the 5B."""
 
@@ -353,6 +357,8 @@ _LTX_2_CONNECTORS = {
     "causal_temporal_positioning": False,
     "rope_type": "split",
 }
+# Defaults of the class, which was written for this one model
+_QWEN_IMAGE_VAE = {"temperal_downsample": [False, True, True]}
 _FLUX_VAE = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
@@ -364,7 +370,7 @@ _FLUX_VAE = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
-# diffsynth/models/flux2_text_encoder.py of modelscope/DiffSynth-Studio
+# diffsynth/models/flux2_text_encoder.py of modelscope/DiffSynth-Studio, as are the next ones, in files of their names
 _MISTRAL_24B = {
     "architectures": ["Mistral3ForConditionalGeneration"],
     "model_type": "mistral3",
@@ -391,8 +397,7 @@ _MISTRAL_24B = {
         "patch_size": 14,
     },
 }
-# "4B" in diffsynth/models/z_image_text_encoder.py of modelscope/DiffSynth-Studio
-_QWEN_3_4B = {
+_QWEN3_4B = {
     "architectures": ["Qwen3Model"],
     "model_type": "qwen3",
     "hidden_size": 2560,
@@ -401,10 +406,32 @@ _QWEN_3_4B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
+    "vocab_size": 151936,
 }
+
+
+def _qwen3_vl(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    rotary = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    text_config = {**_QWEN3_4B, **text, "model_type": "qwen3_vl_text", "rope_parameters": rotary}
+    shared = {"model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16}
+    vision_config = {**shared, "out_hidden_size": text_config["hidden_size"], **vision}
+    return {
+        "architectures": ["Qwen3VLModel"],
+        "model_type": "qwen3_vl",
+        "text_config": text_config,
+        "vision_config": vision_config,
+    }
+
+
+_QWEN3_VL_4B = _qwen3_vl(
+    {}, {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+)
+# Without the layers above 50, which the pipeline does not read, as in that file
+_QWEN3_VL_32B = _qwen3_vl(
+    {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 50, "num_attention_heads": 64},
+    {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
+)
 _WAN_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text_encoder": ("transformers", "UMT5EncoderModel", _UMT5_XXL),
     "vae": ("diffusers", "AutoencoderKLWan", {"base_dim": 96, "z_dim": 16}),
@@ -418,7 +445,6 @@ _LTX_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
 _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "wan-1.3b": ("WanPipeline", _WAN_PIPELINE),
     "wan-14b": ("WanPipeline", _WAN_PIPELINE),
-    "wan-a14b": ("WanPipeline", {**_WAN_PIPELINE, "transformer_2": ("diffusers", "WanTransformer3DModel", {})}),
     "wan-5b": ("WanPipeline", {**_WAN_PIPELINE, "vae": ("diffusers", "AutoencoderKLWan", _WAN_22_VAE)}),
     "ltx-2b": ("LTXPipeline", _LTX_PIPELINE),
     "ltx-13b": (
@@ -450,9 +476,41 @@ _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = 
         "QwenImagePipeline",
         {
             "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration", _QWEN_VL_7B),
-            # Defaults of the class, which was written for this one model
-            "vae": ("diffusers", "AutoencoderKLQwenImage", {"temperal_downsample": [False, True, True]}),
+            "vae": ("diffusers", "AutoencoderKLQwenImage", _QWEN_IMAGE_VAE),
             "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
+        },
+    ),
+    "flux.2": (
+        "Flux2Pipeline",
+        {
+            "text_encoder": ("transformers", "Mistral3ForConditionalGeneration", _MISTRAL_24B),
+            "vae": ("diffusers", "AutoencoderKLFlux2", {}),
+            "transformer": ("diffusers", "Flux2Transformer2DModel", {}),
+        },
+    ),
+    "z-image": (
+        "ZImagePipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3Model", _QWEN3_4B),
+            "vae": ("diffusers", "AutoencoderKL", _FLUX_VAE),
+            "transformer": ("diffusers", "ZImageTransformer2DModel", {}),
+        },
+    ),
+    "krea-2": (
+        "Krea2Pipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3VLModel", _QWEN3_VL_4B),
+            "vae": ("diffusers", "AutoencoderKLQwenImage", _QWEN_IMAGE_VAE),
+            "transformer": ("diffusers", "Krea2Transformer2DModel", {}),
+        },
+    ),
+    "minimax-h3": (
+        "MiniMaxH3ModularPipeline",
+        {
+            "text_encoder": ("transformers", "Qwen3VLModel", _QWEN3_VL_32B),
+            "vae": ("diffusers", "AutoencoderKLMiniMaxH3", {}),
+            "audio_vae": ("diffusers", "AutoencoderKLMiniMaxH3Audio", {}),
+            "transformer": ("diffusers", "MiniMaxH3Transformer3DModel", {}),
         },
     ),
     "hunyuan-video": (
@@ -473,22 +531,6 @@ _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = 
             "transformer": ("diffusers", "FluxTransformer2DModel", {}),
         },
     ),
-    "flux-2": (
-        "Flux2Pipeline",
-        {
-            "text_encoder": ("transformers", "Mistral3ForConditionalGeneration", _MISTRAL_24B),
-            "vae": ("diffusers", "AutoencoderKLFlux2", {}),
-            "transformer": ("diffusers", "Flux2Transformer2DModel", {}),
-        },
-    ),
-    "z-image": (
-        "ZImagePipeline",
-        {
-            "text_encoder": ("transformers", "Qwen3Model", _QWEN_3_4B),
-            "vae": ("diffusers", "AutoencoderKL", _FLUX_VAE),
-            "transformer": ("diffusers", "ZImageTransformer2DModel", {}),
-        },
-    ),
 }
 """Pipeline class of each, and its models: library, class and configuration; that of the transformer is above."""
 
@@ -499,8 +541,8 @@ def write_published_configs(folder: Path, name: str) -> None:
     Args:
         folder (`Path`): Folder to write to.
         name (`str`): Key of `TRANSFORMERS`: `"wan-1.3b"` or `"wan-14b"` (Wan 2.1), `"wan-5b"` (Wan 2.2 TI2V),
-            `"wan-a14b"` (Wan 2.2 T2V), `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`,
-            `"qwen-image"`, `"flux"` (FLUX.1 dev), `"flux-2"` (FLUX.2 dev), or `"z-image"`.
+            `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`, `"qwen-image"`, `"flux.2"`
+            (dev), `"z-image"`, `"krea-2"`, `"minimax-h3"`, or `"flux"` (Flux.1 dev).
 
     Raises:
         BucketingError: If the name is unknown.
@@ -509,11 +551,21 @@ def write_published_configs(folder: Path, name: str) -> None:
         raise BucketingError(f"There are no configurations of {name!r}; choose one of {', '.join(TRANSFORMERS)}.")
     pipeline_class, models = _PIPELINES[name]
     index = {component: [library, class_name] for component, (library, class_name, _) in models.items()}
-    files: dict[str, dict[str, Any]] = {"model_index.json": {"_class_name": pipeline_class, **index}}
+    files: dict[str, dict[str, Any]] = {INDEX: {"_class_name": pipeline_class, **index}}
+    if "Modular" in pipeline_class:
+        places = {name: [*entry, {"type_hint": entry, "subfolder": name}] for name, entry in index.items()}
+        files = {MODULAR_INDEX: {"_class_name": pipeline_class, **places}}
     for component, (library, class_name, config) in models.items():
-        given = TRANSFORMERS[name] if component.startswith("transformer") else config
+        given = TRANSFORMERS[name] if component == "transformer" else config
+        defaults = _defaults(class_name) if library == "diffusers" else {}
         named = {} if library == "transformers" else {"_class_name": class_name}
-        files[f"{component}/config.json"] = {**named, **given}
+        files[f"{component}/config.json"] = {**named, **defaults, **given}
     for path, config in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _defaults(class_name: str) -> dict[str, Any]:
+    """Return the defaults of a class of diffusers: saved configurations hold all settings."""
+    settings = inspect.signature(getattr(diffusers, class_name)).parameters.values()
+    return {setting.name: setting.default for setting in settings if setting.default is not setting.empty}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,22 @@ def test_the_flags_of_the_script(listed: Path, pipeline_dir: Path, tmp_path: Pat
     assert "rejected: condition (what they would be shown is missing or does not fit)" in done.stdout
 
 
+@pytest.mark.parametrize(("name", "taken"), [("flux2", False), ("qwen-image-edit-2509", True)])
+def test_the_script_knows_the_references_that_a_pipeline_takes(
+    name: str, taken: bool, media: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    rows = write_rows(media / "small.jsonl", [{"file_name": "image.png", "before": "square.png"}])
+    common = ("--dataset", rows, "--pretrained_model_name_or_path", tiny_folder(name), "--reference_column", "before")
+    done = run_script_here(
+        "prepare_dataset.py", *common, "--buckets", "32,48", "--output_dir", tmp_path / "out", check=False
+    )
+    assert (done.returncode == 0) == taken
+    fault = (
+        r"row 0 \(image.png\): The reference .*square.png has 50×50 pixels; the model takes references of at least 64"
+    )
+    assert bool(re.search(rf"{fault} .*\(column before\)", done.stderr)) != taken
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps({"caption": "c", **row}) + "\n" for row in rows))
     return path
@@ -370,6 +387,8 @@ FAULTS = {
     "missing": ({"before": ["none.png"]}, "none.png does not exist"),
     "another kind": ({"before": ["clip.mp4"]}, "clip.mp4 is a video, but it must be an image too"),
     "too large": ({"before": ["bomb.png"]}, "bomb.png"),
+    "too small": ({"before": ["image.png"]}, "image.png has 60×40 pixels; the model takes references of at least 45"),
+    "too narrow": ({"before": ["narrow.png"]}, "narrow.png has 50×101 pixels; the model takes references up to 2 to"),
 }
 
 
@@ -378,15 +397,17 @@ def test_a_reference_at_fault_is_named_by_row_column_and_file_or_counted(
     row: dict[str, Any], fault: str, media: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Pictures.new("L", (300, 300)).save(media / "bomb.png")
+    Pictures.new("L", (50, 101)).save(media / "narrow.png")
     monkeypatch.setattr(Pictures, "MAX_IMAGE_PIXELS", 40_000)
     rows = [{"file_name": "image.png", **cells} for cells in ({"before": ["square.png"]}, row)]
     path = write_rows(media / "faults.jsonl", rows)
+    taken = ReferenceRule(min_side=45, max_ratio=2)
     source = SourceConfig(dataset=str(path), table=TABLE, reference_column=["before"])
     with pytest.raises(MediaError, match="1 of 2 rows have conditions that do not fit: row 1 ") as error:
-        prepare(source, spec=SPEC, say=lambda text: None)
+        prepare(source, spec=SPEC, taken=taken, say=lambda text: None)
     assert fault in str(error.value)
     assert "(column before)" in str(error.value)
-    prepared = prepare(replace(source, on_error="reject"), spec=SPEC, say=lambda text: None)
+    prepared = prepare(replace(source, on_error="reject"), spec=SPEC, taken=taken, say=lambda text: None)
     assert prepared.dataset["rejection"][:] == ["none", "condition"]
 
 
@@ -427,13 +448,15 @@ def test_a_source_without_references_is_refused_where_the_model_needs_them(media
         prepare(source, spec=SPEC, taken=ReferenceRule(least=1), say=lambda text: None)
 
 
-def test_faults_of_references_in_streams_reject_their_rows(media: Path) -> None:
-    rows = [{"file_name": "clip.mp4", "shown": ["square.png", "none.png"]}, {"file_name": "clip.mp4", "shown": None}]
-    path = write_rows(media / "faults.jsonl", rows)
+def test_faults_of_references_in_streams_reject_their_rows(media: Path, tmp_path: Path) -> None:
+    cells = (["square.png", "none.png"], None, ["image.png"])
+    path = write_rows(media / "faults.jsonl", [{"file_name": "clip.mp4", "shown": files} for files in cells])
     source = SourceConfig(dataset=str(path), table=TABLE, reference_column=["shown"], on_error="reject")
-    stream, columns = prepare_stream(source, spec=SPEC, say=lambda text: None)
-    assert columns["rejection"].tolist() == ["condition", "none"]
-    assert [(row["rejection"], row["reference_sizes"], row["reference"]) for row in stream.open()] == [
-        ("condition", [], ["square.png", "none.png"]),
-        ("none", [], []),
-    ]
+    taken = ReferenceRule(min_side=45)
+    stream, columns = prepare_stream(source, spec=SPEC, taken=taken, say=lambda text: None)
+    assert columns["rejection"].tolist() == ["condition", "none", "condition"]
+    stream.save(tmp_path)
+    expected = [("condition", [], ["square.png", "none.png"]), ("none", [], []), ("condition", [], ["image.png"])]
+    for opened in (stream, PreparedStream.load(tmp_path)):
+        rows = opened.open()
+        assert [(row["rejection"], row["reference_sizes"], row["reference"]) for row in rows] == expected

@@ -21,9 +21,14 @@ SMALL = {
     "--lora_rank": "4",
     "--height": "64",
     "--width": "96",
-    "--num_frames": "9",
 }
 """Values in place of those of a flag."""
+
+FRAMES = {"--bucket_frames": "1,9,17", "--num_frames": "9"}
+"""Numbers of frames in place of those of these flags."""
+
+OTHER_FRAMES = {"1": "1", "1,56,124": "1,5", "124": "124"}
+"""Numbers of frames in place of those of images, and of clips of 17·n + 5 frames, of which a render has 124."""
 
 NEEDS_A_GPU = {"--quantize_base": 1, "--offload_blocks": 1, "--offload_activations": 0, "--offload": 1}
 """Flags that are refused without a GPU or an extra, and how many values each has."""
@@ -46,12 +51,14 @@ def on_small_weights(arguments: list[str], names: dict[str, str]) -> Iterator[st
         if argument in SMALL:
             next(left)
             yield SMALL[argument]
-        elif argument == "--bucket_frames":
-            yield "1" if next(left) == "1" else "1,9,17"
+        elif argument in FRAMES:
+            yield OTHER_FRAMES.get(next(left), FRAMES[argument])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wan", "ltx", "hunyuan-video", "qwen-image"])
+@pytest.mark.parametrize(
+    "family", ["wan", "ltx", "hunyuan-video", "qwen-image", "flux2", "z-image", "krea2", "minimax-h3"]
+)
 def test_the_commands_of_a_page_train_and_render(
     family: str, media_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

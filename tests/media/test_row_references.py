@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -34,7 +36,11 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
     assert tokens.tolist() == [sum(int(np.prod(grid)) for grid in lists) for lists in grids]
     sizes = references.sizes(samples)
     assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
-    assert [tokens_of_key(key) for key in references.grid_keys(samples, spec=VIDEOS)] == tokens.tolist()
+    keys = references.grid_keys(samples, spec=VIDEOS)
+    assert [tokens_of_key(key) for key in keys] == tokens.tolist()
+    seen = replace(references, rule=replace(RULE, text_tokens=5))
+    assert seen.num_tokens(samples, spec=VIDEOS).tolist() == [tokens_of_key(key, text_tokens=5) for key in keys]
+    assert (seen.num_tokens(samples, spec=VIDEOS) - tokens).tolist() == [5 * len(lists) for lists in grids]
     signatures = references.signatures(samples, spec=VIDEOS).tolist()
     for lists, signature in zip(grids, signatures, strict=True):
         assert (signature == 0) == (not lists)

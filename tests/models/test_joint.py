@@ -136,6 +136,15 @@ def test_a_fixed_text_length_is_a_multiple_of_the_strips(case) -> None:
             samples.pack(packing, pad_to=pad_to, pad_text_to=pad_text_to)
 
 
+def test_text_slots_are_a_multiple_of_the_processes_that_share_them() -> None:
+    family = family_of(make_flux())
+    layout = PackedLayout(grids=((1, 2, 4),), text_lengths=(5,), strip_length=4, processes=2)
+    fitted, _ = family.fit_text(None, layout, pad_to=None, pad_text_to=None)
+    assert (best_text_slots(layout), fitted.text_slots, fitted.row_sizes) == (3, 4, (2, 2))
+    with pytest.raises(PackingError, match=r"a multiple of pad_to, times the 2 processes .*, got 9 and 3"):
+        family.fit_text(None, layout, pad_to=3, pad_text_to=9)
+
+
 @pytest.mark.parametrize("name", ["sd3", "cogvideox", "flux", "hunyuan"])
 def test_packs_of_small_and_large_images_with_long_texts_are_filled(name: str) -> None:
     model = CASES[name].model()

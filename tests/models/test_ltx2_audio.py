@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,13 @@ class AudioSamples(Samples):
         batch = self.pack(enable_packing(self.model, strip_length=strip_length), audio=self.audio)
         strips, audio = packed_forward_with_audio(self.model, batch)
         return batch.unpack(strips), audio
+
+
+def test_audio_is_refused_where_processes_share_the_pack() -> None:
+    samples = AudioSamples("ltx2")
+    samples.model._parallel_config = SimpleNamespace(context_parallel_config=SimpleNamespace(ulysses_degree=2))
+    with pytest.raises(PackingError, match="The 2 processes that share this pack have a part of its video each"):
+        samples.packed()
 
 
 def loss_of(videos: Any, audios: Any) -> torch.Tensor:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2VLImageProcessor
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.media import write_image
@@ -75,6 +77,31 @@ def test_long_captions_are_cut_and_pictures_are_not(recipe_named) -> None:
     end = len("<|im_end|>\n<|im_start|>assistant\n")
     assert len(whole) - len(cut) == 80 + end - 64
     assert torch.equal(cut, whole[: len(cut)])
+
+
+def test_a_plan_counts_what_the_encoder_makes_of_none_to_four_references(
+    recipe_named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, processor = recipe_named(PLUS), Qwen2VLImageProcessor()  # of the published size
+    monkeypatch.setattr(recipe.pipeline.processor, "image_processor", processor)
+    letters, tokens = len("Picture 1: "), 5  # of the tiny tokenizer and of the published one
+    lengths = [
+        recipe.encode_text(["red"], [[torch.zeros(3, 1, 46, 50)] * count]).values.shape[1] for count in range(5)
+    ]
+    counted = recipe.reference_text_tokens - tokens + letters
+    assert [length - lengths[0] for length in lengths] == [count * counted for count in range(5)]
+
+
+@pytest.mark.parametrize(("name", "beside"), [(EDIT, 2), (PLUS, 7)])
+def test_no_picture_of_up_to_five_to_one_takes_more_text_than_is_counted(
+    name: str, beside: int, recipe_named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, processor = recipe_named(name), Qwen2VLImageProcessor(max_pixels=2 * 1024**2)
+    monkeypatch.setattr(recipe.pipeline.image_processor, "resize", lambda _, height, width: (height, width))
+    sides = [(10_000, round(10_000 * ratio)) for ratio in np.geomspace(1, 5, 2_000)]
+    shown = [recipe._for_text(SimpleNamespace(width=w, height=h)) for w, h in [*sides, *(s[::-1] for s in sides)]]
+    patches = [processor.get_number_of_image_patches(*size, {}) for size in shown]
+    assert max(patches) // 4 + beside == recipe.reference_text_tokens
 
 
 @pytest.mark.parametrize("name", [EDIT, PLUS])

@@ -23,15 +23,17 @@ from PIL import Image
 from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.first_frame import pictures
+from hf_bucketing.models.flux2.packing import FAMILY, KV_FAMILY
 from hf_bucketing.models.flux2.recipe import Flux2Recipe
 from hf_bucketing.models.ltx.packing import SCALES
 from hf_bucketing.models.recipe import REFERENCES, Recipe
-from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.models.registry import family_of, recipe_of, recipes
 from hf_bucketing.packing import Packing, TokenDrop
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify
 from tests.models.cases import FamilyCase, Samples, assert_same_gradients, each_case, gradients, largest_difference
 from tests.models.families import CASES as FAMILIES, ltx, qwen_image
+from tests.models.families.flux2 import make_flux2
 from tests.models.pipeline_calls import (
     RecordedSample,
     Results,
@@ -175,6 +177,7 @@ CASES = {
     for case in (
         FLUX2,
         replace(FLUX2, tiny="flux2-klein", options={"max_sequence_length": 16, "guidance_scale": 1.0}),
+        replace(FLUX2, tiny="flux2-klein-kv", options={"max_sequence_length": 16}),
         KONTEXT,
         LTX,
         replace(LTX, tiny="ltx-condition"),
@@ -239,7 +242,8 @@ def record_sample(case: Case, recipe: Recipe, number: int) -> RecordedSample:
     for name in {"timestep", "sigma"} & call.keys():  # each sample has another
         call[name] = call[name] * (0.95 - 0.2 * number)
     patch, text, mask = recipe.spec.patch, call["encoder_hidden_states"][0], call.get("encoder_attention_mask")
-    tokens = call["hidden_states"][0].unflatten(1, (-1, *patch))
+    in_front = call.get("num_ref_tokens", 0)
+    tokens = call["hidden_states"][0].roll(-in_front, 0).unflatten(1, (-1, *patch))
     grids = [recipe.spec.grid(grid_size) for grid_size in case.samples[number]]
     parts = zip(tokens.split([math.prod(grid) for grid in grids]), grids, strict=True)
     latent, *shown_latents = (unpatchify(part, grid) for part, grid in parts)
@@ -371,6 +375,8 @@ def test_token_drop_keeps_all_tokens_of_references(case: Case, mode: str, record
 
 def call_with(model: Any, call: Mapping[str, Any], tokens: torch.Tensor, *, own: int) -> torch.Tensor:
     """Call the stock model with these tokens alone, and return the output of the sample's own, which are the first."""
+    if in_front := call.get("num_ref_tokens", 0):
+        tokens = ((tokens + in_front) % call["hidden_states"].shape[1]).roll(in_front)
     axes = {"hidden_states": 1, "img_ids": -2, "video_coords": 2}
     if call["timestep"].ndim == 2:
         axes["timestep"] = 1
@@ -411,6 +417,10 @@ def test_calls_refuse_references_that_the_pipeline_does_not_take() -> None:
     with pytest.raises(BucketingError, match="LTXPipeline takes no references, got 1"):
         ltx_video.reference_arguments([picture], size)
     arguments = in_context.reference_arguments([picture] * 2, size)
+    flux2 = object.__new__(recipes()["Flux2Pipeline"])
+    for shape, fault in {(63, 80): "at least 64", (64, 528): "up to 8 to 1"}.items():
+        with pytest.raises(BucketingError, match=f"Reference 1 is shown to a Flux2Pipeline at .* {fault}"):
+            flux2.reference_arguments([[Image.new("RGB", (64, 512))], [Image.new("RGB", shape)]], size)
     assert arguments["reference_downscale_factor"] == 2
     assert [condition.frames for condition in arguments["reference_conditions"]] == [picture] * 2
     with pytest.raises(BucketingError, match="takes references of one size"):
@@ -418,13 +428,22 @@ def test_calls_refuse_references_that_the_pipeline_does_not_take() -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [
-    ("Flux2KleinKVPipeline", "its references attend to themselves alone"),
     ("ZImageOmniPipeline", "what SigLIP sees"),
 ])  # fmt: skip
 def test_pipelines_with_other_references_are_refused(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
     with pytest.raises(BucketingError, match=f"{name}, which cannot be trained: .*{reason}"):
         recipe_of(str(tmp_path))
+
+
+def test_klein_kv_is_told_by_its_processors_and_embeds_no_guidance(tiny_folder: Callable[[str], Path]) -> None:
+    recipe = load(tiny_folder("flux2-klein-kv"))
+    assert family_of(recipe.transformer) is recipe.family is KV_FAMILY
+    assert family_of(load(tiny_folder("flux2-klein")).transformer) is FAMILY
+    guided = make_flux2(guidance_embeds=True)
+    guided.set_attn_processor(recipe.transformer.attn_processors)
+    with pytest.raises(PackingError, match="passes no guidance"):
+        enable_packing(guided)
 
 
 @each_case(FAMILIES)

@@ -13,6 +13,7 @@ import torch
 
 from hf_bucketing import Size
 from hf_bucketing.models import rendering
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.rendering import Call, render_together
@@ -127,6 +128,13 @@ def test_a_pipeline_that_does_more_renders_one_by_one(
     assert reason in caplog.text
     for frames, expected in zip(together, alone, strict=True):
         assert np.array_equal(frames, expected)
+
+
+def test_a_vae_takes_latents_of_the_precision_of_the_transformer(tiny_folder: Callable[[str], Path]) -> None:
+    folder = str(tiny_folder("flux2"))
+    pipeline = recipe_of(folder).load(folder, loading=Loading(dtype=torch.bfloat16)).pipeline
+    latents = torch.zeros(1, pipeline.vae.config.latent_channels, 4, 4, dtype=torch.bfloat16)
+    assert pipeline.vae.decode(latents).sample.dtype == torch.float32
 
 
 def test_an_error_of_one_call_ends_all(tiny_folder: Callable[[str], Path]) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler
 from hypothesis import given, settings, strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_bucketing import PackingError
 from hf_bucketing.losses.variational import GaussianPosterior
 from hf_bucketing.packing import PackedLayout, TokenDrop, packed_mse, packed_vlb
+from hf_bucketing.packing.attention import flex, packed_attention
+from hf_bucketing.packing.names import Backend
 from hf_bucketing.packing.strips import from_strips, strips_to_tokens, to_strips
 
 grids = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
@@ -42,6 +46,25 @@ def test_references_follow_a_sample_in_its_strips() -> None:
     assert LITERAL.segment_ids.tolist() == [*[0] * 9, *[-1] * 3, 1, 1, -1, -1, *[2] * 9, *[-1] * 7]
     assert LITERAL.own_ids.tolist() == [*[0] * 6, *[-1] * 6, 1, 1, -1, -1, *[2] * 5, *[-1] * 11]
     assert LITERAL.self_segments.queries == LITERAL.spans, "a sample and its references attend to each other"
+
+
+@pytest.mark.parametrize("backend", ["segments", "dense", "flex"])
+def test_references_apart_attend_to_themselves_alone(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex.flex_attention)
+    layout = replace(LITERAL, references_apart=True, text_lengths=(2, 0, 3), text_slots=1)
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(layout.num_tokens, 2, 16, generator=draw) for _ in range(3))
+    own, samples_of = layout.own_ids >= 0, layout.segment_ids
+    mask = (samples_of[:, None] == samples_of) & (samples_of >= 0) & (own[:, None] | ~own)
+    assert torch.equal(layout.self_attention_mask(), mask)
+    sides = (side.transpose(0, 1) for side in (query, key, value))
+    expected = scaled_dot_product_attention(*sides, attn_mask=mask).transpose(0, 1)[samples_of >= 0]
+    attended = packed_attention(query, key, value, layout.self_segments, backend=backend)
+    assert torch.allclose(attended[samples_of >= 0], expected, atol=1e-6)
+    assert not attended[samples_of < 0].any()
+    joint = layout.joint.segments
+    assert joint.queries == ((0, 6), (6, 9), (9, 11), (11, 13), (13, 18), (18, 22), (22, 25))
+    assert joint.keys == ((0, 11), (6, 9), (0, 11), (11, 13), (13, 25), (18, 22), (13, 25))
 
 
 @given(samples, st.integers(1, 9), st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)))

@@ -22,42 +22,40 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
 from hf_bucketing.packing.batch import Rows
+from hf_bucketing.packing.family import freeze_unused
+from hf_bucketing.placement.blocks import blocks_of
 from hf_bucketing.placement.context_parallel import ContextParallel
 from hf_bucketing.placement.offload import offload_blocks
-from tests.models.cases import CROSS, FamilyCase, Samples
+from tests.models.cases import FamilyCase, Samples
 
-ALIKE = (0, 4)
-"""Samples of one size."""
+PACKED, CHECKPOINTED = {"packed": True}, {"checkpointing": True}
+STACKED = (
+    *("wan", "ltx", "ltx2", "ltx2 interleaved patches", "ltx2.3", "chronoedit", "flux", "flux.2", "qwen-image"),
+    "qwen-image clean condition",
+)
+"""Cases of the families whose stock class has a plan for context parallelism, but for one that runs packs alone."""
 
-FIRST = {
-    "WanTransformer3DModel": "blocks.0.attn1.to_q",
-    "LTXVideoTransformer3DModel": "transformer_blocks.0.attn1.to_q",
-}
-"""A layer whose input shows how many tokens a process has."""
-
-CASES = {
-    "wan": {},
-    "wan checkpointing": {"checkpointing": True},
-    "wan lora": {"lora": True},
-    "wan pack": {"packed": True},
-    "wan pack checkpointing": {"packed": True, "checkpointing": True},
-    "wan pack lora": {"packed": True, "lora": True},
-    "wan pack offload": {"packed": True, "lora": True, "checkpointing": True, "offload": True},
-    "wan pack token drop": {"packed": True, "token_drop": TokenDrop(rate=0.5)},
-    "wan image pack": {"packed": True},
-    "ltx": {},
-    "ltx checkpointing": {"checkpointing": True},
-    "ltx pack": {"packed": True},
-    "ltx pack checkpointing": {"packed": True, "checkpointing": True},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in STACKED},
+    **{f"{name} pack": (name, PACKED) for name in (*STACKED, "wan image", "minimax-h3")},
+    **{f"{name} pack checkpointing": (name, PACKED | CHECKPOINTED) for name in ("wan", "qwen-image", "minimax-h3")},
+    **{f"{name} checkpointing": (name, CHECKPOINTED) for name in ("wan", "ltx", "flux")},
+    **{f"{name} pack of 3 heads": (name, PACKED | {"heads": 3}) for name in ("wan", "flux.2", "minimax-h3")},
+    "wan lora": ("wan", {"lora": True}),
+    "wan pack lora": ("wan", PACKED | {"lora": True}),
+    "wan pack offload": ("wan", PACKED | CHECKPOINTED | {"lora": True, "offload": True}),
+    "wan pack token drop": ("wan", PACKED | {"token_drop": TokenDrop(rate=0.5)}),
 }
 
 
 def main() -> None:
+    sys.path.append("scripts")  # as pytest does; the cases of families are imported from there
+    from tests.models.families import CASES as FAMILIES
+
     (folder,) = map(Path, sys.argv[1:])
     accelerator = Accelerator()
-    for name, options in CASES.items():
-        family = name if name in CROSS else " ".join(name.split()[: 2 if "image" in name else 1])
-        result = compare(CROSS[family], accelerator, **options)
+    for name, (family, options) in CASES.items():
+        result = compare(FAMILIES[family], accelerator, **options)
         if accelerator.is_main_process:
             torch.save(result, folder / f"{name}.pt")
     accelerator.wait_for_everyone()
@@ -74,14 +72,16 @@ def compare(
     lora: bool = False,
     offload: bool = False,
     token_drop: TokenDrop | None = None,
+    heads: int | None = None,
 ) -> dict[str, Any]:
-    model = case.model()
+    model = case.model(torch.float64, **({} if heads is None else {"num_attention_heads": heads}))
+    freeze_unused(family_of(model), model)
     if lora:
         model.requires_grad_(False)
         model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zeros at first, behind which half of the gradients would not show
-                parameter.data = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+                parameter.data = 0.1 * torch.randn_like(parameter)
     if checkpointing:
         model.enable_gradient_checkpointing()
     forward = packs(case, token_drop) if packed else stacks(case)
@@ -96,17 +96,22 @@ Forward = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 def stacks(case: FamilyCase) -> Forward:
-    """Return a forward of two samples of one size, with text of different lengths where the model masks it."""
-    samples = Samples(case=case, order=ALIKE)
+    """Return a forward of samples of one size, with text of odd and of different lengths where the model masks it."""
+    alike = tuple(sample for sample, size in enumerate(case.sizes) if size == case.sizes[0])
+    samples = Samples(torch.float64, case=case, order=alike)
 
     def forward(model: Any, wrapped: Any) -> tuple[torch.Tensor, torch.Tensor]:
         family = family_of(model)
-        masked = family.text.padding == "masked"
-        mask = torch.tensor([[1.0] * 7, [1.0] * 4 + [0.0] * 3]) if masked else None
+        text, mask = torch.stack(samples.text), None
+        if family.text.padding == "masked":
+            mask = torch.ones(text.shape[:2])
+            mask[1:, -3:] = 0
+        else:
+            text = text[:, : text.shape[1] // 2 * 2]
         rows = Rows(
             latents=torch.stack(samples.latents),
             timesteps=samples.timesteps,
-            text=torch.stack(samples.text),
+            text=text,
             patch=family.patch(model.config),
             text_mask=mask,
             conditioning=samples.conditioning,
@@ -119,7 +124,7 @@ def stacks(case: FamilyCase) -> Forward:
 
 def packs(case: FamilyCase, token_drop: TokenDrop | None) -> Forward:
     """Return a forward of a pack of all samples."""
-    samples = Samples(case=case)
+    samples = Samples(torch.float64, case=case)
 
     def forward(model: Any, wrapped: Any) -> tuple[torch.Tensor, torch.Tensor]:
         packing = model._hf_bucketing_packing.packing
@@ -140,9 +145,9 @@ def run(forward: Forward, model: Any, accelerator: Accelerator | None, packed: b
         wrapped = accelerator.prepare(model)
         parallel = ContextParallel(model, accelerator, degree=2, packed=packed)
     tokens: list[int] = []
-    model.get_submodule(FIRST[type(model).__name__]).register_forward_pre_hook(
-        lambda module, args: tokens.append(args[0].shape[1])
-    )
+    block = blocks_of(model)[0]
+    attention = block.attn1 if hasattr(block, "attn1") else block.attn
+    attention.to_q.register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[1]))
     output, values = forward(model, wrapped)
     if accelerator is None:
         values.mean().backward()

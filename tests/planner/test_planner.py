@@ -489,6 +489,23 @@ def test_the_commands_in_the_documentation_are_those_of_the_tables(monkeypatch) 
     assert shown <= known
 
 
+def test_tables_by_gpu_name_the_first_options_that_fit(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    plans = importlib.import_module("benchmark_plans")
+    options = {"as given": 90.0, "quantized": 22.5, "offloaded": 17.0, "both": 18.0}
+    rows = plans.by_gpu([{"each with those above": name, "total": total} for name, total in options.items()])
+    assert [(row["with the options up to"], row["verdict"]) for row in rows] == [
+        ("offloaded", "does not fit"),
+        ("offloaded", "fits"),
+        ("quantized", "fits"),
+        ("quantized", "fits"),
+    ]
+    known = json.loads(PLANS.read_text())
+    assert all(
+        plan["lora_by_gpu"] == plans.by_gpu(plan["lora_24"]["rows"]) for plan in known.values() if "lora_24" in plan
+    )
+
+
 def test_measured_runs_were_planned_within_15_percent() -> None:
     measured = json.loads((ROOT / "scripts" / "benchmark_results" / "memory.json").read_text())
     runs = measured["runs"]

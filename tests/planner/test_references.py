@@ -75,7 +75,7 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
     assert [shape.tokens for shape in shapes] == [2 * 16, 2 * (16 + 24), 2 * (16 + 24 + 8)]
     assert (none.pixels, one.pixels) == (2 * 64 * 64, 2 * (64 * 64 + 64 * 96))
     assert two.references == (Size(1, 64, 96), Size(1, 32, 64))
-    assert [shape.text_tokens for shape in shapes] == [2 * 233, 2 * 233, 2 * 450]
+    assert [shape.text_tokens for shape in shapes] == [2 * 16, 2 * (16 + 217), 2 * (16 + 2 * 217)]
     texts = [
         planner.encode_texts(
             components, CONFIG, samples=shape.samples, references=len(shape.references)

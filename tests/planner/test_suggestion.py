@@ -100,13 +100,13 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
     assert all(run.memory.total * (1 + PLAN_ERROR) <= ROOMY.gpu_memory * 2**30 for run in runs)
 
 
-def test_runs_that_leave_out_many_rows_come_last(components: Components) -> None:
+def test_runs_that_drop_many_rows_come_last(components: Components) -> None:
     rows = rows_of((17, 96, 128), (9, 64, 96), (1, 128, 96), (1, 1, 512))
     suggestion = suggest(components, rows)
-    (last,) = {run.way.name for run in suggestion.candidates if run.share_left_out > 0.2}
+    (last,) = {run.way.name for run in suggestion.candidates if run.share_dropped > 0.2}
     assert suggestion.candidates[-1].way.name == last == "sizes of the data, buckets"
-    assert suggestion.reason_against(suggestion.candidates[-1]) == "leaves out 25% of the rows, and others 0%"
-    assert sum(suggestion.candidates[-1].left_out.values()) == 20
+    assert suggestion.reason_against(suggestion.candidates[-1]) == "drops 25% of the rows, and others 0%"
+    assert sum(suggestion.candidates[-1].dropped.values()) == 20
 
 
 def test_a_sample_of_rows_says_the_steps_of_all(components: Components) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, MediaError, PlanError, Size
 from hf_bucketing.loaders import FaultLog, FaultRule, resume
+from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.plans.packs import packs_of
 from hf_bucketing.settings import names_of
@@ -484,3 +485,16 @@ def test_rows_that_workers_of_processes_cannot_read_are_counted_and_replaced_and
     common = {"num_workers": 2, "shards": 9, "total": 600, "broken": 30, "resumes": 6}
     groupings = [{**common, "grouping": grouping} for grouping in ("bucket", "pack")]
     launch("stream", tmp_path, groupings, num_processes=num_processes)
+
+
+@pytest.mark.parametrize(("text_tokens", "lengths"), [(0, [6]), (20, [3, 3])])
+def test_batches_of_a_stream_count_references_and_the_text_that_they_add(text_tokens: int, lengths: list[int]) -> None:
+    rule = ReferenceRule(multiples=(16, 16), text_tokens=text_tokens)
+    spec = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
+    table = BucketTable.parse("64,64", frames=[1])
+    grouping = BucketGrouping(table=table, max_tokens=300, spec=spec, text_tokens=10, references=rule)
+    rows = [{"bucket_id": 0, REFERENCE_SIZES: [1, 64, 64, 1, 32, 64]}] * 6  # of 16 tokens, and 24 of references
+    groups, sent = grouping.start(), []
+    for ordinal, (row, measure) in enumerate(zip(rows, grouping.measures(rows), strict=True)):
+        sent += groups.add(row, ordinal=ordinal, measure=measure, num_bytes=0)
+    assert [len(group.rows) for group in sent] == lengths

@@ -267,6 +267,7 @@ def check_sound(path: Path) -> None:
         ({"batching": "bucket", "max_tokens": None, "strip_length": 64}, "audio is trained in packs"),
         ({"frame_picking": "uniform"}, "by which frames are further apart than their sound"),
         ({"random_resize": 32}, "`random_resize`"),
+        ({"context_parallel_degree": 2}, "`context_parallel_degree`"),
         ({"max_tokens": "auto"}, "which tries video alone"),
         ({"preservation": "prior", "preservation_share": 0.5, "lora_rank": 2}, "whose targets are video alone"),
     ],

@@ -61,7 +61,8 @@ def add_conditions(folder: Path, clips: Sequence[Clip]) -> None:
             if is_video:
                 write_video(folder / row[name], moving, fps=clip.fps)
             else:
-                Image.fromarray(moving[0, :40, :72] if name == "reference" else moving[0]).save(folder / row[name])
+                picture = Image.fromarray(moving[0])
+                (picture.resize((72, 64)) if name == "reference" else picture).save(folder / row[name])
         rows.append(row)
     metadata.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

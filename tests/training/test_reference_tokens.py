@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("files_anywhere")
 
 COUNTING = ModelTokens(width=96, references_in_front=True)
 GRIDS = ModelTokens(width=96)
+SEEN = ModelTokens(width=96, text_tokens=10, reference_text_tokens=7)
 SIZES = Cells(Value("int32"))
 STORED = [[], [1, 40, 72], [1, 40, 72, 1, 20, 20]]
 """References of rows one after another: none, one, two."""
@@ -125,18 +126,34 @@ def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, 
 
 
 @modes
-def test_references_count_in_a_stream_as_in_a_plan(settings, several: Path, tmp_path: Path) -> None:
+def test_references_that_the_text_encoder_sees_count_as_text_too(settings, several: Path, tmp_path: Path) -> None:
+    prepared, rows = PreparedDataset.load(several), np.arange(20)
+    config = in_process(tmp_path, several, tmp_path, **settings)
+    data, unseen = (make_data(config, prepared.spec, counting) for counting in (SEEN, GRIDS))
+    assert (data.num_tokens - unseen.num_tokens).tolist() == [7 * (row % 3) for row in range(20)]
+    assert data.loss_weights(rows, epoch=0).equal(unseen.loss_weights(rows, epoch=0))
+    plan = data.sampler.plan()
+    spans = in_strips(data.tokens_of(plan.indices, epoch=0), settings) + data.text_tokens
+    assert np.add.reduceat(spans, plan.offsets[:-1]).max() <= 640
+
+
+@modes
+@pytest.mark.parametrize("counting", [GRIDS, SEEN], ids=["unseen", "seen"])
+def test_references_count_in_a_stream_as_in_a_plan(
+    settings, counting: ModelTokens, several: Path, tmp_path: Path
+) -> None:
     prepared = PreparedDataset.load(several)
     config = in_process(tmp_path, several, tmp_path, streaming=True, **settings)
-    data = make_streamed_data(config, prepared.spec, GRIDS, opened=open_stream(config, Accelerator(cpu=True)))
-    plan = make_data(changed(config, streaming=False), prepared.spec, GRIDS)
+    data = make_streamed_data(config, prepared.spec, counting, opened=open_stream(config, Accelerator(cpu=True)))
+    plan = make_data(changed(config, streaming=False), prepared.spec, counting)
     largest = data.largest_step()
-    assert largest.tokens == tokens_of(largest, prepared.spec) <= 640
+    text = 10 * len(largest.sizes) + 7 * sum(map(len, largest.references)) if counting is SEEN else 0
+    assert largest.tokens == tokens_of(largest, prepared.spec) + text <= 640
     assert any(largest.references)
     stored = list(prepared.dataset[REFERENCE_SIZES])
     batch = {"size": plan.sizes(np.arange(20)), REFERENCE_SIZES: stored, "weight": torch.ones(20)}
     counted = data.rows_of(None, batch, epoch=0)
-    assert counted.tokens.tolist() == plan.num_tokens.tolist()
+    assert counted.tokens.tolist() == (plan.num_tokens + counting.text_tokens).tolist()
     assert counted.weights.equal(plan.loss_weights(np.arange(20), epoch=0))
 
 

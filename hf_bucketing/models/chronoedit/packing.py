@@ -15,7 +15,6 @@ class ChronoEditFamily(WanFamily):
     transformer_class = "ChronoEditTransformer3DModel"
     tested_forwards = ("053735e369e9",)
     interpolates = False
-    context_parallel = False
 
 
 FAMILY = ChronoEditFamily()

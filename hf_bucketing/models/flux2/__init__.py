@@ -1,1 +1,1 @@
-"""Flux.2: images in 2×2 blocks, four axes of positions, text among them; modulation shared by all blocks."""
+"""FLUX.2 dev and klein: images in 2×2 blocks, four axes of positions, also of text; one modulation for all blocks."""

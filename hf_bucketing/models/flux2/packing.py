@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Transformer
@@ -98,6 +100,11 @@ class Flux2Family(FluxFamily):
     )
     original_prefix = "diffusion_model."
 
+    def variant(self, transformer: Transformer) -> Flux2Family:
+        """Return the family of FLUX.2 [klein] KV where the transformer has the processors of its pipeline."""
+        processor = next(iter(transformer.attn_processors.values()))
+        return KV_FAMILY if type(processor).__name__ in KV_FAMILY.stock_processors else self
+
     def processor(self, name: str, backend: Backend) -> PackedFlux2AttnProcessor:
         """Return the processor of single blocks, or of the others."""
         single = name.startswith("single_")
@@ -124,6 +131,12 @@ class Flux2Family(FluxFamily):
             transformer.single_stream_modulation.register_forward_hook(_modulate_rows),
         ]
 
+    def parallel_plan(self, transformer: Transformer) -> dict[str, Any]:
+        """Split positions of two dimensions, which all rows share."""
+        plan = transformer._cp_plan
+        ids = {name: replace(plan[""][name], split_dim=0, expected_dims=2) for name in ("img_ids", "txt_ids")}
+        return {**plan, "": {**plan[""], **ids}}
+
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Scale the timestep, but pass no positions, which a hook provides in a pack."""
         return {**JointFamily.inputs(self, rows), "timestep": rows.timesteps / 1000}
@@ -148,9 +161,59 @@ def _modulate_text(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor
 
 def _modulate_rows(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     """Return modulation for each text slot and token of the strips, `(strips, text_slots + strip_length, …)`."""
-    layout = active_layout()
-    sides = (of_text(output), layout.text_slots), (output, layout.strip_length)
+    sides = zip((of_text(output), output), active_layout().row_sizes, strict=True)
     return torch.cat([values[:, None].expand(-1, count, -1) for values, count in sides], 1)
 
 
+def _modulate_references(embed: Any, module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> Any:
+    """Modulate references as at timestep 0, and all else of the strips as they are; `embed` embeds timesteps."""
+    layout = active_layout()
+    if layout.shown is None:
+        return None
+    by_token = output if output.ndim == 3 else output[:, None]  # (strips, text_slots + strip_length or 1, …)
+    of_references = (layout.own_ids < 0).unflatten(0, (-1, layout.strip_length))
+    of_references = F.pad(of_references, (max(0, by_token.shape[1] - layout.strip_length), 0))
+    clean = module.forward(embed(args[0].new_zeros(1), None))
+    return torch.where(of_references[..., None], clean, by_token)
+
+
+class Flux2KVFamily(Flux2Family):
+    """Packing of `Flux2Transformer2DModel` in FLUX.2 [klein] KV, whose pipeline keeps keys and values of references.
+
+    References attend to themselves alone, at timestep 0, so that they are the same in each step of the pipeline: packs
+    and stacks compute what its first step does. Its attention processors tell the model from others.
+    """
+
+    stock_processors = ("Flux2KVAttnProcessor", "Flux2KVParallelSelfAttnProcessor")
+    references_apart = True
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse models that embed guidance, which the pipeline does not pass."""
+        if transformer.config.guidance_embeds:
+            raise PackingError("The pipeline of FLUX.2 [klein] KV passes no guidance, and this model embeds one.")
+        super().check(transformer, strip_length=strip_length)
+
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook also the modulation of references."""
+        modulate = partial(_modulate_references, transformer.time_guidance_embed)
+        modulations = transformer.double_stream_modulation_img, transformer.single_stream_modulation
+        hooks = super().hook_positions(transformer, base_size)
+        return [*hooks, *(module.register_forward_hook(modulate) for module in modulations)]
+
+    def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
+        """Put references in front of the sample, and let the model treat them so."""
+        inputs = super().unpacked_inputs(transformer, rows)
+        if not rows.references:
+            return inputs
+        own, ids = math.prod(rows.grid), inputs["img_ids"]
+        return {
+            **inputs,
+            "hidden_states": self.arranged((*rows.references, rows.latents), rows.patch),
+            "img_ids": ids.roll(-own, 0),
+            "kv_cache_mode": "extract",
+            "num_ref_tokens": len(ids) - own,
+        }
+
+
 FAMILY = Flux2Family()
+KV_FAMILY = Flux2KVFamily()

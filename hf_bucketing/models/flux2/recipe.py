@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...buckets.sizes import Size
 from ...packing.family import UNLIMITED
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
-from .packing import FAMILY
+from ..loading import Loading
+from ..recipe import Recipe
+from .packing import FAMILY, KV_FAMILY
 
 
 class Flux2Recipe(FluxRecipe):
     """Recipe of `Flux2Pipeline`, for FLUX.2 [dev]; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
-    A sample may have references of any sizes; the pipelines take images of at least 64 pixels on each side.
+    A sample may have references of any sizes that the pipelines take.
 
     Text follows a system message in the chat that the text encoder reads, and both count as text tokens.
 
@@ -30,6 +35,8 @@ class Flux2Recipe(FluxRecipe):
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
     max_references = UNLIMITED
+    min_reference_side = 64
+    max_reference_ratio = 8
     shown_as = MappingProxyType({"reference": "image"})
     prompt_outputs = ("values",)
 
@@ -60,11 +67,23 @@ class Flux2KleinRecipe(Flux2Recipe):
     pipeline_class = "Flux2KleinPipeline"
 
 
-RECIPES = (Flux2Recipe, Flux2KleinRecipe)
+class Flux2KleinKVRecipe(Flux2KleinRecipe):
+    """Recipe of `Flux2KleinKVPipeline`, for FLUX.2 [klein] KV; see [`Recipe`][hf_bucketing.models.recipe.Recipe]."""
 
-REFUSED = {
-    "Flux2KleinKVPipeline": (
-        "its references attend to themselves alone, at a timestep of their own, while all tokens of a sample attend "
-        "to each other in packs and in stacks"
-    )
-}
+    pipeline_class = "Flux2KleinKVPipeline"
+    family = KV_FAMILY
+
+    @classmethod
+    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
+        """Load a pipeline, with an empty transformer where others have none: the pipeline sets its processors."""
+        loading = loading or Loading()
+        if "trained" not in loading.parts:
+            loading = replace(loading, parts={*loading.parts, "trained"}, empty=True)
+        return super().load(name_or_path, loading=loading, **options)
+
+    def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
+        """Call the pipeline, which takes no scale of guidance; see [`Recipe.render`]."""
+        return super().render(prompt, size, **options)
+
+
+RECIPES = (Flux2Recipe, Flux2KleinRecipe, Flux2KleinKVRecipe)

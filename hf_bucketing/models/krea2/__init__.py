@@ -1,1 +1,1 @@
-"""Krea 2: images in 2×2 blocks; a text is a stack of layers of its encoder, fused and refined; then one sequence."""
+"""Krea 2 Raw and Turbo: images in 2×2 blocks; layers of a text encoder, fused and refined; then one sequence."""

@@ -46,7 +46,6 @@ class LTXFamily(Family):
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
     timesteps_per = "token"
-    context_parallel = True
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     text = TextTokens(rows="per_strip")
     max_references = UNLIMITED

@@ -181,6 +181,14 @@ class LTX2Family(Family):
                 handles.append(getattr(transformer, name).register_forward_pre_hook(partial(_levels_of, rows)))
         return handles
 
+    def parallel_plan(self, transformer: Transformer) -> dict[str, Any]:
+        """Split the tables of models that rotate by head, `(rows, H, tokens, channels)`, by tokens."""
+        plan = transformer._cp_plan
+        if transformer.config.rope_type != "split":
+            return dict(plan)
+        tables = {table: replace(rule, split_dim=2, expected_dims=4) for table, rule in plan["rope"].items()}
+        return {**plan, "rope": tables}
+
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...buckets.sizes import round_to_multiple
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
@@ -171,8 +172,13 @@ class MiniMaxH3Family(Family):
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
     ) -> tuple[PackedLayout, int | None]:
-        """Give each sample a text of its own, which is modulated by its timestep."""
-        return replace(layout, caption_ids=None), pad_text_to
+        """Give each sample a text of its own, which is modulated by its timestep.
+
+        Processes that share a pack need as many rows each, so that texts are padded to a multiple of their number.
+        """
+        length = layout.num_text_tokens if pad_text_to is None else pad_text_to
+        pads = pad_text_to is not None or layout.processes > 1
+        return replace(layout, caption_ids=None), round_to_multiple(length, layout.processes) if pads else None
 
     def rows(self, batch: PackedBatch) -> Rows:
         """Return the strips with one timestep per sample."""

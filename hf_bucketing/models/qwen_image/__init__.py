@@ -1,1 +1,1 @@
-"""Qwen-Image."""
+"""Qwen-Image and Edit, 2509 and 2511."""

@@ -56,8 +56,8 @@ class QwenImageEditPlusRecipe(QwenImageRecipe):
     pipeline_class = "QwenImageEditPlusPipeline"
     max_references = UNLIMITED
     text_sees_references = True
-    added_text_tokens = 217
-    """Most text tokens of a reference up to five times longer than wide, counted once for each sample."""
+    reference_text_tokens = 217
+    """Those of a reference up to five times longer than wide."""
     shown_as = MappingProxyType({"reference": "image"})
     native_sizes = ((1024, 1024), (896, 1184), (1184, 896), (832, 1248), (1248, 832), (768, 1376), (1376, 768))
     text_pixels: ClassVar[int] = 384**2
@@ -123,7 +123,7 @@ class QwenImageEditRecipe(QwenImageEditPlusRecipe):
 
     pipeline_class = "QwenImageEditPipeline"
     max_references = 1
-    added_text_tokens = 1409
+    reference_text_tokens = 1409
     text_pixels = 1024**2
 
     def _encode_pictures(self, caption: str, shown: Sequence[Image.Image], *, device: torch.device) -> Any:

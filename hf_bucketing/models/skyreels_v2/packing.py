@@ -30,7 +30,6 @@ class SkyReelsV2Family(WanFamily):
     tested_forwards = ("5641354bc875",)
     stock_processors = ("SkyReelsV2AttnProcessor",)
     timesteps_per = "frame"
-    context_parallel = False
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse attention to earlier blocks of frames alone, which a pack does not have."""

@@ -79,7 +79,6 @@ class WanFamily(Family):
     position_module = "rope"
     timesteps_per: ClassVar[TimestepsPer] = "token"
     attention_kwargs = "attention_kwargs"
-    context_parallel = True
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
         ("blocks.*.attn1.to_q", "blocks.*.self_attn.q"),
         ("blocks.*.attn1.to_k", "blocks.*.self_attn.k"),

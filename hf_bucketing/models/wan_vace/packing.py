@@ -26,7 +26,6 @@ class WanVACEFamily(WanFamily):
     transformer_class = "WanVACETransformer3DModel"
     tested_forwards = ("760359164852",)
     timesteps_per = "row"
-    context_parallel = False
     original_names = None  # diffusers reads no adapters of its control blocks from other names
     cast_inputs = (*WanFamily.cast_inputs, CONTROL, SCALE)
 

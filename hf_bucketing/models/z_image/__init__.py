@@ -1,1 +1,1 @@
-"""Z-Image: lists of images and of captions, filled up with learned tokens to multiples of 32; flow matching."""
+"""Z-Image and Z-Image-Turbo: lists of images and captions, filled up with learned tokens; flow matching."""

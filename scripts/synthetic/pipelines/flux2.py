@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinKVPipeline,
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
@@ -48,11 +50,11 @@ def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components
     )
 
 
-def _klein() -> DiffusionPipeline:
+def _klein(pipeline: type[DiffusionPipeline] = Flux2KleinPipeline) -> DiffusionPipeline:
     template = "{% for message in messages %}" + _BEGIN + "{{ message.content }}{% endfor %}"
     tokenizer = template_tokenizer(_BEGIN, 1, chat_template=template)
     encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=27, **_DECODER))
-    return _pipeline(Flux2KleinPipeline, guidance=False, tokenizer=tokenizer, text_encoder=encoder.eval())
+    return _pipeline(pipeline, guidance=False, tokenizer=tokenizer, text_encoder=encoder.eval())
 
 
 def _dev() -> DiffusionPipeline:
@@ -70,4 +72,4 @@ def _dev() -> DiffusionPipeline:
     return _pipeline(Flux2Pipeline, guidance=True, tokenizer=tokenizer, text_encoder=encoder.eval())
 
 
-TINY = {"flux2": _dev, "flux2-klein": _klein}
+TINY = {"flux2": _dev, "flux2-klein": _klein, "flux2-klein-kv": partial(_klein, Flux2KleinKVPipeline)}

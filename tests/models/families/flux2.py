@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import Flux2Pipeline, Flux2Transformer2DModel
+from diffusers import Flux2KleinKVPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from PIL import Image
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
@@ -33,17 +33,21 @@ def flux2_call(
     text: torch.Tensor,
     *,
     shown: tuple[torch.Tensor, torch.Tensor] | None = None,
-    **conditioning: torch.Tensor,
+    **conditioning: Any,
 ) -> torch.Tensor:
     """Call the model on `(1, C, h, w)`, and tokens and positions of references, as the pipelines do."""
     blocks = Flux2Pipeline._patchify_latents(latents)
     ids, tokens = Flux2Pipeline._prepare_latent_ids(blocks), Flux2Pipeline._pack_latents(blocks)
     shown_tokens, shown_ids = (tokens[:, :0], ids[:, :0]) if shown is None else shown
+    sides = [(tokens, ids), (shown_tokens, shown_ids)]
+    if "num_ref_tokens" in conditioning:
+        sides.reverse()
+    all_tokens, all_ids = (torch.cat(parts, 1) for parts in zip(*sides, strict=True))
     output = model(
-        hidden_states=torch.cat([tokens, shown_tokens], 1),
+        hidden_states=all_tokens,
         encoder_hidden_states=text,
         timestep=timestep / 1000,
-        img_ids=torch.cat([ids, shown_ids], 1),
+        img_ids=all_ids,
         txt_ids=Flux2Pipeline._prepare_text_ids(text),
         **conditioning,
     ).sample[:, : tokens.shape[1]]
@@ -61,11 +65,15 @@ def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     blocks = pipeline._encode_vae_image(drawn.pixels[None, :, 0], generator=None)
     clean, noise, sigma = pipeline._unpatchify_latents(blocks), drawn.noise[None, :, 0], drawn.timestep / 1000
     embeds, _ = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
-    guidance = {"guidance": torch.tensor([drawn.guidance])} if isinstance(pipeline, Flux2Pipeline) else {}
+    guidance: dict[str, Any] = (
+        {"guidance": torch.tensor([drawn.guidance])} if isinstance(pipeline, Flux2Pipeline) else {}
+    )
     noisy = (1 - sigma) * clean + sigma * noise
     references, shown = [pixels[None, :, 0] for pixels in drawn.shown.get("reference", ())], None
     if references:
         shown = pipeline.prepare_image_latents(references, 1, generator=None, device="cpu", dtype=torch.float32)
+    if isinstance(pipeline, Flux2KleinKVPipeline) and shown is not None:
+        guidance |= {"kv_cache_mode": "extract", "num_ref_tokens": shown[0].shape[1]}
     velocity = flux2_call(pipeline.transformer, noisy, drawn.timestep[None], embeds, shown=shown, **guidance)
     return (velocity - (noise - clean)).square().mean()
 
@@ -78,15 +86,16 @@ CASES = {
         conditioning=lambda draw, count: {"guidance": 4 + draw(count)},
     )
 }
-RENDER = {"num_inference_steps": 2, "guidance_scale": 1.0, "max_sequence_length": 64}
+RENDER = {"num_inference_steps": 2, "max_sequence_length": 64}
+GUIDED = {**RENDER, "guidance_scale": 1.0}
 RECIPES = {
     tiny: RecipeCase(
         tiny=tiny,
         loss=text_to_image_loss,
         sizes=IMAGES,
-        render={**RENDER, "image": [Image.new("RGB", size, "white") for size in ((64, 80), (96, 64))]},
+        render={**render, "image": [Image.new("RGB", size, "white") for size in ((64, 80), (96, 64))]},
         shown=REFERENCE,
         references=(((1, 32, 16), (1, 16, 48)), (), ((1, 48, 48), (1, 16, 16), (1, 32, 64))),
     )
-    for tiny in ("flux2", "flux2-klein")
+    for tiny, render in {"flux2": GUIDED, "flux2-klein": GUIDED, "flux2-klein-kv": RENDER}.items()
 }
