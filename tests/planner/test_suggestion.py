@@ -11,7 +11,7 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
-from hf_bucketing.planner import PlanConfig, suggestion as suggestion_module
+from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.memory import PLAN_ERROR, MemoryParts, MemoryPlan, plan_components
@@ -94,7 +94,8 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
 
     rows = dataclasses.replace(MIXED, total=10**6)
     flat = max(run.config.max_tokens for run in suggest(components, rows, ROOMY).candidates)
-    monkeypatch.setattr(suggestion_module, "plan_components", steeper)
+    for module in (options, suggestion_module):
+        monkeypatch.setattr(module, "plan_components", steeper)
     runs = suggest(components, rows, ROOMY).candidates
     assert 500 < max(run.config.max_tokens for run in runs) < flat
     assert all(run.memory.total * (1 + PLAN_ERROR) <= ROOMY.gpu_memory * 2**30 for run in runs)
