@@ -41,6 +41,8 @@ class Purpose(IntEnum):
     REFERENCE_DROPOUT = 21  # sample, of a stack its first: whether it is shown no references
     AUDIO_NOISE = 22  # as NOISE, or as HELD_OUT_NOISE: noise of the audio of a sample
     CONDITION = 23  # sample, or the index of a held-out one: the part of it that is shown without noise
+    REPORT_SAMPLES = 24  # seed: samples that the page of a report shows
+    CACHED_VIEW = 25  # sample, its first occurrence: which of several cached views; others take the next ones
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 | `argument` | name of a function's argument that is this setting, for messages |
 | `parse` | function that reads the text of its flag |
 | `flag` | False if no script takes it, `"listed"` if only a list of configurations in a file does |
+| `common` | True if the short help of scripts shows its flag |
 | `one_of` | name of a choice among settings, of which one is given |
 | `on_resume` | what a resumed run does about another value; `training/on_resume.py` lists the rules |
 | `decides_steps` | True if the number of optimizer steps follows from it |

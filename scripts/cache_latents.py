@@ -17,6 +17,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_folder_writable
+from hf_bucketing.media.remote import is_url
 from hf_bucketing.training.script_settings import settings_of_scripts
 
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -31,7 +32,9 @@ def make_parser() -> FlagParser:
         help="Pipeline whose VAE and text encoder encode, on the hub or in a folder.",
     )
     parser.add_argument(
-        "--cache_dir", required=True, help="Folder of the entries; one that holds entries is completed."
+        "--cache_dir",
+        required=True,
+        help="Folder of the entries, or a URL such as s3://bucket/cache; one that holds entries is completed.",
     )
     parser.add_argument(
         "--output_dir",
@@ -55,17 +58,23 @@ def main(args: argparse.Namespace) -> None:
     from accelerate import Accelerator
 
     from hf_bucketing.caching import cache_dataset
+    from hf_bucketing.caching.keys import describe_latents
+    from hf_bucketing.caching.store import TensorCache
     from hf_bucketing.columns import PreparedDataset
     from hf_bucketing.models.loading import Loading, Part
     from hf_bucketing.models.registry import recipe_of
     from hf_bucketing.training.agreement import check_shared
 
-    if Path(args.output_dir).resolve() in (Path(args.cache_dir).resolve(), *Path(args.cache_dir).resolve().parents):
+    on_disk = not is_url(args.cache_dir)
+    cache_dir = Path(args.cache_dir).resolve()
+    if on_disk and Path(args.output_dir).resolve() in (cache_dir, *cache_dir.parents):
         raise FlagError("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
-    check_folder_writable(args.cache_dir, args.output_dir)
+    TensorCache(args.cache_dir).check_writable()
+    check_folder_writable(args.output_dir)
     accelerator = Accelerator()
-    advice = "the main process reads the entries of all, so give a --cache_dir on a disk that all machines share"
-    check_shared(accelerator, Path(args.cache_dir), advice=advice)
+    if on_disk:
+        advice = "the main process reads the entries of all, so give a --cache_dir on a disk that all machines share"
+        check_shared(accelerator, cache_dir, advice=advice)
     prepared = PreparedDataset.load(args.dataset_dir)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     if prepared.spec != recipe.read_spec(args.pretrained_model_name_or_path):
@@ -93,6 +102,7 @@ def main(args: argparse.Namespace) -> None:
             print(f"{counts[name]:8} rows {name}")
         for name in ("encoded", "found"):
             print(f"{counts[f'captions {name}']:8} captions {name}")
+        print(f"Latents: {describe_latents(cached)}")
         print(f"Saved to {args.output_dir}; entries in {args.cache_dir}")
     accelerator.end_training()
 

@@ -19,7 +19,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError, FlagError, MediaError
 from hf_bucketing.files import check_folder_writable
-from hf_bucketing.media.remote import ALLOWED_PATHS
+from hf_bucketing.media.remote import ALLOWED_PATHS, is_url
 
 if TYPE_CHECKING:
     from hf_bucketing.columns.parquet import FileResult, ParquetColumns
@@ -30,7 +30,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--input_dir", required=True, help="Folder of parquet files, which all workers reach.")
     parser.add_argument("--output_dir", required=True, help="Folder to write, which all workers reach.")
     parser.add_argument("--media_column", default="file_name", help="Column of paths, bytes, or both.")
-    parser.add_argument("--media_dir", help="Folder that relative paths start from (default: --input_dir).")
+    parser.add_argument("--media_dir", help="Folder or URL that relative paths start from (default: --input_dir).")
     parser.add_argument(
         "--pretrained_model_name_or_path",
         required=True,
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
         metadata=MediaMetadata(
             args.media_column,
             target_fps=args.target_fps,
-            root=os.path.abspath(args.media_dir or args.input_dir),
+            root=args.media_dir if is_url(args.media_dir or "") else os.path.abspath(args.media_dir or args.input_dir),
             on_error=args.on_error,
         ),
         buckets=BucketColumns(table, spec, rule=from_flags(AssignmentRule, args)),

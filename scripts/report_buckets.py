@@ -6,7 +6,7 @@ python scripts/report_buckets.py demo/prepared --batch_size 3 --num_processes 2 
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.media.rows import CLIP_START
-from hf_bucketing.media.thumbnails import thumbnail
+from hf_bucketing.media.source import MediaSource
+from hf_bucketing.media.thumbnails import Thumbnail, animated, thumbnail
 from hf_bucketing.report import (
     AssignedColumns,
     Beside,
@@ -37,7 +38,7 @@ from hf_bucketing.report import (
     make_report,
     render_page,
 )
-from hf_bucketing.report.crops import WorstCrop
+from hf_bucketing.report.crops import SampleCrop
 from hf_bucketing.report.peers import choose_peers, compare_peers, describe_peers
 from hf_bucketing.report.peers.choose import PEERS
 from hf_bucketing.report.text import size_label
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from hf_bucketing.columns import PreparedDataset
+
+DEVICES = (24, 48, 80)
+"""Memory of GPUs, in GiB, in which the planned memory fits or does not."""
 
 
 def make_parser() -> FlagParser:
@@ -105,26 +109,51 @@ def read_sizes(dataset: "Dataset") -> SizeColumns:
     return SizeColumns(sizes.get("num_frames", np.ones(len(dataset))), sizes["height"], sizes["width"], fps)
 
 
-def read_thumbnails(
-    prepared: "PreparedDataset", crops: Sequence[WorstCrop]
+def read_pictures(
+    prepared: "PreparedDataset",
+    crops: Sequence[SampleCrop],
+    draw: Callable[[MediaSource, SampleCrop, float, float], Thumbnail],
 ) -> tuple[dict[int, tuple[str, int, int]], dict[int, str]]:
-    """Decode the frame in the middle of some rows; return them, and what is wrong with files that cannot be read."""
+    """Draw pictures of rows of their file, sample, frame rate and beginning; return them, and the faults of files."""
     from hf_bucketing.columns.apply import undecoded
 
-    thumbnails: dict[int, tuple[str, int, int]] = {}
+    pictures: dict[int, tuple[str, int, int]] = {}
     faults: dict[int, str] = {}
     columns = [name for name in (prepared.column, "fps", CLIP_START) if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select([crop.row for crop in crops]), [prepared.column])
     for crop, row in zip(crops, rows, strict=True):
-        fps = row.get("fps") or 0.0
-        second = (row.get(CLIP_START) or 0.0) + crop.size.frames // 2 / fps if fps else 0.0
         try:
             source = prepared.files.source(row[prepared.column], name=f"row {crop.row}")
-            small = thumbnail(source, second=second)
-            thumbnails[crop.row] = (small.uri, small.width, small.height)
+            small = draw(source, crop, row.get("fps") or 0.0, row.get(CLIP_START) or 0.0)
+            pictures[crop.row] = (small.uri, small.width, small.height)
         except MediaError as error:
             faults[crop.row] = str(error)
-    return thumbnails, faults
+    return pictures, faults
+
+
+def draw_middle(source: MediaSource, crop: SampleCrop, fps: float, start: float) -> Thumbnail:
+    """Return the frame in the middle of a sample."""
+    return thumbnail(source, second=start + (crop.size.frames // 2 / fps if fps else 0.0))
+
+
+def draw_sample(source: MediaSource, crop: SampleCrop, fps: float, start: float) -> Thumbnail:
+    """Return a sample cut to its bucket, from its first frame on."""
+    from hf_bucketing.media.sample import load_sample
+    from hf_bucketing.media.views import View
+
+    pixels, _ = load_sample(source, View(size=crop.target, fps=fps, offset=start))
+    frames = [*((pixels + 1) * 127.5).round().byte().permute(1, 2, 3, 0).numpy()]
+    return animated(frames, fps=fps, most_frames=8, max_side=160)
+
+
+def read_captions(prepared: "PreparedDataset", rows: list[int]) -> dict[int, str]:
+    """Return the captions of rows, the first of several."""
+    from hf_bucketing.loaders.captions import texts_of
+
+    if (column := prepared.caption_column) is None:
+        return {}
+    captions = prepared.dataset.select_columns([column]).with_format(None).select(rows)
+    return {row: texts_of(caption, column)[0] for row, caption in zip(rows, captions, strict=True)}
 
 
 def plan_of_memory(model: str | None, report: Report, references: RowReferences | None) -> tuple[str, list[MemoryRow]]:
@@ -132,7 +161,7 @@ def plan_of_memory(model: str | None, report: Report, references: RowReferences 
     buckets = report.buckets.used
     if model is None or not buckets:
         return "", []
-    from hf_bucketing.planner.memory import plan_memory
+    from hf_bucketing.planner.memory import plan_memory, verdict_on
     from hf_bucketing.planner.settings import PlanConfig, as_reference_sizes
     from hf_bucketing.settings import changed
 
@@ -155,13 +184,21 @@ def plan_of_memory(model: str | None, report: Report, references: RowReferences 
         f"{', and references of ' + ', '.join(map(size_label, shown)) if shown else ''}), in bf16 with gradient "
         "checkpointing, latents and texts cached."
     )
-    return said, [MemoryRow(settings=name, parts=asdict(plan.peak)) for name, plan in plans.items()]
+    rows = []
+    for name, plan in plans.items():
+        fits = {f"in {memory} GiB": verdict_on(plan.total, memory * 2**30) for memory in DEVICES}
+        rows.append(MemoryRow(settings=name, parts=asdict(plan.peak), fits=fits))
+    return said, rows
 
 
 def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Report, **beside: Any) -> None:
-    shown = [*report.worst_crops, *(row for reason in report.rejected for row in reason.examples)]
-    rows = [sample if isinstance(sample, int) else sample.row for sample in shown]
-    thumbnails, faults = read_thumbnails(prepared, report.worst_crops)
+    crops, random = report.worst_crops, report.random_samples
+    rows = [
+        *(sample.row for sample in (*crops, *random)),
+        *(row for reason in report.rejected for row in reason.examples),
+    ]
+    thumbnails, faults = read_pictures(prepared, crops, draw_middle)
+    samples, more_faults = read_pictures(prepared, random, draw_sample)
     model, memory = plan_of_memory(args.pretrained_model_name_or_path, report, prepared.row_references())
     page = bucket_page(
         report,
@@ -169,7 +206,9 @@ def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Re
             name=args.dataset,
             files=dict(zip(rows, prepared.file_names(rows), strict=True)),
             thumbnails=thumbnails,
-            faults=faults,
+            samples=samples,
+            captions=read_captions(prepared, [sample.row for sample in random]),
+            faults=faults | more_faults,
             model=model,
             memory=memory,
             **beside,

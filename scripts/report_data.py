@@ -168,6 +168,7 @@ def make_rows(
 def main(args: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
+    from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.columns import PreparedDataset
 
     check_at_least(0, args, "max_rows", "max_thumbnails")
@@ -188,7 +189,14 @@ def main(args: argparse.Namespace) -> None:
         for start in tqdm(range(0, len(chosen), ROWS_AT_ONCE), desc=f"{len(pictured)} rows with pictures"):
             rows += make_rows(prepared, chosen[start : start + ROWS_AT_ONCE], pictured, partial, earlier)
         write_rows(rows, partial)
-    page = data_page(rows, name=args.dataset, folder=folder.name, num_rows=len(prepared.dataset), changes=changes)
+    page = data_page(
+        rows,
+        name=args.dataset,
+        folder=folder.name,
+        num_rows=len(prepared.dataset),
+        changes=changes,
+        cached="" if prepared.cache is None else describe_latents(prepared),
+    )
     with complete_file(args.html) as partial:
         partial.write_text(render_page(page), encoding="utf-8")
     print(f"Page: {args.html}, with {folder}")

@@ -1,8 +1,12 @@
 r"""Sample a clip or an image from a fine-tuned pipeline, with stock diffusers alone, and write it as mp4 or png.
 
+Several prompts, seeds, strengths of adapters or numbers of steps make one file with all of them side by side.
+
 python scripts/sample_video.py trained --prompt "a red circle moving left" --output clip.mp4
 python scripts/sample_video.py trained-i2v --image first.png --prompt "it moves left" --output clip.mp4
-python scripts/sample_video.py FLUX.2-klein --lora_weights trained --reference before.png --prompt "make it night" \
+python scripts/sample_video.py Wan-AI/Wan2.1-T2V-1.3B-Diffusers --adapter trained=0.8 --adapter style.safetensors \
+    --compare_base --prompt "a dog" "a cat" --seed 0 1 --output grid.mp4
+python scripts/sample_video.py FLUX.2-klein --adapter trained --reference before.png --prompt "make it night" \
     --output after.png
 python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.png --prompt "it runs" \
     --output clip.mp4
@@ -10,21 +14,24 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from hf_bucketing.adapters.settings import parse_adapter
 from hf_bucketing.buckets import Size
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import FlagError
 from hf_bucketing.files import check_writable
-from hf_bucketing.hub import from_hub
 from hf_bucketing.models.experts import TrainedComponent
+from hf_bucketing.models.grids import Cell, RenderGrid
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from hf_bucketing.models.recipe import Recipe
+
+FRAMES = ("num_frames", "video_length")
+"""Names that pipelines have for the number of frames."""
 
 DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -32,7 +39,30 @@ DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
-    parser.add_argument("--lora_weights", help="Folder of adapters trained on this pipeline (default: none).")
+    parser.add_argument(
+        "--adapter",
+        "--lora_weights",
+        action="append",
+        type=parse_adapter,
+        default=[],
+        metavar="PATH[=STRENGTH]",
+        common=True,
+        help="Adapters for this pipeline: the folder of a run, a file or a repository, and their strength, such as "
+        "trained=0.8. The flag may be repeated (default: none).",
+    )
+    parser.add_argument(
+        "--strength",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="Factor of the strengths of all adapters; several are compared, and 0 is the base model.",
+    )
+    parser.add_argument(
+        "--compare_base",
+        action="store_true",
+        common=True,
+        help="Render without the adapters too, from the same noise.",
+    )
     parser.add_argument(
         "--trained_component",
         choices=get_args(TrainedComponent),
@@ -64,22 +94,42 @@ def make_parser() -> FlagParser:
         help="How many times larger the clip is than its references, where they lie over it (default: they have "
         "sizes of their own).",
     )
-    parser.add_argument("--prompt", default="a red circle moving left on a dark background", help="Prompt to render.")
-    parser.add_argument("--height", type=int, default=64, help="Height in pixels.")
-    parser.add_argument("--width", type=int, default=112, help="Width in pixels.")
-    parser.add_argument("--num_frames", type=int, help="Number of frames (default: 17; 1 of pipelines of images).")
-    parser.add_argument("--fps", type=int, default=8, help="Frame rate of the file.")
+    parser.add_argument(
+        "--prompt",
+        nargs="+",
+        default=["a red circle moving left on a dark background"],
+        common=True,
+        help="Prompts to render.",
+    )
+    parser.add_argument(
+        "--negative_prompt", help="What to steer away from, where there is guidance (default: the empty prompt)."
+    )
+    parser.add_argument("--height", type=int, default=64, common=True, help="Height in pixels.")
+    parser.add_argument("--width", type=int, default=112, common=True, help="Width in pixels.")
+    parser.add_argument(
+        "--num_frames", type=int, common=True, help="Number of frames (default: 17; 1 of pipelines of images)."
+    )
+    parser.add_argument("--fps", type=int, default=8, common=True, help="Frame rate of the file.")
     parser.add_argument(
         "--with_audio",
         action="store_true",
         help="Write the sound that the pipeline makes with the clip, as long as the clip at --fps.",
     )
-    parser.add_argument("--num_inference_steps", type=int, default=20, help="Scheduler steps.")
+    parser.add_argument(
+        "--num_inference_steps", type=int, nargs="+", default=[20], common=True, help="Scheduler steps."
+    )
     parser.add_argument(
         "--guidance_scale",
         type=float,
+        common=True,
         help="Scale of classifier-free guidance, or of distilled guidance (default: 1.0, which means none); pipelines "
         "whose guider names it take none.",
+    )
+    parser.add_argument(
+        "--true_cfg_scale",
+        type=float,
+        help="Scale of classifier-free guidance of pipelines whose --guidance_scale is that of a distilled model "
+        "(default: 1.0, which means none).",
     )
     parser.add_argument(
         "--max_sequence_length", type=int, help="Text tokens, as in training (default: the pipeline's)."
@@ -102,7 +152,13 @@ def make_parser() -> FlagParser:
         action="store_true",
         help="Decode tile by tile, which takes less memory and changes results slightly.",
     )
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the noise.")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], common=True, help="Seeds of the noise.")
+    parser.add_argument(
+        "--max_tokens",
+        type=int,
+        help="Most tokens of a pack, to render what is compared together, where the pipeline's model packs (default: "
+        "one by one).",
+    )
     return parser
 
 
@@ -110,7 +166,7 @@ def main(args: argparse.Namespace) -> None:
     import diffusers
     import torch
 
-    from hf_bucketing.media import write_image, write_video
+    from hf_bucketing.adapters.strengths import load_adapters, set_strengths
     from hf_bucketing.models.index import read_index
     from hf_bucketing.models.loading import Loading, call_parameters, load_pipeline, tile
     from hf_bucketing.models.recipe import Recipe
@@ -119,46 +175,26 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.output)
     if args.offload != "none" and not torch.accelerator.is_available():
         raise FlagError("Omit --offload: this machine has no accelerator, so that everything is on the CPU already.")
+    grid = grid_of(args)
     index = read_index(args.pipeline)
     pipeline_class, recipe = getattr(diffusers, index.class_name), recipes().get(index.class_name, Recipe)
     if index.is_modular and args.offload != "none":
         raise FlagError(f"Omit --offload: a {index.class_name}, as a modular pipeline, has no such offload.")
+    if args.max_tokens is not None and (index.class_name not in recipes() or args.offload != "none"):
+        raise FlagError(f"Omit --max_tokens: a {index.class_name} packs here only without --offload, if it is known.")
     blocks = recipe.blocks()
     parameters = call_parameters(pipeline_class, blocks)
     given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
     given |= shown_of(args, given, pipeline_class.__name__)
-    if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png")):
+    if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png") or len(grid.cells) > 1):
         raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")
     given |= {"frame_rate": args.fps} if args.with_audio else {}
-    if "guidance_scale" in parameters:
-        given["guidance_scale"] = 1.0 if args.guidance_scale is None else args.guidance_scale
-    elif args.guidance_scale is not None:
-        raise FlagError(f"Omit --guidance_scale: a {pipeline_class.__name__} takes none.")
+    given |= guidance_of(args, parameters, pipeline_class.__name__)
     if args.max_sequence_length:
         given["max_sequence_length"] = args.max_sequence_length
     loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]))
     pipeline = load_pipeline(pipeline_class, args.pipeline, trained=(), loading=loading, replaced={}, blocks=blocks)
-    if args.lora_weights:
-        from peft import PeftModel
-        from peft.utils import CONFIG_NAME
-
-        from hf_bucketing.adapters.experts import loading_options, own_folder
-        from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
-        from hf_bucketing.models.experts import transformers_of
-
-        trained = args.trained_component
-        folders = {
-            name: Path(args.lora_weights) / own_folder(name, trained=trained) for name in transformers_of(trained)
-        }
-        with from_hub(args.lora_weights):
-            if all((folder / CONFIG_NAME).is_file() for folder in folders.values()):
-                for name, folder in folders.items():
-                    PeftModel.from_pretrained(getattr(pipeline, name), str(folder))
-            else:
-                first = next(iter(folders.values()))
-                alone = (first / COMFYUI_WEIGHTS).is_file() and not (first / LORA_WEIGHTS).is_file()
-                for options in loading_options(trained, file=COMFYUI_WEIGHTS if alone else None):
-                    pipeline.load_lora_weights(args.lora_weights, **options)
+    load_adapters(pipeline, args.adapter, trained=args.trained_component)
     if args.vae_tiling:
         tile(pipeline.vae, args.pipeline)
     if args.offload == "model":
@@ -167,28 +203,96 @@ def main(args: argparse.Namespace) -> None:
         pipeline.enable_sequential_cpu_offload()
     else:
         pipeline.to(torch.accelerator.current_accelerator() or "cpu")
-    result = pipeline(
-        prompt=args.prompt,
-        height=args.height,
-        width=args.width,
-        num_inference_steps=args.num_inference_steps,
-        generator=torch.Generator().manual_seed(args.seed),
-        output_type="np",
-        **given,
+    results = []
+    for strength in grid.strengths:
+        if args.adapter:
+            set_strengths(pipeline, args.adapter, factor=strength)
+        cells = [cell for cell in grid.cells if cell.strength == strength]
+        results += zip(cells, results_of(args, cells, pipeline, recipe, given), strict=True)
+    write(args, grid, dict(results), pipeline, recipe)
+
+
+def grid_of(args: argparse.Namespace) -> RenderGrid:
+    """Return what is rendered."""
+    if not args.adapter and (args.compare_base or args.strength != [1.0]):
+        raise FlagError("Omit --compare_base and --strength: there is no --adapter.")
+    strengths = [0.0, *args.strength] if args.compare_base else args.strength
+    values = (args.prompt, args.seed, strengths, args.num_inference_steps)
+    prompts, seeds, strengths, steps = ([*dict.fromkeys(named)] for named in values)  # each once
+    return RenderGrid(prompts=prompts, seeds=seeds, strengths=strengths, steps=steps)
+
+
+def results_of(
+    args: argparse.Namespace, cells: Sequence[Cell], pipeline: Any, recipe: "type[Recipe]", given: Mapping[str, Any]
+) -> list[Any]:
+    """Return what the pipeline's call returns for each rendering: one by one, or all rendered together."""
+    import torch
+
+    from hf_bucketing.models.rendering import Call, render_together
+
+    def call(pipeline: Any, cell: Cell) -> Any:
+        return pipeline(
+            prompt=cell.prompt,
+            height=args.height,
+            width=args.width,
+            num_inference_steps=cell.steps,
+            generator=torch.Generator().manual_seed(cell.seed),
+            output_type="np",
+            **given,
+        )
+
+    if args.max_tokens is None:
+        return [call(pipeline, cell) for cell in cells]
+    beside = [name for name in ("transformer_2",) if getattr(pipeline, name, None) is not None]
+    loaded = recipe(
+        pipeline=pipeline,
+        spec=recipe.read_spec(args.pipeline),
+        max_sequence_length=args.max_sequence_length or recipe.default_sequence_length,
+        beside=tuple(beside),
     )
-    frames = recipe.frames_of(result)
-    levels = (frames * 255).round().astype("uint8")
+    frames = next((given[name] for name in FRAMES if name in given), 1)
+    tokens = loaded.spec.grid(Size(frames, args.height, args.width))
+    calls = [Call(tokens, lambda waiting, cell=cell: call(waiting.pipeline, cell)) for cell in cells]
+    return render_together(loaded, calls, max_tokens=args.max_tokens)
+
+
+def write(
+    args: argparse.Namespace, grid: RenderGrid, results: Mapping[Cell, Any], pipeline: Any, recipe: "type[Recipe]"
+) -> None:
+    """Write the file: one rendering, or all of them side by side."""
+    from hf_bucketing.media import write_image, write_video
+    from hf_bucketing.media.grid import labelled_grid
+
+    clips = [(recipe.frames_of(results[cell]) * 255).round().astype("uint8") for cell in grid.cells]
+    levels = clips[0] if len(clips) == 1 else labelled_grid(clips, rows=grid.rows, columns=grid.columns)
     if args.output.endswith(".png"):
         write_image(args.output, levels[0])
     else:
-        sound = recipe.sound_of(pipeline, result) if args.with_audio else None
+        sound = recipe.sound_of(pipeline, results[grid.cells[0]]) if args.with_audio else None
         write_video(args.output, levels, fps=args.fps, sound=sound)
-    print(f"Wrote {len(frames)} frames of {args.width}×{args.height} pixels to {args.output}")
+    compared = f", {len(grid.rows)} × {len(grid.columns)} side by side," if len(clips) > 1 else ""
+    print(f"Wrote {len(levels)} frames of {args.width}×{args.height} pixels{compared} to {args.output}")
+
+
+def guidance_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> dict[str, Any]:
+    """Return scales of guidance and the negative prompt as arguments of the pipeline's call."""
+    scales = [name for name in ("guidance_scale", "true_cfg_scale") if name in parameters]
+    for name in ("guidance_scale", "true_cfg_scale", "negative_prompt"):
+        if getattr(args, name) is not None and name not in parameters:
+            raise FlagError(f"Omit --{name}: a {class_name} takes none.")
+    given: dict[str, Any] = {"guidance_scale": 1.0} if "guidance_scale" in scales else {}
+    given |= {name: getattr(args, name) for name in scales if getattr(args, name) is not None}
+    guided = not scales or given.get(scales[-1], 1.0) > 1  # that of the guider, or the true one
+    if args.negative_prompt is not None and not guided:
+        raise FlagError(f"--negative_prompt has no effect without guidance; give --{scales[-1]} above 1.")
+    if args.negative_prompt is not None or (args.true_cfg_scale is not None and guided):
+        given["negative_prompt"] = args.negative_prompt or ""  # without one, some pipelines do not guide
+    return given
 
 
 def duration_of(args: argparse.Namespace, parameters: Mapping[str, bool]) -> dict[str, int]:
     """Return the argument of the pipeline's call for the number of frames, if it has one."""
-    name = next((name for name in ("num_frames", "video_length") if name in parameters), None)
+    name = next((name for name in FRAMES if name in parameters), None)
     is_png = args.output.endswith(".png")
     if name is None:
         if args.num_frames not in (None, 1):

@@ -28,18 +28,21 @@ WIDTHS = (1280, 390)
 
 OVERFLOW = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => {
     const root = document.documentElement
+    const scrolls = code => getComputedStyle(code).overflowX === "auto"
     const cut = [...document.querySelectorAll("svg.chart text")].filter(text => {
         const [own, chart] = [text.getBoundingClientRect(), text.ownerSVGElement.getBoundingClientRect()]
         return own.left < chart.left - 1 || own.right > chart.right + 1
     }).map(text => `label ${text.textContent}`)
-    cut.push(...[...document.querySelectorAll("pre > code")].filter(code => code.scrollWidth > code.clientWidth + 1)
+    const wide = code => code.scrollWidth > code.clientWidth + 1 && !(code.closest(".output") && scrolls(code))
+    cut.push(...[...document.querySelectorAll("pre > code")].filter(wide)
         .map(code => `code ${code.textContent.slice(0, 40)}`))
     return cut.length || root.scrollWidth <= root.clientWidth ? cut : [`page of ${root.scrollWidth} px`,
         ...[...document.body.querySelectorAll("*")]
         .filter(one => one.getBoundingClientRect().right > root.clientWidth + 1)
         .slice(0, 5).map(one => `<${one.tagName.toLowerCase()} class="${one.className}">`)]
 })"""
-"""Labels and code that are cut, or the page's width and its first elements beyond the window, once it is laid out."""
+"""Labels and code that are cut (outputs of notebooks may scroll), or the page's width and its first elements beyond
+the window, once it is laid out."""
 
 
 class PageFaults(NamedTuple):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 from tests.conftest import ROOT, run_script
 
@@ -24,10 +27,17 @@ def test_notebooks_are_stored_after_a_whole_run(path: Path) -> None:
     outputs = [output for cell in cells for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}, "no error"
     assert "stderr" not in {output.get("name") for output in outputs}, "no warnings"
-    assert any("image/png" in output.get("data", {}) for output in outputs), "a notebook shows something"
+    assert "image/png" in outputs[-1].get("data", {}), "a notebook ends in a picture"
+    assert cells[-1].outputs[-1] == outputs[-1], "of its last cell"
     text = path.read_text()
     assert not [word for word in ("/tmp/", "/home/", "/root/", "iopub") if word in text], "nothing of the machine"
     assert len(text) < 400_000
+
+
+def test_the_notebook_of_fine_tuning_ends_in_a_clip() -> None:
+    *_, last = nbformat.read(ROOT / "notebooks" / "03_finetune.ipynb", as_version=4).cells
+    with Image.open(BytesIO(b64decode(last.outputs[-1].data["image/png"]))) as picture:
+        assert getattr(picture, "n_frames", 1) > 5
 
 
 @pytest.mark.slow

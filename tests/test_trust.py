@@ -153,7 +153,7 @@ def test_no_file_of_a_prepared_folder_a_cache_or_a_table_can_run_code(tmp_path: 
         assert not target.exists(), f"{name} was unpickled"
     cache = TensorCache(tmp_path / "cache")
     cache.write("abcd", {"latents": torch.zeros(2)}, about={})
-    plant(cache.path("abcd"), target, kind=kind)
+    plant(Path(cache.path("abcd")), target, kind=kind)
     with pytest.raises(BucketingError, match="cannot be read"):
         cache.read("abcd")
     plant(tmp_path / "table.json", target, kind=kind)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..errors import BucketingError
 from ..settings import check_at_least, check_literals, setting
 
 AdapterKind: TypeAlias = Literal["lora", "dora", "loha", "lokr"]
 """Kinds of adapters, as peft names them."""
+
+ADAPTER_NAMES: Mapping[str, str] = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
+"""Names of the kinds in prose."""
 
 LoraFormat: TypeAlias = Literal["diffusers", "comfyui", "both"]
 """Whose names and scales a file of LoRA weights has."""
@@ -48,7 +53,7 @@ class AdapterConfig:
     """
 
     adapter: AdapterKind = setting("lora", on_resume="equal")
-    lora_rank: int | None = None
+    lora_rank: int | None = setting(None, common=True)
     lora_alpha: int | None = setting(None, left_open=None)
     lora_targets: str | None = setting(None, left_open=None)
     lora_rslora: bool = False
@@ -103,3 +108,26 @@ def numbers_by_pattern(text: str | None) -> dict[str, int]:
         if not pattern or numbers[pattern] < 1:
             raise BucketingError(f"Expected PATTERN=NUMBER with a number of at least 1, got {entry!r}.")
     return numbers
+
+
+class Adapter(NamedTuple):
+    """Adapters, by their folder, file or repository on the hub, and their strength, where 1 is that of training."""
+
+    path: str
+    strength: float = 1.0
+
+
+def parse_adapter(text: str) -> Adapter:
+    """Read `PATH` or `PATH=STRENGTH`.
+
+    Example:
+        >>> parse_adapter("trained=0.8"), parse_adapter("trained")
+        (Adapter(path='trained', strength=0.8), Adapter(path='trained', strength=1.0))
+    """
+    path, _, strength = text.rpartition("=")
+    if not path or Path(text).exists():
+        return Adapter(text)
+    try:
+        return Adapter(path, float(strength))
+    except ValueError:
+        return Adapter(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy.typing as npt
@@ -14,10 +15,15 @@ from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.captions import drawn_caption, texts_of
 from ..loaders.collators import Row, regularization, require
-from ..loaders.occurrences import OCCURRENCE, occurrence_of
+from ..loaders.occurrences import OCCURRENCE, occurrence_of, row_generator
 from ..loaders.state import epoch_number
+from ..media.remote import is_url
+from ..randomness import Purpose
 from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
+
+_REQUESTS = 16
+"""Entries that a worker requests from an object store at a time."""
 
 
 class CachedCollator:
@@ -37,8 +43,10 @@ class CachedCollator:
             its `batching` is `"bucket"`.
         caption_column (`str`, *optional*): Column of a text or a list of texts, of rows that also have a `text_key`;
             None if there is none.
-        seed (`int`, *optional*): Seed of the choice of one of several captions; without one it follows torch's random
-            state.
+        seed (`int`, *optional*): Seed of the choice of one of several views and captions; without one it follows
+            torch's random state.
+        first_view (`bool`): Whether each row has the first of several views, which is without augmentation. By default
+            one is drawn in every epoch, and each further occurrence of the row has the next one.
         null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
             `null_text`: a mapping like the batch, of the entries that begin with `text_`.
 
@@ -52,6 +60,7 @@ class CachedCollator:
         *,
         caption_column: str | None = "caption",
         seed: int | None = None,
+        first_view: bool = False,
         null_texts: bool = False,
     ) -> None:
         if not isinstance(cache, CacheInfo):
@@ -63,12 +72,13 @@ class CachedCollator:
         self.stack = cache.batching == "bucket"
         self.caption_column = caption_column
         self.seed = seed
+        self.first_view = first_view
         self.null_texts = null_texts
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose captions are drawn; cached latents are the same in every epoch."""
+        """Choose the epoch whose views and captions are drawn."""
         self._epoch.fill_(epoch_number(epoch))
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -80,7 +90,8 @@ class CachedCollator:
             BucketingError: If samples that are stacked belong to several buckets.
         """
         require(rows[0], ["latents_key", *(["bucket_id"] if self.stack else [])])
-        entries = [self._read_entry(row, row["latents_key"], "latents_key") for row in rows]
+        rows = [self._of_view(row) for row in rows]
+        entries = self._read_entries(rows, [row["latents_key"] for row in rows], "latents_key")
         batch: dict[str, Any] = {
             "latents": [tensors["latents"] for tensors, _ in entries],
             "size": [Size(*about["size"]) for _, about in entries],
@@ -107,10 +118,10 @@ class CachedCollator:
         if self.caption_column is not None:
             require(rows[0], [self.caption_column, "text_key"])
             captions, keys = zip(*(self._caption(row, self.caption_column) for row in rows), strict=True)
-            texts = [self._read_entry(row, key, "text_key") for row, key in zip(rows, keys, strict=True)]
-            batch.update(caption=list(captions), **_stacked(texts))
+            batch.update(caption=list(captions), **_stacked(self._read_entries(rows, keys, "text_key")))
         if self.null_texts and NULL_TEXT_KEY in rows[0]:
-            batch["null_text"] = _stacked([self._read_entry(row, row[NULL_TEXT_KEY], NULL_TEXT_KEY) for row in rows])
+            null_keys = [row[NULL_TEXT_KEY] for row in rows]
+            batch["null_text"] = _stacked(self._read_entries(rows, null_keys, NULL_TEXT_KEY))
         return batch
 
     def empty_text(self) -> dict[str, Any]:
@@ -139,11 +150,32 @@ class CachedCollator:
             )
         return _stacked([self.cache.read(key)])
 
+    def _of_view(self, row: Row) -> Row:
+        """Return a row with the keys of one of its views."""
+        count = self.info.views_per_sample
+        if count == 1:
+            return row
+        view = 0
+        if not self.first_view:
+            drawn = row_generator(Purpose.CACHED_VIEW, row, seed=self.seed, epoch=int(self._epoch)).integers(count)
+            view = (int(drawn) + occurrence_of(row)) % count
+        columns = ["latents_key", *(["text_key", NULL_TEXT_KEY] if NULL_TEXT_KEY in row else [])]
+        return {**row, **{name: row[name][view] for name in columns}}
+
     def _caption(self, row: Row, column: str) -> tuple[str, str]:
         """Return the caption of a row in this epoch, and the key of its entry."""
         position = drawn_caption(row, column, seed=self.seed, epoch=int(self._epoch))
         keys = [row["text_key"]] if isinstance(row["text_key"], str) else row["text_key"]
         return texts_of(row, column)[position], keys[position]
+
+    def _read_entries(
+        self, rows: Sequence[Row], keys: Sequence[str], column: str
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the entries of rows; from an object store, several are requested at a time."""
+        if not is_url(self.cache.folder):
+            return [self._read_entry(row, key, column) for row, key in zip(rows, keys, strict=True)]
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            return list(pool.map(self._read_entry, rows, keys, [column] * len(rows)))
 
     def _read_entry(self, row: Row, key: str, column: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an entry; the row and the column that its key comes from are named in messages."""

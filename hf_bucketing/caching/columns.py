@@ -23,7 +23,7 @@ from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
-from ..media.views import seeded_draws
+from ..media.views import ViewRule, seeded_draws
 from .settings import CacheConfig
 from .store import TensorCache, entry_key
 
@@ -65,7 +65,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentColumns(_CachedColumns):
-    """Encode the latents of each row into a cache and compute `latents_key`, the key of its entry.
+    """Encode the latents of each row into a cache and compute `latents_key`, the key of its entry, or of each view.
 
     A batch function for [`map_columns`][hf_bucketing.columns.map_columns] and `Dataset.map(batched=True)`. Samples of
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
@@ -73,7 +73,7 @@ class LatentColumns(_CachedColumns):
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
     differ, and on the files of its conditions and the rule of its audio. For a URL it is the URL, the length, and the
     ETag or other version that its server tells. So after any change, exactly the samples that it affects are encoded
-    again. Rows without a bucket get an empty key. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
+    again. Rows without a bucket get empty keys. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
     collator.
 
     Args:
@@ -102,37 +102,47 @@ class LatentColumns(_CachedColumns):
         sizes = ("width", "height", "num_frames", "fps", "bucket_id")
         return (self.files.column, *self.files.shown_columns, *sizes, *index)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Write missing entries and return the key of each row's entry.
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Write missing entries and return the key of each row's entry, or the list of those of its views.
 
         Raises:
             MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
         """
         rows, samples = self._samples(batch)
-        missing = {sample.key: sample for sample in samples if sample and not self.cache.holds(sample.key)}
+        missing = {
+            sample.key: sample for views in samples for sample in views if sample and not self.cache.holds(sample.key)
+        }
         unreadable = self._encode(list(missing.values()))
-        keys = [sample.key if sample and sample.key not in unreadable else "" for sample in samples]
-        for row, key in zip(rows, keys, strict=True):
-            outcome = "rejected" if row["bucket_id"] < 0 else "unreadable" if not key else "found"
-            self.counts["encoded" if missing.pop(key, None) else outcome] += 1
-        return {"latents_key": keys}
+        cells = []
+        for row, views in zip(rows, samples, strict=True):
+            keys = [sample.key for sample in views if sample and sample.key not in unreadable]
+            whole = len(keys) == len(views)
+            encoded = [missing.pop(key, None) is not None for key in keys]
+            outcome = "rejected" if row["bucket_id"] < 0 else "found" if whole else "unreadable"
+            self.counts["encoded" if whole and any(encoded) else outcome] += 1
+            cells.append(_cell(keys if whole else [""] * len(views)))
+        return {"latents_key": cells}
 
-    def _samples(self, batch: Mapping[str, Sequence[Any]]) -> tuple[list[dict[str, Any]], list[_Sample | None]]:
-        """Return the rows of a batch and their samples."""
+    def _samples(self, batch: Mapping[str, Sequence[Any]]) -> tuple[list[dict[str, Any]], list[list[_Sample | None]]]:
+        """Return the rows of a batch and the samples of their views."""
         names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
         rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
-        return rows, [self._sample(row, position) for position, row in enumerate(rows)]
+        rules = self.config.view_rules
+        return rows, [[self._sample(row, position, *rule) for rule in rules] for position, row in enumerate(rows)]
 
-    def _sample(self, row: Mapping[str, Any], position: int) -> _Sample | None:
-        """Return a row's sample; None if it has no bucket or no file."""
+    def _sample(self, row: Mapping[str, Any], position: int, rule: ViewRule, epoch: int) -> _Sample | None:
+        """Return a view of a row; None if it has no bucket or no file."""
         if row["bucket_id"] < 0:
             return None
+        draws = np.zeros(0)
+        if rule.num_draws:
+            draws = seeded_draws(rule.num_draws, seed=self.config.seed, epoch=epoch, index=int(row["index"]))
         try:
             sample = self.files.sample(
                 row,
                 self.table.size(int(row["bucket_id"])),
-                views=self.config.views,
-                draws=self._draws(row),
+                views=rule,
+                draws=draws,
                 name=f"row {position} of its batch",
             )
             file = _identity(sample.source, self.files.root)
@@ -167,10 +177,6 @@ class LatentColumns(_CachedColumns):
             crop=crop,
         )
         return _Sample(key, sample, crop)
-
-    def _draws(self, row: Mapping[str, Any]) -> np.ndarray:
-        count = self.config.views.num_draws
-        return seeded_draws(count, seed=self.config.seed, epoch=0, index=int(row["index"])) if count else np.zeros(0)
 
     def _encode(self, samples: list[_Sample]) -> set[str]:
         """Write the entries of samples and return the keys of unreadable ones."""
@@ -299,8 +305,9 @@ class TextColumns(_TextEntries):
 class SeeingTextColumns(_TextEntries):
     """Encode the captions of rows for a text encoder that sees their references too, and compute `text_key`.
 
-    As [`TextColumns`], but an entry belongs to one sample, whose key in the cache of latents is part of its own. Also
-    computes `null_text_key`, the key of the empty caption beside the same references. Rejected rows get empty keys.
+    As [`TextColumns`], but an entry belongs to one view of a sample, whose key in the cache of latents is part of its
+    own. Also computes `null_text_key`, the key of the empty caption beside the same references. Rejected rows get
+    empty keys. With several views, the cells of both columns list what they would hold for each view.
 
     Args:
         encode (callable): Encodes captions and, as `references`, a tuple of pictures `(3, F, h, w)` in [−1, 1] for
@@ -334,12 +341,12 @@ class SeeingTextColumns(_TextEntries):
         """
         _, samples = self.latents._samples(batch)
         columns: dict[str, list[Any]] = {name: [] for name in self.output_columns}
-        for cell, sample in zip(batch[self.column], samples, strict=True):
+        for cell, views in zip(batch[self.column], samples, strict=True):
             captions = texts_of({self.column: cell}, self.column)
-            keys = self._keys_of(captions, sample)
-            own = [keys[caption] for caption in captions]
-            columns["text_key"].append(own[0] if isinstance(cell, str) else own)
-            columns[NULL_TEXT_KEY].append(keys[""])
+            keys = [self._keys_of(captions, sample) for sample in views]
+            own = [[of_view[caption] for caption in captions] for of_view in keys]
+            columns["text_key"].append(_cell([texts[0] if isinstance(cell, str) else texts for texts in own]))
+            columns[NULL_TEXT_KEY].append(_cell([of_view[""] for of_view in keys]))
         return columns
 
     def _keys_of(self, captions: Sequence[str], sample: _Sample | None) -> dict[str, str]:
@@ -363,6 +370,11 @@ class SeeingTextColumns(_TextEntries):
             self._write([keys[caption] for caption in missing], *encoded)
         self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
         return keys
+
+
+def _cell(views: Sequence[Any]) -> Any:
+    """Return the cell of a row: what its only view has, or a list with what each of several has."""
+    return views[0] if len(views) == 1 else views
 
 
 def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | None) -> list[Any] | None:

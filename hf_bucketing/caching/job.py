@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from ..buckets.arrays import whole_column
 from ..buckets.assignment import Rejection
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
@@ -24,6 +23,7 @@ from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
 from .columns import LatentColumns, SeeingTextColumns, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
+from .keys import has_latents
 from .settings import CacheConfig
 from .store import TensorCache
 
@@ -80,8 +80,8 @@ def cache_dataset(
     counts: Counter[str] = sum((Counter(part) for part in gather_object([mine])), Counter())
     if not state.is_main_process:
         return None, counts
-    keys = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)["latents_key"]
-    dataset = _with_keys(prepared.dataset, whole_column(keys), buckets)
+    keyed = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)
+    dataset = _with_keys(prepared.dataset, keyed, buckets)
     if isinstance(text, SeeingTextColumns):
         texts = map_columns(rows, text, overwrite=True).select_columns(list(text.output_columns))
         dataset = with_columns(dataset, dict(zip(texts.column_names, texts.data.columns, strict=True)))
@@ -94,6 +94,7 @@ def cache_dataset(
         text_model=None if text is None else text.model,
         empty_text_key=text.null_key if isinstance(text, TextColumns) else None,
         views={**asdict(config.views), "seed": config.seed},
+        views_per_sample=config.views_per_sample,
     )
     return replace(prepared, dataset=dataset, cache=info), counts
 
@@ -150,10 +151,11 @@ def _encode_share(
             bar.update(len(keys))
 
 
-def _with_keys(dataset: Dataset, keys: np.ndarray, bucket_ids: np.ndarray) -> Dataset:
+def _with_keys(dataset: Dataset, keyed: Dataset, bucket_ids: np.ndarray) -> Dataset:
     """Add the keys; rows that turned out to be unreadable get the values that unreadable rows have."""
-    unreadable = (keys == "") & (bucket_ids >= 0)
-    columns = {"latents_key": keys}
+    unreadable = ~has_latents(keyed) & (bucket_ids >= 0)
+    keys = keyed.select_columns(["latents_key"]).with_format("arrow")[:]["latents_key"]
+    columns: dict[str, Any] = {"latents_key": keys.combine_chunks()}
     if unreadable.any():
         marks = {"width": -1, "height": -1, "num_frames": -1, "bucket_id": -1, "num_tokens": 0}
         for name, mark in {**marks, "rejection": Rejection.UNREADABLE.label}.items():

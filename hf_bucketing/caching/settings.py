@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..errors import BucketingError
 from ..media.views import ViewRule
 from ..settings import check_at_least, check_literals
 
@@ -14,12 +15,16 @@ class CacheConfig:
     """Settings of a cache: its folder, the views of the files that it holds, and how they are encoded.
 
     Args:
-        folder (`str`): Folder of the entries. One that holds entries is completed.
+        folder (`str`): Folder of the entries, or a URL such as `s3://bucket/cache`. One that holds entries is
+            completed.
         batching (`"bucket"` or `"pack"`): Whether each sample gets its size in `table` or in `open_table` of the
             [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
             random, and PyAV decodes.
-        seed (`int`): Seed of random views. They are those of epoch 0 and need an `index` column.
+        views_per_sample (`int`): Views of each sample, of which training draws one in every epoch. Of several, the
+            first has no random crop, frames or flip; the others are random.
+        seed (`int`): Seed of random views. They are those of the first epochs of training from files with this seed,
+            and need an `index` column.
         batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
         num_threads (`int`): Threads that decode files while the encoder runs.
         on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
@@ -27,12 +32,14 @@ class CacheConfig:
             `preservation_caption` and `slider` of a run name; by default none.
 
     Raises:
-        BucketingError: On a number below 1, or an unknown `batching` or `on_error`.
+        BucketingError: On a number below 1, an unknown `batching` or `on_error`, or several views of which none is
+            random.
     """
 
     folder: str = field(metadata={"flag": False})
     batching: Literal["bucket", "pack"] = "bucket"
     views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
+    views_per_sample: int = 1
     seed: int = 0
     batch_size: int = 8
     num_threads: int = 2
@@ -41,4 +48,15 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_at_least(1, self, "batch_size", "num_threads")
+        check_at_least(1, self, "batch_size", "num_threads", "views_per_sample")
+        if self.views_per_sample > 1 and not self.views.num_draws:
+            raise BucketingError(
+                f"`views_per_sample={self.views_per_sample}` would encode equal views, as nothing is random; give "
+                '`random_crop`, `flip_probability` or `frame_picking="random"`.'
+            )
+
+    @property
+    def view_rules(self) -> list[tuple[ViewRule, int]]:
+        """Rule of each view of a sample, and the epoch of its draws."""
+        drawn = [(self.views, epoch) for epoch in range(self.views_per_sample)]
+        return drawn if self.views_per_sample == 1 else [(self.views.fixed, 0), *drawn[:-1]]

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from ..errors import BucketingError, ColumnError, MediaError
 from ..files import PARTIAL, complete_file
 from ..media.probe import frames_at_fps
-from ..media.remote import is_url
+from ..media.remote import below, is_url
 from .buckets import BucketColumns
 from .metadata import MediaMetadata
 
@@ -187,7 +187,8 @@ class ParquetColumns:
         """Return an absolute path; one that leaves the root stays relative, and is refused when it is read."""
         if path is None or is_url(path) or os.path.normpath(path).split(os.sep)[0] == os.pardir:
             return path
-        return os.path.join(os.path.abspath(str(self.metadata.root)), path)
+        root = str(self.metadata.root)
+        return below(root if is_url(root) else os.path.abspath(root), path)
 
     def _schema(self, schema: pa.Schema) -> pa.Schema:
         """Return the schema of the output."""

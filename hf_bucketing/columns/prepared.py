@@ -56,16 +56,18 @@ class CacheInfo:
     """Describe the cached latents and texts of a data set; see `hf_bucketing.caching`, which makes and reads them.
 
     The data set's `latents_key` and `text_key` columns hold the keys of the entries; rows without a bucket have empty
-    keys. This value is part of the prepared folder, so it is defined here, with plain fields.
+    keys. With several views, a cell of `latents_key` lists the keys of a row's views. This value is part of the
+    prepared folder, so it is defined here, with plain fields.
 
     Args:
-        folder (`str`): Folder of the entries.
+        folder (`str`): Folder or URL of the entries.
         batching (`"bucket"` or `"pack"`): Whether latents have their sizes in `table`, or in `open_table`.
         latents_model (`str`): Fingerprint of the encoder of the latents.
         text_model (`str`, *optional*): Fingerprint of the encoder of the captions; None if there are none.
         empty_text_key (`str`, *optional*): Key of the entry of the text that stands for a dropped caption.
         views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
         prepared (`str`, *optional*): Prepared folder of the rows that were encoded, where it is known.
+        views_per_sample (`int`): Views of each row.
     """
 
     folder: str
@@ -75,6 +77,7 @@ class CacheInfo:
     empty_text_key: str | None
     views: dict[str, Any]
     prepared: str | None = None
+    views_per_sample: int = 1
 
     def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
         """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""
@@ -225,7 +228,7 @@ class PreparedDataset:
             "audio": None if self.audio is None else asdict(self.audio),
             "cache": None
             if self.cache is None
-            else asdict(self.cache.with_folders(lambda folder: os.path.relpath(folder, target))),
+            else asdict(self.cache.with_folders(lambda folder: root_from(folder, target))),
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
@@ -260,9 +263,7 @@ class PreparedDataset:
             conditions=manifest["conditions"],
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
-            cache=None
-            if cache is None
-            else CacheInfo(**cache).with_folders(lambda folder: os.path.normpath(path / folder)),
+            cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
             settings=read_config_file(str(config)).plain() if config.is_file() else {},
         )
 

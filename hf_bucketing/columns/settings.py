@@ -94,10 +94,10 @@ class TableConfig:
         BucketingError: If `max_frames` is not as described.
     """
 
-    bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table")
-    buckets: str | None = setting(None, one_of="table")
+    bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table", common=True)
+    buckets: str | None = setting(None, one_of="table", common=True)
     table: Path | None = setting(None, one_of="table")
-    bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames")
+    bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames", common=True)
     bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
     aspect_step: float = 0.08
     max_aspect_ratio: float = 2.5
@@ -321,11 +321,11 @@ class RowsConfig:
             not above 0, or both are given.
     """
 
-    dataset: str
+    dataset: str = field(metadata={"common": True})
     dataset_config_name: str | None = None
     split: str = "train"
-    media_column: str | None = None
-    caption_column: str | None = None
+    media_column: str | None = setting(None, common=True)
+    caption_column: str | None = setting(None, common=True)
     first_frame_column: str | None = None
     last_frame_column: str | None = None
     control_column: str | None = None
@@ -338,10 +338,10 @@ class RowsConfig:
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
     is_regularization: bool = False
-    target_fps: float = 16.0
-    clips: str | None = None
-    clip_frames: int | None = None
-    on_error: OnCaptionError = "raise"
+    target_fps: float = setting(16.0, common=True)
+    clips: str | None = setting(None, common=True)
+    clip_frames: int | None = setting(None, common=True)
+    on_error: OnCaptionError = setting("raise", common=True)
     on_caption_error: OnCaptionError | None = None
     beside: BesideConfig = field(default_factory=BesideConfig)
     name: str | None = setting(None, flag="listed")

@@ -48,11 +48,11 @@ _CAPTION = "{caption}"
 
 _CLIPS = ("frame_extraction", "frame_stride", "frame_sample")
 _CAPTIONS = ("caption_prefix", "caption_suffix")
-_READ = {*_PATHS, *_FOLDERS, *_REFERENCE_FOLDERS, *_CLIPS, *_CAPTIONS, "control_resolution"}
-_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets", "is_reg"}
+KEYS_READ = {*_PATHS, *_FOLDERS, *_REFERENCE_FOLDERS, *_CLIPS, *_CAPTIONS, "control_resolution"}
+KEYS_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames", "frame_buckets", "is_reg"}
 
 _BUCKETS = "sizes come from the bucket table: give `bucket_tokens`, `buckets` or `table`"
-_ADVICE: dict[str, tuple[Any, str]] = {
+KEYS_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("resolution", "resolutions", "size_buckets"), (None, _BUCKETS)),
     **dict.fromkeys(("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), (None, _BUCKETS)),
     **dict.fromkeys(("enable_bucket", "enable_ar_bucket"), (True, f"there are always buckets; {_BUCKETS}")),
@@ -220,8 +220,8 @@ def _ignored(tables: list[dict[str, Any]]) -> list[str]:
     """Return a sentence for each key without effect, with its values."""
     values: dict[str, list[Any]] = {}
     for table in tables:
-        for key in sorted(table.keys() - _READ):
-            fulfilled, _ = _ADVICE.get(key, _UNKNOWN)
+        for key in sorted(table.keys() - KEYS_READ):
+            fulfilled, _ = KEYS_WITHOUT_EFFECT.get(key, _UNKNOWN)
             if table[key] != fulfilled and table[key] not in values.setdefault(key, []):
                 values[key].append(table[key])
     several = [table["target_frames"] for table in tables if len(table.get("target_frames", [])) > 1]
@@ -231,7 +231,7 @@ def _ignored(tables: list[dict[str, Any]]) -> list[str]:
         for frames in several[:1]
     ]
     return said + [
-        f"{key} = {' and '.join(map(str, settings))} has no effect: {_ADVICE.get(key, _UNKNOWN)[1]}."
+        f"{key} = {' and '.join(map(str, settings))} has no effect: {KEYS_WITHOUT_EFFECT.get(key, _UNKNOWN)[1]}."
         for key, settings in values.items()
         if settings
     ]

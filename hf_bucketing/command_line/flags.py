@@ -14,33 +14,21 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_or
 from ..errors import BucketingError, FlagError, did_you_mean, quoted
 from ..settings import Setting, build, choices, names_of, parts_of, settings_in, without_links
 from .config_file import CACHED_DIR, SOURCES, ConfigFile, Entry, read_config_file
+from .help import FlagHelp, short_help
 
 Config = TypeVar("Config")
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Add the default of each flag to its help, unless the help says what happens without the flag."""
+class _ShowHelp(argparse.Action):
+    """Print the help of a script, and end it; the value `all` asks for every flag."""
 
-    flags: dict[str, str]
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs="?", metavar="all", default=argparse.SUPPRESS, **options)
 
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = BucketingError(action.help or "").in_flags(self.flags).replace("`", "")
-        if action.required or not action.option_strings or "default" in text.lower():
-            return text
-        if action.default is argparse.SUPPRESS:
-            return text
-        return f"{text} (default: {_shown(action.default)})".lstrip()
-
-
-def _shown(default: Any) -> str:
-    if default is None:
-        return "none"
-    if isinstance(default, bool):
-        return "true" if default else "false"
-    if isinstance(default, float):
-        return f"{default:g}"
-    text = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
-    return text.replace("%", "%%")
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        assert isinstance(parser, FlagParser)
+        print(parser.format_help() if values == "all" else short_help(parser, parser.common), end="")
+        parser.exit()
 
 
 class _Several(argparse.Action):
@@ -77,9 +65,28 @@ class FlagParser(argparse.ArgumentParser):
         self._arguments: dict[str, str] = {}
         self._config: _ConfigRule | None = None
         self.given_lists: set[str] = set()
-        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+        self._common: set[str] = set()
+        super().__init__(description=description, formatter_class=FlagHelp, allow_abbrev=False, add_help=False)
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_ShowHelp,
+            help="Show the flags and exit; `all` adds those that few people need.",
+        )
         for kind in kinds:
             self.add_settings(kind)
+
+    def add_argument(self, *names: str, common: bool = False, **options: Any) -> argparse.Action:
+        """Add a flag or a positional argument; a `common` flag is one that the short help shows."""
+        action = super().add_argument(*names, **options)
+        if common:
+            self._common.add(action.dest)
+        return action
+
+    @property
+    def common(self) -> list[argparse.Action]:
+        """What most people need: the arguments that are required, and the common ones."""
+        return [action for action in self._actions if action.required or action.dest in self._common]
 
     def add_settings(
         self, kind: type, *, skip: Sequence[str] = (), several: Sequence[str] = (), listed: bool = False
@@ -88,7 +95,8 @@ class FlagParser(argparse.ArgumentParser):
 
         Name, type and default are those of the dataclass field, and the help is the field's entry under `Args:` in
         the docstring. A field may have `metadata`: `argument`, another name that the library uses for the same
-        setting, `parse`, a function that reads the flag's value, and `flag`, which says that it has none.
+        setting, `parse`, a function that reads the flag's value, `flag`, which says that it has none, and `common`,
+        which makes the short help show it.
 
         Args:
             kind (type): Frozen dataclass, which may be composed of others.
@@ -110,6 +118,8 @@ class FlagParser(argparse.ArgumentParser):
             if setting.name in several:
                 options |= {"nargs": "+", "action": _Several, "required": False, "default": None}
             groups[setting.owner].add_argument(f"--{setting.name}", **options)
+            if setting.metadata.get("common"):
+                self._common.add(setting.name)
             if "argument" in setting.metadata:
                 self._arguments[setting.metadata["argument"]] = f"--{setting.name}"
 
@@ -145,7 +155,10 @@ class FlagParser(argparse.ArgumentParser):
         """
         self._config = _ConfigRule(script, others, names)
         self.add_argument(
-            "--config", metavar="FILE", help="YAML file of settings, as flags are named; flags override it."
+            "--config",
+            metavar="FILE",
+            common=True,
+            help="YAML file of settings, as flags are named; flags override it.",
         )
 
     @property
@@ -247,11 +260,11 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: Always.
         """
-        raise FlagError(f"{message} (python scripts/{self.prog} --help lists all flags)")
+        raise FlagError(f"{message} (python scripts/{self.prog} --help all lists all flags)")
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         formatter = super()._get_formatter()
-        assert isinstance(formatter, _Help)
+        assert isinstance(formatter, FlagHelp)
         formatter.flags = self.flags
         return formatter
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import BucketingError, ColumnError
-from ..randomness import Purpose, generator, sample_key
+from ..randomness import Purpose
 from ..settings import check_at_least, not_default
-from .occurrences import occurrence_of
+from .occurrences import occurrence_of, row_generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +88,4 @@ def texts_of(row: Mapping[str, Any], column: str) -> Sequence[str]:
 
 
 def _generator(purpose: Purpose, row: Mapping[str, Any], *, seed: int | None, epoch: int) -> np.random.Generator:
-    if seed is None:
-        import torch  # its state makes these draws; the settings of captions need no torch
-
-        return generator(purpose, int(torch.randint(2**62, ())))
-    if "index" not in row:
-        raise ColumnError(
-            "A caption is drawn by the index of its row, but there is no such column; add one with "
-            'dataset.add_column("index", range(len(dataset))).'
-        )
-    key = sample_key(seed=seed, epoch=epoch, index=int(row["index"]), occurrence=occurrence_of(row))
-    return generator(purpose, *key)
+    return row_generator(purpose, row, seed=seed, epoch=epoch, occurrence=occurrence_of(row))

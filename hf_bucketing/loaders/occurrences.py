@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ColumnError
+from ..randomness import Purpose, generator, sample_key
+
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import Dataset
 
 OCCURRENCE = "occurrence_in_epoch"
@@ -68,3 +72,30 @@ class NumberedRows:
 def occurrence_of(row: Mapping[str, Any]) -> int:
     """Return how often the epoch held a row before; 0 where nothing counts it."""
     return int(row.get(OCCURRENCE, 0))
+
+
+def row_generator(
+    purpose: Purpose, row: Mapping[str, Any], *, seed: int | None, epoch: int, occurrence: int = 0
+) -> np.random.Generator:
+    """Return the generator of a draw for a row.
+
+    Args:
+        purpose ([`Purpose`][hf_bucketing.randomness.Purpose]): What is drawn.
+        row (mapping): Row with an `index`, unless there is no seed.
+        seed (`int`, *optional*): Seed of the draws; without one they follow torch's random state.
+        epoch (`int`): Epoch of the draw.
+        occurrence (`int`): How often the epoch held the row before.
+
+    Raises:
+        ColumnError: If `index` is missing.
+    """
+    if seed is None:
+        import torch  # its state makes these draws; the settings of captions need no torch
+
+        return generator(purpose, int(torch.randint(2**62, ())))
+    if "index" not in row:
+        raise ColumnError(
+            "Captions and cached views are drawn by the index of their row, but there is no such column; add one with "
+            'dataset.add_column("index", range(len(dataset))).'
+        )
+    return generator(purpose, *sample_key(seed=seed, epoch=epoch, index=int(row["index"]), occurrence=occurrence))

@@ -212,11 +212,11 @@ def _reaching(url: str) -> Iterator[None]:
         raise MediaError(f"{url} cannot be opened: {error}; install that package, or download the file.") from error
     except Exception as error:
         raise MediaError(
-            f"{url} cannot be read ({_reason(error)}); correct the URL, or remove the row if the file is gone."
+            f"{url} cannot be read ({reason_of(error)}); correct the URL, or remove the row if the file is gone."
         ) from error
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first cause of an error in one line; file systems of fsspec wrap those of their clients."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__

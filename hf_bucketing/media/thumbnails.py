@@ -94,7 +94,11 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
 
 
 def animation(source: MediaSource, *, max_side: int = 240) -> Thumbnail:
-    """Return a video as an animated WebP of at most 24 frames, evenly spread, that plays as long; an image as one.
+    """Return a video as [`animated`] does, with at most 24 frames; an image as one frame.
+
+    Args:
+        source ([`MediaSource`]): Image or video.
+        max_side (`int`): Longest side of the picture in pixels; smaller frames are kept.
 
     Raises:
         MediaError: If the file cannot be decoded.
@@ -102,10 +106,25 @@ def animation(source: MediaSource, *, max_side: int = 240) -> Thumbnail:
     info = probe(source)
     count = min(info.num_frames, _MOST_FRAMES) if info.fps else 1
     fps = info.fps * count / info.num_frames if info.fps else 0.0
-    frames = [_small(frame, max_side) for frame in iter_frames(source, frame_times(count, fps))]
-    duration = round(1000 / fps) if fps else 0
+    return animated([*iter_frames(source, frame_times(count, fps))], fps=fps, max_side=max_side)
+
+
+def animated(
+    frames: Sequence[Frame], *, fps: float, most_frames: int = _MOST_FRAMES, max_side: int = 240
+) -> Thumbnail:
+    """Return frames as an animated WebP that plays as long as they do.
+
+    Args:
+        frames (sequence of arrays of `uint8`, shape `(height, width, 3)`): The frames, at least one.
+        fps (`float`): Their frame rate; 0 for an image.
+        most_frames (`int`): Frames of the picture at most, evenly spread.
+        max_side (`int`): Longest side of the picture in pixels; smaller frames are kept.
+    """
+    count = min(len(frames), most_frames)
+    small = [_small(frames[number * len(frames) // count], max_side) for number in range(count)]
+    duration = round(1000 * len(frames) / count / fps) if fps else 0
     return _encode(
-        frames, form="webp", quality=_QUALITY, save_all=True, append_images=frames[1:], duration=duration, loop=0
+        small, form="webp", quality=_QUALITY, save_all=True, append_images=small[1:], duration=duration, loop=0
     )
 
 

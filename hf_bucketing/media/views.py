@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import MediaError, explains_arguments
 from ..randomness import Purpose, generator, sample_key
-from ..settings import check_literals, check_shares, setting
+from ..settings import check_literals, check_shares, marked, setting
 from .decode import DecoderName, check_decoder, frame_times
 
 FramePicking = Literal["start", "uniform", "random"]
@@ -93,6 +93,12 @@ class ViewRule:
         if self.flip_probability:
             return 4
         return 3 if self.random_crop or self.frame_picking == "random" else 0
+
+    @property
+    def fixed(self) -> ViewRule:
+        """The rule without its draws, as held-out samples have it."""
+        picking = None if self.frame_picking == "random" else self.frame_picking
+        return replace(self, **marked(ViewRule, "held_out"), frame_picking=picking)
 
     def view(
         self,

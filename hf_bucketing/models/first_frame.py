@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -57,6 +57,11 @@ class FirstFrameRecipe(Recipe):
     def drawn_kinds(self) -> tuple[str, ...]:
         """Conditions of whole frames, and what the base class takes."""
         return tuple(dict.fromkeys((*FRAMES, *super().drawn_kinds)))
+
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return whether the model embeds the timestep of the clean frame."""
+        return super().has_clean_parts(settings, draws=True)
 
     @torch.no_grad()
     def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:

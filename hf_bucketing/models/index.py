@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class PipelineIndex:
         is_modular (`bool`): Whether the pipeline exists only as blocks.
         components (mapping of `str` to [`IndexEntry`]): The components that it comes with.
         absent (`tuple` of `str`): Components that its class has and it comes without.
+        settings (mapping of `str` to any): What the index says of the pipeline's call, such as `expand_timesteps`.
     """
 
     name_or_path: str
@@ -60,6 +61,7 @@ class PipelineIndex:
     is_modular: bool
     components: Mapping[str, IndexEntry]
     absent: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -99,6 +101,7 @@ def read_index(name_or_path: str) -> PipelineIndex:
             if library is not None
         },
         absent=tuple(name for name, (library, _) in entries.items() if library is None),
+        settings={name: value for name, value in values.items() if name not in entries},
     )
 
 

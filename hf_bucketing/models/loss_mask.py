@@ -11,7 +11,9 @@ LOSS_MASK = "loss_mask"
 """Encoded condition that weighs the loss, `(1, f, h, w)` of each sample."""
 
 
-def latent_mask(mask: torch.Tensor, latent_size: tuple[int, ...], *, repeats: int = 0) -> torch.Tensor:
+def latent_mask(
+    mask: torch.Tensor, latent_size: tuple[int, ...], *, repeats: int = 0, chunk_frames: int = 0
+) -> torch.Tensor:
     """Average a mask over the pixels and frames that each latent pixel stands for.
 
     A causal VAE encodes the first frame alone, and further frames in groups of its temporal stride; an image VAE
@@ -22,6 +24,8 @@ def latent_mask(mask: torch.Tensor, latent_size: tuple[int, ...], *, repeats: in
         latent_size (`tuple` of `int`): Frames, height and width of its latents.
         repeats (`int`): Latent frames before the first one that repeat it, see
             [`LatentSpec`][hf_bucketing.LatentSpec].
+        chunk_frames (`int`): Frames of the chunks that the VAE encodes, each as a video of its own; 0 where it encodes
+            all frames as one.
 
     Returns:
         `torch.Tensor` of shape `(1, f, h, w)`: In [0, 1].
@@ -34,10 +38,14 @@ def latent_mask(mask: torch.Tensor, latent_size: tuple[int, ...], *, repeats: in
         tensor([1.0000, 0.2500])
     """
     frames, height, width = latent_size
-    groups, further = frames - repeats - 1, mask.shape[1] - 1
-    if groups < 0 or (further % groups if groups else further):
-        raise BucketingError(f"A mask of {mask.shape[1]} frames does not fit latents of {frames} frames.")
     averaged = F.adaptive_avg_pool2d(mask, (height, width))
-    first, rest = averaged[:, :1], averaged[:, 1:]
-    rest = rest.unflatten(1, (groups, -1)).mean(2) if groups else rest
-    return torch.cat([first.expand(-1, repeats + 1, -1, -1), rest], 1)
+    videos = averaged.split(chunk_frames or mask.shape[1], 1)
+    groups, further = frames - repeats - len(videos), mask.shape[1] - len(videos)
+    stride = further // groups if groups > 0 else 1
+    if groups * stride != further or any((video.shape[1] - 1) % stride for video in videos):
+        raise BucketingError(f"A mask of {mask.shape[1]} frames does not fit latents of {frames} frames.")
+    parts = [averaged[:, :1].expand(-1, repeats, -1, -1)]
+    for video in videos:
+        rest = video[:, 1:].unflatten(1, ((video.shape[1] - 1) // stride, stride))
+        parts += [video[:, :1], rest.mean(2)]
+    return torch.cat(parts, 1)

@@ -622,8 +622,8 @@ class Recipe:
             encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
-            repeats = self.spec.num_repeats
-            encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, repeats=repeats) for mask in masks])
+            frames = {"repeats": self.spec.num_repeats, "chunk_frames": self.spec.chunk_frames}
+            encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, **frames) for mask in masks])
         if AUDIO in shown:
             encoded[AUDIO] = [self.encode_audio(waveform) for waveform in shown[AUDIO]]
         return encoded
@@ -686,6 +686,16 @@ class Recipe:
     def encodes_drawn(self) -> bool:
         """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
         return False
+
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return whether samples have parts with timesteps of their own, as models that embed several take them.
+
+        Args:
+            settings (mapping): Settings of the pipeline, see [`PipelineIndex`][hf_bucketing.models.index].
+            draws (`bool`): Whether a run draws conditions.
+        """
+        return draws and cls.family.timesteps_per != "row"
 
     def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
         """Raise BucketingError if a run cannot show the model what it would draw.

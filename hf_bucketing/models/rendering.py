@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,14 +30,15 @@ from ..packing.pack import Packing
 from ..packing.texts import apply_text_mask
 from ..plans.packs import PackPlanConfig
 from .enable import disable_packing, enable_packing, packing_disabled
+from .experts import transformers_of
 from .recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
 _CHECKED = 2
-"""First forwards of a call that are also run alone and compared: those with and without a condition."""
+"""First forwards of each transformer in a call that also run alone and are compared: with and without a condition."""
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # some models compute positions in float32
 _HALF_TOLERANCE = 5e-2
 """Largest difference to the forwards alone, relative to their largest value, if that exceeds 1."""
 
@@ -65,7 +67,8 @@ def render_together(
 ) -> list[Any]:
     """Run calls of a pipeline together, the forwards of its transformers as packs.
 
-    Results are those of the calls one by one, but for the rounding of attention. The first forwards of each call are
+    Results are those of the calls one by one, but for the rounding of attention. All transformers of the pipeline run
+    packs, those that a run does not train included. The first forwards of each call are
     also run alone; where a pipeline passes more than packs hold, or results differ, all forwards run alone, and a
     warning says so.
 
@@ -83,10 +86,9 @@ def render_together(
     Raises:
         Exception: Whatever a call raises; the others end too.
     """
-    transformers = {expert.trained: expert.transformer for expert in recipe.experts}
     forwards = {
         name: _Forwards(recipe.pipeline_class, transformer, strip_length, backend, max_tokens)
-        for name, transformer in transformers.items()
+        for name, transformer in _transformers(recipe).items()
     }
     workers = [_Worker(recipe, call) for call in calls]
     try:
@@ -133,7 +135,7 @@ class _Worker:
         self.request: _Request
         self.result: Any = None
         self._recipe = _with_waiting(recipe, self._wait)
-        self._number = 0
+        self._numbers: Counter[str] = Counter()
         self._error: BaseException | None = None
         self._ended = False
         self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -172,8 +174,8 @@ class _Worker:
         self._has_stopped.release()
 
     def _wait(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.request = _Request(name=name, grid=self.call.grid, number=self._number, args=args, kwargs=kwargs)
-        self._number += 1
+        self.request = _Request(name=name, grid=self.call.grid, number=self._numbers[name], args=args, kwargs=kwargs)
+        self._numbers[name] += 1
         self._has_stopped.release()
         self._may_run.acquire()
         if self._ended:
@@ -195,6 +197,13 @@ class _Waiting:
         return self._forward(args, kwargs)
 
 
+def _transformers(recipe: Recipe) -> dict[str, torch.nn.Module]:
+    """Return the transformers of a recipe's pipeline by their names in it."""
+    components = recipe.pipeline.components
+    named = {name: components.get(name) for name in transformers_of("both")}
+    return {name: component for name, component in named.items() if isinstance(component, torch.nn.Module)}
+
+
 def _with_waiting(recipe: Recipe, wait: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> Recipe:
     """Return a recipe with a pipeline of the same components, schedulers of its own, and waiting transformers."""
     pipeline = copy.copy(recipe.pipeline)
@@ -202,14 +211,13 @@ def _with_waiting(recipe: Recipe, wait: Callable[[str, tuple[Any, ...], dict[str
     for name, component in recipe.pipeline.components.items():
         if name.endswith(("scheduler", "guider")):
             pipeline.__dict__[name] = copy.deepcopy(component)
-    for expert in recipe.experts:
-        name = expert.trained
+    for name, transformer in _transformers(recipe).items():
 
         def forward(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
             return wait(name, args, kwargs)
 
         # not by setattr, which would write the class into the pipeline's configuration
-        pipeline.__dict__[name] = _Waiting(expert.transformer, forward)
+        pipeline.__dict__[name] = _Waiting(transformer, forward)
     return replace(recipe, pipeline=pipeline)
 
 
@@ -325,7 +333,7 @@ def _rows_of_call(packing: Packing, request: _Request) -> Rows:
     if missing := sorted({"hidden_states", "encoder_hidden_states", "timestep"} - arguments.keys()):
         raise PackingError(f"the pipeline passes no {quoted(missing)}, which packs are made of.")
     hidden, text, timestep = (arguments[name] for name in ("hidden_states", "encoder_hidden_states", "timestep"))
-    count = len(hidden)
+    count, text = len(hidden), text.flatten(2)  # some pipelines pass layers of the text encoder apart
     if family.latents_as == "tokens" and hidden.shape[1] != math.prod(request.grid):
         raise PackingError(f"the pipeline passes {hidden.shape[1]} tokens where its size has {request.grid}.")
     rows = Rows(
@@ -333,11 +341,12 @@ def _rows_of_call(packing: Packing, request: _Request) -> Rows:
         timesteps=torch.zeros(count, dtype=torch.float64, device=hidden.device),
         text=text,
         patch=family.patch(transformer.config),
-        text_mask=torch.ones_like(text[..., 0], dtype=torch.long),
+        text_mask=torch.ones_like(text[..., 0], dtype=torch.bool),
         conditioning=_conditioning_of_call(packing, arguments, grid=request.grid, count=count),
     )
     lowest, highest = (family.inputs(replace(rows, timesteps=rows.timesteps + level)) for level in (0, 1000))
-    masks = [name for name, value in lowest.items() if value is rows.text_mask]
+    unpacked = {**lowest, **family.unpacked_inputs(transformer, rows)}
+    masks = [name for name, value in unpacked.items() if value is rows.text_mask]
     zero, scale = (values.flatten()[0] for values in (lowest["timestep"], highest["timestep"] - lowest["timestep"]))
     timesteps = torch.as_tensor(timestep, device=hidden.device, dtype=torch.float64)
     if timesteps.ndim < 2:
@@ -364,8 +373,9 @@ def _conditioning_of_call(
         if arguments.get(name) is None:
             raise PackingError(f"the pipeline passes no {name}, which packs take of each sample.")
         values = torch.as_tensor(arguments[name])
-        own = drawn[0].shape
-        conditioning[name] = values.expand(count, *own) if values.shape in (own, (1, *own)) else values
+        shape = drawn[0].shape
+        per_row = values.numel() in (shape.numel(), count * shape.numel())
+        conditioning[name] = values.reshape(-1, *shape).expand(count, *shape) if per_row else values
     return conditioning
 
 

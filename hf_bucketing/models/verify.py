@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..losses.masked import masked_mse
+from ..marks import mark
 from ..packing.attachment import unwrap
 from ..packing.batch import PackedBatch
 from ..packing.forward import packed_forward
@@ -53,8 +54,7 @@ class VerificationReport(NamedTuple):
     def __str__(self) -> str:
         rows = [f"{'check':44} {'difference':>10} {'limit':>10}"]
         for check in self.checks:
-            verdict = "ok" if check.holds else "FAILED"
-            rows.append(f"{check.name:44} {check.difference:10.1e} {check.limit:10.1e}  {verdict}")
+            rows.append(f"{check.name:44} {check.difference:10.1e} {check.limit:10.1e}  {mark(check.holds)}")
         return "\n".join(rows)
 
 

@@ -48,7 +48,7 @@ class OptimizerConfig:
 
     optimizer: str = setting("adamw", on_resume="equal")
     optimizer_args: list[str] | None = setting(None, on_resume="equal")
-    learning_rate: float = 1e-4
+    learning_rate: float = setting(1e-4, common=True)
     lora_plus_ratio: float | None = setting(None, on_resume="equal")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"

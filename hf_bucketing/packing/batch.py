@@ -62,7 +62,8 @@ class Rows:
         if self.timesteps.ndim == 1:
             return self.timesteps
         by_frame = self.timesteps.unflatten(1, (self.grid[0], -1))
-        if by_frame.shape[2] > 1 and not torch.equal(by_frame, by_frame[:, :, :1].expand_as(by_frame)):
+        known = not by_frame.is_meta  # without values, those of a frame are the same
+        if known and by_frame.shape[2] > 1 and not torch.equal(by_frame, by_frame[:, :, :1].expand_as(by_frame)):
             raise PackingError("This model takes a timestep per frame; those of a frame's tokens differ.")
         return by_frame[:, :, 0]
 

@@ -38,7 +38,7 @@ class MemoryConfig:
         BucketingError: On an impossible value.
     """
 
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = setting(False, common=True)
     trained_dtype: Literal["float32", "bf16"] = setting("float32", on_resume="equal")
     quantize_base: Quantization | None = setting(None, on_resume="equal")
     vae_tiling: bool = False

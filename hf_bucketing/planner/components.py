@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Components:
         text_encoders (`tuple` of [`Component`]): Text encoders.
         others (`tuple` of `(name, Component)`): What else encodes texts and media, such as an image encoder.
         second ([`Component`], *optional*): Transformer that is trained in the same run.
+        settings (mapping of `str` to any): Settings of the pipeline.
     """
 
     recipe: type[Recipe]
@@ -75,6 +77,7 @@ class Components:
     text_encoders: tuple[Component, ...]
     others: tuple[tuple[str, Component], ...] = ()
     second: Component | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def read_components(name_or_path: str, *, trained: TrainedComponent = "transformer") -> Components:
@@ -99,6 +102,7 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
             vae=read["vae"],
             text_encoders=tuple(read[name] for name in of_text),
             others=tuple((name, read[name]) for name in encoding if name not in ("vae", *of_text)),
+            settings=index.settings,
         )
 
 

@@ -279,6 +279,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         offload_activations=memory.offload_activations,
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
         base_predictions=config.base_predictions,
+        token_timesteps=recipe.has_clean_parts(components.settings, draws=config.condition is not None),
     )
 
 

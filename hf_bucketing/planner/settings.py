@@ -9,12 +9,13 @@ from typing import Literal
 from ..adapters.settings import AdapterConfig
 from ..buckets.sizes import Size
 from ..errors import BucketingError
+from ..models.conditioning import read_condition
 from ..models.experts import TrainedComponent
 from ..optimizers.settings import OptimizerConfig
 from ..placement.conflicts import Combination, check_combination
 from ..placement.settings import MemoryConfig, Precision
 from ..plans.packs import PackPlanConfig
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least, check_literals, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class PlanConfig:
         cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
             VAE is not loaded, with `"all"` no text encoder either.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
+        condition (`str`, *optional*): Parts of samples that the model is shown without noise, as in training; the
+            models that embed a timestep for each token take more memory then.
         sharding (`"ddp"` or `"fsdp2"`): How several processes share the training: each holds everything, or a part.
         num_processes (`int`): Processes, one per GPU.
         gradient_accumulation_steps (`int`): Batches per optimizer step.
@@ -51,16 +54,17 @@ class PlanConfig:
         BucketingError: On an impossible value, or settings that cannot be combined.
     """
 
-    sample_size: list[int] | None = None
+    sample_size: list[int] | None = setting(None, common=True)
     reference_sizes: str | None = None
-    train_batch_size: int = 1
-    max_tokens: int | None = None
-    batching: Literal["bucket", "pack"] = "bucket"
+    train_batch_size: int = setting(1, common=True)
+    max_tokens: int | None = setting(None, common=True)
+    batching: Literal["bucket", "pack"] = setting("bucket", common=True)
     strip_length: int = PackPlanConfig.strip_length
-    cached: Literal["nothing", "latents", "all"] = "nothing"
-    mixed_precision: Precision = "bf16"
+    cached: Literal["nothing", "latents", "all"] = setting("nothing", common=True)
+    mixed_precision: Precision = setting("bf16", common=True)
+    condition: str | None = None
     sharding: Literal["ddp", "fsdp2"] = "ddp"
-    num_processes: int = 1
+    num_processes: int = setting(1, common=True)
     gradient_accumulation_steps: int = 1
     ema_decay: float | None = None
     trained_component: TrainedComponent = "transformer"
@@ -85,6 +89,8 @@ class PlanConfig:
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
         self.references()
+        if self.condition is not None:
+            read_condition(self.condition)
         check_combination(
             Combination(
                 memory=self.memory,

@@ -70,6 +70,7 @@ class TracedStep:
         offload_activations (`bool`): Whether activations wait on the CPU.
         shards (`int`): Processes over which FSDP2 shards weights, gradients and moments.
         base_predictions (`int`): Forward passes of the transformer without adapters and gradients before it.
+        token_timesteps (`bool`): Whether each token has a timestep, or each frame where the model takes those.
     """
 
     transformer: Component
@@ -84,6 +85,7 @@ class TracedStep:
     shards: int = 1
     base_predictions: int = 0
     reference_sizes: tuple[Grid, ...] = ()
+    token_timesteps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +333,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     channels = family.in_channels(model)
     rows = Rows(
         latents=torch.empty(count, channels, *size, device="meta"),
-        timesteps=torch.empty(count, device="meta"),
+        timesteps=torch.empty((count, t * h * w) if step.token_timesteps else count, device="meta"),
         text=torch.empty(count, length, family.text_dim(model), device="meta"),
         patch=patch,
         text_mask=torch.ones(count, length) if family.text.padding == "masked" else None,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from ..buckets.sizes import Size
 from .charts import bar_chart
 from .compare import Report
-from .crops import WorstCrop
+from .crops import SampleCrop
 from .figures import MAX_BARS, data_charts, occupancy, strategies
-from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table
+from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, Verdict
 from .peers import PeerReport
 from .peers.table import READING, peer_cells, peer_notes
 from .references import describe_references
@@ -26,14 +26,19 @@ from .text import (
     size_label,
     strategy_cells,
 )
+from .verdict import RULE, choose_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Planned memory of a training step with some settings: bytes by kind, at the highest moment."""
+    """Planned memory of a training step with some settings: bytes by kind, at the highest moment.
+
+    `fits` says of devices, by the title of a column such as "in 24 GiB", whether they have as much.
+    """
 
     settings: str
     parts: Mapping[str, int]
+    fits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,9 @@ class Beside:
         assignment (`str`): Sentence about where the rows' buckets come from.
         files (mapping of `int` to `str`): Files of rows that are shown, by row.
         thumbnails (mapping of `int` to `(URI, width, height)`): Frames of the worst crops, by row.
-        faults (mapping of `int` to `str`): Why a frame of the worst crops could not be read, by row.
+        samples (mapping of `int` to `(URI, width, height)`): The random samples, cut to their buckets, by row.
+        captions (mapping of `int` to `str`): Captions of the random samples, by row.
+        faults (mapping of `int` to `str`): Why a sample that is shown could not be read, by row.
         sources (sequence of [`SourceUse`]): Sources, if there are several.
         peers (sequence of [`PeerReport`]): What other trainers would do, if it is asked.
         model (`str`): Pipeline whose memory is planned, and the step that is planned for.
@@ -56,6 +63,8 @@ class Beside:
     assignment: str
     files: Mapping[int, str]
     thumbnails: Mapping[int, tuple[str, int, int]] = field(default_factory=dict)
+    samples: Mapping[int, tuple[str, int, int]] = field(default_factory=dict)
+    captions: Mapping[int, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     sources: Sequence[SourceUse] = ()
     peers: Sequence[PeerReport] = ()
@@ -71,6 +80,7 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         Section(name="data", title="The data", blocks=[Charts(charts=data_charts(report))]),
         Section(name="sources", title="Sources", blocks=[_sources(beside.sources)] if beside.sources else []),
         Section(name="buckets", title="Buckets", blocks=_buckets(report)),
+        Section(name="samples", title="Samples as the model sees them", blocks=_samples(report, beside)),
         Section(name="crops", title="Worst crops", blocks=_crops(report.worst_crops, beside)),
         Section(name="rejections", title="Rejections", blocks=_rejections(report, beside)),
         Section(name="batching", title="Padding, bucketing, packing", blocks=_strategies(report)),
@@ -83,7 +93,8 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         f"{beside.name}: what its buckets make of the data, planned for {processes} with "
         f"batches of {config.batch_size}. Strides of the model: {strides}. {beside.assignment}"
     )
-    return Page(title="Buckets and batches", subtitle=subtitle, sections=sections)
+    head = [Verdict(text=str(choose_way(report)), rule=RULE)]
+    return Page(title="Buckets and batches", subtitle=subtitle, sections=sections, head=head)
 
 
 def _overview(report: Report, beside: Beside) -> list[Block]:
@@ -150,7 +161,24 @@ def _buckets(report: Report) -> list[Block]:
     return blocks
 
 
-def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
+def _samples(report: Report, beside: Beside) -> list[Block]:
+    """Show samples that were drawn at random, as [`Beside`] has them."""
+    pictures = [
+        _picture(sample, beside.samples[sample.row], beside)
+        for sample in report.random_samples
+        if sample.row in beside.samples
+    ]
+    if not pictures:
+        return []
+    how = (
+        f"{len(pictures):,} of the samples that have a bucket, drawn at random (--seed), with their captions, resized "
+        "and cut as bucketing takes them: here in the centre and from the first frame on; with random crops, training "
+        "moves both."
+    )
+    return [Paragraphs(texts=[how]), Gallery(title="", pictures=pictures), *_faults(report.random_samples, beside)]
+
+
+def _crops(crops: Sequence[SampleCrop], beside: Beside) -> list[Block]:
     if not crops:
         return []
     blocks: list[Block] = [
@@ -164,30 +192,44 @@ def _crops(crops: Sequence[WorstCrop], beside: Beside) -> list[Block]:
     pictures: dict[int, list[Picture]] = {}
     for crop in crops:
         if crop.row in beside.thumbnails:
-            uri, width, height = beside.thumbnails[crop.row]
-            frames = (
-                f", {crop.target.frames} of {crop.size.frames} frames" if crop.size.frames > crop.target.frames else ""
-            )
-            name = beside.files[crop.row]
-            picture = Picture(
-                source=uri,
-                width=width,
-                height=height,
-                alt=f"Frame of {name} with the part marked that its bucket keeps.",
-                name=name,
-                lines=(f"{size_label(crop.size)}, keeps {percent(crop.kept_area)}{frames}",),
-                box=crop.box(),
-            )
+            picture = _picture(crop, beside.thumbnails[crop.row], beside, box=crop.box())
             pictures.setdefault(crop.bucket_id, []).append(picture)
     targets = {crop.bucket_id: crop.target for crop in crops}
     blocks += [
         Gallery(title=f"Bucket {bucket}: {size_label(targets[bucket])}", pictures=pictures_of_bucket)
         for bucket, pictures_of_bucket in pictures.items()
     ]
-    if beside.faults:
-        texts = [f"{beside.files[row]} could not be shown: {fault}" for row, fault in beside.faults.items()]
-        blocks.append(Paragraphs(texts=texts, warning=True))
-    return blocks
+    return [*blocks, *_faults(crops, beside)]
+
+
+def _picture(
+    crop: SampleCrop,
+    thumbnail: tuple[str, int, int],
+    beside: Beside,
+    *,
+    box: tuple[float, float, float, float] | None = None,
+) -> Picture:
+    """Return a sample's picture with what is kept of it: with a `box`, of the whole frame, else cut to its bucket."""
+    uri, width, height = thumbnail
+    name, caption = beside.files[crop.row], beside.captions.get(crop.row, "")
+    frames = f", {crop.target.frames} of {crop.size.frames} frames" if crop.size.frames > 1 else ""
+    size = size_label(crop.size) if box else f"{size_label(crop.size)} → {size_label(crop.target)}"
+    return Picture(
+        source=uri,
+        width=width,
+        height=height,
+        alt=f"Frame of {name} with the part marked that its bucket keeps." if box else f"{name} as the model sees it.",
+        name=name,
+        lines=(*([f"“{caption}”"] if caption and not box else []), f"{size}, keeps {percent(crop.kept_area)}{frames}"),
+        box=box,
+    )
+
+
+def _faults(crops: Sequence[SampleCrop], beside: Beside) -> list[Block]:
+    """Name the files of samples that could not be read."""
+    faults = {crop.row: beside.faults[crop.row] for crop in crops if crop.row in beside.faults}
+    texts = [f"{beside.files[row]} could not be shown: {fault}" for row, fault in faults.items()]
+    return [Paragraphs(texts=texts, warning=True)] if texts else []
 
 
 def _rejections(report: Report, beside: Beside) -> list[Block]:
@@ -269,15 +311,16 @@ def _memory(beside: Beside) -> list[Block]:
     names = [name.replace("_", " ") for name in kinds]
     chart = bar_chart(bars, title="Memory of the most expensive step", x_label="GiB", note=beside.model, parts=names)
     rows = [
-        (row.settings, *(short_number(row.parts[name] / 2**30) for name in kinds), total)
+        (row.settings, *(short_number(row.parts[name] / 2**30) for name in kinds), total, *row.fits.values())
         for row, total in zip(beside.memory, totals, strict=True)
     ]
     return [
         Charts(charts=[chart]),
         Table(
             title="GiB by kind at the highest moment of that step",
-            head=("settings", *names, "total"),
+            head=("settings", *names, "total", *beside.memory[0].fits),
             rows=rows,
+            texts=range(len(names) + 2, len(rows[0])),
             note="scripts/plan_memory.py adds one saving option after another, until a step fits a GPU.",
         ),
     ]

@@ -19,7 +19,7 @@ from ..media.row_references import RowReferences
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
-from .crops import WorstCrop, worst_crops
+from .crops import SampleCrop, random_samples, worst_crops
 from .histograms import Histogram, aspect_histogram, duration_histogram, size_histogram, token_histogram
 from .measure import (
     AssignedColumns,
@@ -108,7 +108,8 @@ class Report:
         sizes ([`Histogram`]): Samples by the square root of their frame's area, in pixels.
         durations ([`Histogram`], *optional*): Videos by seconds; None if no frame rate is known.
         rejected (`tuple` of [`RejectedRows`]): Rejected rows by reason, with examples.
-        worst_crops (`tuple` of [`WorstCrop`]): Samples that lose most of their frame, the worst buckets first.
+        worst_crops (`tuple` of [`SampleCrop`]): Samples that lose most of their frame, the worst buckets first.
+        random_samples (`tuple` of [`SampleCrop`]): Some of the samples that have a bucket.
         references ([`ReferenceReport`], *optional*): What references cost in buckets; None if there are none.
     """
 
@@ -121,7 +122,8 @@ class Report:
     sizes: Histogram
     durations: Histogram | None
     rejected: tuple[RejectedRows, ...]
-    worst_crops: tuple[WorstCrop, ...]
+    worst_crops: tuple[SampleCrop, ...]
+    random_samples: tuple[SampleCrop, ...]
     references: ReferenceReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,6 +195,7 @@ def make_report(
             subject.sizes, subject.bucketed.rejection, table=table, rule=config.rule, spec=spec
         ),
         worst_crops=worst_crops(subject),
+        random_samples=random_samples(subject),
         references=measure_references(
             subject.bucketed.bucket_id.astype(np.int64), references, table=table, spec=spec, config=config
         ),

@@ -47,7 +47,9 @@ def write_rows(rows: Sequence[DataRow], folder: Path) -> None:
         (folder / name).write_text(f"rows.push(\n{lines}\n)\n", encoding="utf-8")
 
 
-def data_page(rows: Sequence[DataRow], *, name: str, folder: str, num_rows: int, changes: str) -> Page:
+def data_page(
+    rows: Sequence[DataRow], *, name: str, folder: str, num_rows: int, changes: str, cached: str = ""
+) -> Page:
     """Lay out a page of rows.
 
     Args:
@@ -56,6 +58,7 @@ def data_page(rows: Sequence[DataRow], *, name: str, folder: str, num_rows: int,
         folder (`str`): Name of the folder beside the page that holds the scripts and pictures.
         num_rows (`int`): Rows of the data set.
         changes (`str`): Sentence on what changed since an earlier data set; `""` without one.
+        cached (`str`): What a cache holds of the rows; `""` without one.
     """
     present = [row for row in rows if row.number is not None]
     counts = {filter: Counter(row.filters[filter] for row in rows if row.filters[filter]) for filter in FILTERS}
@@ -65,6 +68,8 @@ def data_page(rows: Sequence[DataRow], *, name: str, folder: str, num_rows: int,
         ("of them rejected", f"{counts['rejected'].total():,}"),
         ("of them with pictures", f"{sum(bool(row.pictures) for row in present):,}"),
     ]
+    if cached:
+        facts.append(("cached", cached))
     if changes:
         facts.append(("changes shown", f"{counts['change'].total():,}"))
     texts = [

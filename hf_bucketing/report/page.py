@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+from ..marks import MARKS
 from .charts import COLOURS, Chart
 
 if TYPE_CHECKING:
@@ -25,11 +26,21 @@ class Paragraphs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a page comes to, in a sentence or two, and the rule behind it."""
+
+    kind: ClassVar[str] = "verdict"
+    text: str
+    rule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Numbers with what they count, the most important ones of a section."""
+    """Numbers and names with what they are, the most important ones of a section, under a title if there is one."""
 
     kind: ClassVar[str] = "facts"
     facts: Sequence[tuple[str, str]]
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +98,12 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gallery:
-    """Pictures under a title."""
+    """Pictures under a title; a `strip` has them in one row, which scrolls."""
 
     kind: ClassVar[str] = "gallery"
     title: str
     pictures: Sequence[Picture]
+    strip: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +122,7 @@ class RowList:
     filters: Mapping[str, Sequence[str]]
 
 
-Block = Paragraphs | Facts | Charts | Table | Gallery | RowList
+Block = Paragraphs | Verdict | Facts | Charts | Table | Gallery | RowList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +136,16 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page: its title, what it is about, and its sections."""
+    """A page: its title, what it is about, what stands above all sections, and these.
+
+    A browser reads it anew after `refresh` seconds, if they are given.
+    """
 
     title: str
     subtitle: str
     sections: Sequence[Section]
+    head: Sequence[Block] = ()
+    refresh: int | None = None
 
 
 def render_page(page: Page) -> str:
@@ -148,6 +165,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["flags"] = _with_flags
+    environment.filters["mark"] = _marked
     return environment.get_template("page.html", globals={"colours": COLOURS})
 
 
@@ -156,3 +174,11 @@ def _with_flags(text: str) -> Markup:
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"--[a-z_]+", r"<code>\g<0></code>", str(escape(text))))
+
+
+def _marked(text: str) -> Markup:
+    """Escape a text as [`_with_flags`], and colour a word that says how a check, a plan or a run came out."""
+    from markupsafe import Markup
+
+    written = _with_flags(text)
+    return Markup('<span class="mark {}">{}</span>').format(MARKS[text], written) if text in MARKS else written

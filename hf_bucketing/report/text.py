@@ -32,6 +32,7 @@ from .measure import (
 )
 from .references import describe_references
 from .rejections import explain_rejections
+from .verdict import RULE, choose_way
 
 Line = tuple[str, ...]
 
@@ -41,10 +42,11 @@ BESIDE_REFERENCES = (
 
 
 def format_report(report: Report) -> str:
-    """Return the report as text in parts: the table on the data, its used buckets, any references, the strategies."""
-    parts = [_summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
+    """Return the report as text: its verdict, the data in the table, used buckets, any references, the strategies."""
+    verdict = "\n".join(fill(text, width=118) for text in (str(choose_way(report)), RULE))
+    parts = [verdict, _summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
     if report.references is not None:
-        parts.insert(2, fill(f"{describe_references(report.references)} {BESIDE_REFERENCES}", width=118))
+        parts.insert(3, fill(f"{describe_references(report.references)} {BESIDE_REFERENCES}", width=118))
     return "\n\n".join(parts)
 
 

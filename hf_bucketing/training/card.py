@@ -17,6 +17,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from ..adapters.experts import loading_options, own_folder
 from ..adapters.files import COMFYUI_WEIGHTS
+from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
@@ -90,7 +91,7 @@ def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
 def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
     config, recipe, folder = run.config, run.recipe, logs.folder
     adapted, base = config.adapters.lora_rank is not None, shown(config.pretrained_model_name_or_path)
-    task = f"{'image' if recipe.takes_image else 'text'}-to-{'image' if _makes_images(recipe) else 'video'}"
+    task = f"{'image' if recipe.takes_image else 'text'}-to-{'image' if makes_images(recipe) else 'video'}"
     on_hub = not Path(config.pretrained_model_name_or_path).exists()
     data = ModelCardData(
         base_model=base if on_hub else None,
@@ -112,8 +113,11 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
     )
     name = run.repository or folder.resolve().name
     comfyui = config.adapters.lora_format != "diffusers"
-    kind = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}[config.adapters.adapter]
-    what = f"{kind} adapters of rank {config.adapters.lora_rank} for" if adapted else "A fine-tuned version of"
+    what = (
+        f"{ADAPTER_NAMES[config.adapters.adapter]} adapters of rank {config.adapters.lora_rank} for"
+        if adapted
+        else "A fine-tuned version of"
+    )
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
@@ -145,7 +149,7 @@ def _comfyui_files(config: TrainingConfig) -> str:
     return files if len(folders) == 1 else f"{files}, each under a name of its own,"
 
 
-def _makes_images(recipe: Recipe) -> bool:
+def makes_images(recipe: Recipe) -> bool:
     """Return whether the pipeline makes images; some models of videos have one that does."""
     return recipe.family.images_only or "ToImage" in recipe.pipeline_class
 
@@ -153,17 +157,17 @@ def _makes_images(recipe: Recipe) -> bool:
 def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
     """Return the packages that the code of a card needs; diffusers writes videos with the last ones."""
     writers = ["av"] if recipe.audio else ["imageio", "imageio-ffmpeg"]
-    videos = [] if _makes_images(recipe) else writers
+    videos = [] if makes_images(recipe) else writers
     return ["diffusers", "transformers", "accelerate", *(["peft"] if adapted else []), *videos]
 
 
 def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
-    size = _trained_sizes(run.data)[0][0]
+    size = trained_sizes(run.data)[0][0]
     images = IMAGES[: recipe.num_images(recipe.config)]
     writer = "encode_video" if recipe.audio else "export_to_video"
-    tools = [*(["load_image"] if images else []), *([] if _makes_images(recipe) else [writer])]
+    tools = [*(["load_image"] if images else []), *([] if makes_images(recipe) else [writer])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
     if adapted and not config.adapters.has_pairs:
@@ -195,26 +199,26 @@ def _code(run: Run, *, name: str, base: str) -> str:
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **{image: f'load_image("{image}.png")' for image in images},
         **recipe.size_arguments(size),
-        **({"frame_rate": _fps(run.data)} if recipe.audio else {}),
+        **({"frame_rate": frame_rate(run.data)} if recipe.audio else {}),
     }
     arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
-    made = f"result.{recipe.output or ('images' if _makes_images(recipe) else 'frames')}[0]"
-    if _makes_images(recipe):
+    made = f"result.{recipe.output or ('images' if makes_images(recipe) else 'frames')}[0]"
+    if makes_images(recipe):
         return "\n".join([*lines, f'{made}.save("image.png")'])
     if recipe.audio:
         sound = "audio=result.audio[0].float().cpu(), audio_sample_rate=pipeline.vocoder.config.output_sampling_rate"
-        return "\n".join([*lines, f'encode_video({made}, {_fps(run.data)}, "video.mp4", {sound})'])
-    return "\n".join([*lines, f'export_to_video({made}, "video.mp4", fps={_fps(run.data)})'])
+        return "\n".join([*lines, f'encode_video({made}, {frame_rate(run.data)}, "video.mp4", {sound})'])
+    return "\n".join([*lines, f'export_to_video({made}, "video.mp4", fps={frame_rate(run.data)})'])
 
 
-def _trained_sizes(data: RunData) -> list[tuple[Size, int]]:
+def trained_sizes(data: RunData) -> list[tuple[Size, int]]:
     """Return the sizes at which samples are trained, and how many there are of each; the most frequent first."""
     counts = sorted(data.bucket_counts().items(), key=lambda item: -item[1])
     return [(data.table.size(bucket), count) for bucket, count in counts]
 
 
-def _fps(data: RunData) -> int:
+def frame_rate(data: RunData) -> int:
     """Return the median frame rate of the videos that are trained, or 16 if there is none or they come as a stream."""
     rates = data.frame_rates
     return 16 if rates is None or not (rates > 0).any() else round(float(np.median(rates[rates > 0])))
@@ -240,7 +244,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
 
 
 def _buckets(run: Run) -> str:
-    sizes, spec = _trained_sizes(run.data), run.data.spec
+    sizes, spec = trained_sizes(run.data), run.data.spec
     title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
     whose = "samples" if run.data.rejections is not None else "samples of its beginning"
     lines: list[tuple[object, ...]] = [

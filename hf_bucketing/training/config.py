@@ -43,6 +43,7 @@ from .settings.checkpoints import CheckpointConfig
 from .settings.held_out import HeldOutConfig
 from .settings.hub import HubConfig
 from .settings.preservation import PreservationConfig
+from .settings.reporting import ReportingConfig
 from .settings.validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
@@ -77,6 +78,8 @@ class BatchConfig:
             positions stretched to `base_size`, for samples larger than the model was trained with. Renderings for
             validation have native ones.
         base_size (`list` of `int`, *optional*): Frames, rows and columns, in tokens, to which positions are stretched.
+        cached_views (`"draw"`, `"all"` or `"first"`): What an epoch holds, where a cache has several views of each
+            sample: one view drawn for each sample, each view once, or the first, which is without augmentation.
         token_drop_rate (`float`): Share of the tokens of each packed sample that training leaves out (NaViT's token
             dropping). Packs are planned by the tokens that are kept; those of `random_resize` by all tokens.
         token_drop_mode (`"random"`, `"tube"` or `"frames"`): Unit of token drop: single tokens, spatial positions over
@@ -86,9 +89,9 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal")
+    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True)
     train_batch_size: int = setting(4, argument="batch_size")
-    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto")
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True)
     remainder: Remainder = setting(
         BucketPlanConfig.remainder,
         batching="bucket",
@@ -124,6 +127,9 @@ class BatchConfig:
     attention_backend: Backend = setting("auto", argument="backend", batching="pack", on_resume="free")
     positions: Literal["native", "interpolate"] = setting("native", batching="pack", on_resume="equal")
     base_size: list[int] | None = setting(None, batching="pack", on_resume="equal")
+    cached_views: Literal["draw", "all", "first"] = setting(
+        "draw", on_resume="applied", held_out="first", needs_rows="a stream is read from its files, not from a cache"
+    )
     token_drop_rate: float = setting(0.0, argument="rate", batching="pack", on_resume="equal", held_out=0.0)
     token_drop_mode: TokenDropMode = setting(
         "random", argument="mode", batching="pack", on_resume="equal", held_out="random"
@@ -292,7 +298,6 @@ class TrainingConfig:
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         ema_decay (`float`, *optional*): Decay of the exponential moving average of the weights, such as 0.999. The
             average is saved in place of the last weights; by default there is none.
-        report_to (`str`): Tracker of accelerate that receives losses and renderings, or `"none"`.
         batches ([`BatchConfig`]): Batches or packs.
         memory ([`MemoryConfig`][hf_bucketing.placement.settings.MemoryConfig]): How the model is kept in memory.
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Crop, frames, flip and decoder.
@@ -308,6 +313,7 @@ class TrainingConfig:
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
+        reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
     Raises:
@@ -317,18 +323,17 @@ class TrainingConfig:
     pretrained_model_name_or_path: str = field(metadata={"on_resume": "weights"})
     dataset_dir: str = field(metadata={"on_resume": "plan"})
     output_dir: str = field(metadata={"on_resume": "free"})
-    dry_run: bool = setting(False, on_resume="free")
+    dry_run: bool = setting(False, on_resume="free", common=True)
     seed: int = setting(0, on_resume="plan")
     num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True)
-    max_train_steps: int | None = setting(None, on_resume="applied")
+    max_train_steps: int | None = setting(None, on_resume="applied", common=True)
     gradient_accumulation_steps: int = setting(
         1, argument="accumulation_steps", on_resume="applied", decides_steps=True
     )
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")
     ema_decay: float | None = setting(None, on_resume="equal")
-    report_to: str = setting("tensorboard", on_resume="free")
     batches: BatchConfig = part(BatchConfig, on_resume="plan")
     memory: MemoryConfig = part(MemoryConfig, on_resume="applied")
     views: ViewRule = part(ViewRule, on_resume="applied", encoded="media")
@@ -343,6 +348,7 @@ class TrainingConfig:
     validation: ValidationConfig = part(ValidationConfig, on_resume="free")
     held_out: HeldOutConfig = part(HeldOutConfig, on_resume="free")
     checkpoints: CheckpointConfig = part(CheckpointConfig, on_resume="free")
+    reporting: ReportingConfig = part(ReportingConfig, on_resume="free")
     hub: HubConfig = part(HubConfig, on_resume="free")
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -168,6 +168,7 @@ class TrainingData(RunData):
                 f"    of {name} = {counts['kept']} kept, {counts['repeated']} repeated, {counts['dropped']} dropped"
                 for name, counts in self.counts_by_source(plan).items()
             ),
+            *_describe_views(self.loader.collate_fn, config),
             *describe_conditions(self.conditions),
             f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
             f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
@@ -241,6 +242,11 @@ def make_data(
     """
     prepared = _rows_of(config, config.dataset_dir, spec, prepared)
     _check_marks(config, prepared)
+    if _views_of(prepared) == 1 and not_default(config, "cached_views"):
+        raise BucketingError(
+            f"Omit `cached_views`: {config.dataset_dir} caches no views to choose from. scripts/cache_latents.py "
+            "encodes several of each sample with --views_per_sample."
+        )
     share = config.held_out.validation_split
     if share is not None:
         prepared, _ = split_rows(prepared, share)
@@ -271,8 +277,7 @@ def make_held_out_data(
         held_out = _rows_of(config, str(folder), spec, held_out)
         if not holds_stream(config.dataset_dir):  # whose files are not known before they come
             check_apart(_rows_of(config, config.dataset_dir, spec, prepared), held_out)
-    fixed = {**marked(TrainingConfig, "held_out"), **flatten(CaptionRule())}
-    fixed |= {"frame_picking": None} if config.views.frame_picking == "random" else {}
+    fixed = {**marked(TrainingConfig, "held_out"), **flatten(CaptionRule()), **flatten(config.views.fixed)}
     return _data_of(changed(config, **fixed), held_out, tokens, evaluation=True)
 
 
@@ -318,10 +323,10 @@ def _data_of(
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
     sampler: PlannedBatchSampler
-    weighted = ROW_WEIGHT in dataset.column_names and not evaluation
+    weights = None if evaluation else _weights(prepared, views=batches.cached_views)
     common: dict[str, Any] = {
         "rejection": dataset["rejection"],
-        "weights": column_array(dataset, ROW_WEIGHT) if weighted else None,
+        "weights": weights,
         "text_tokens": counting.text_tokens,
         "longest_first": batches.longest_first,
     }
@@ -372,7 +377,7 @@ def _data_of(
                 "scripts/prepare_dataset.py wrote."
             )
         texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
-    repeats = weighted or (batches.remainder == "repeat" and not evaluation)
+    repeats = weights is not None or (batches.remainder == "repeat" and not evaluation)
     rows: Any = NumberedRows(dataset) if repeats else dataset
     loader: DataLoader[Any] = DataLoader(
         rows,
@@ -399,6 +404,27 @@ def _data_of(
         sources=prepared.sources,
         source_ids=prepared.source_ids,
     )
+
+
+def _views_of(prepared: PreparedDataset) -> int:
+    """Return the views of each row among which an epoch chooses."""
+    return 1 if prepared.cache is None else prepared.cache.views_per_sample
+
+
+def _describe_views(collator: Any, config: TrainingConfig) -> list[str]:
+    """Return a line of text about several cached views of each sample, if there are any."""
+    if not isinstance(collator, CachedCollator) or collator.info.views_per_sample == 1:
+        return []
+    kept = {"draw": "one drawn per epoch", "all": "each once per epoch", "first": "the first one in every epoch"}
+    return [f"  Cached views of each sample = {collator.info.views_per_sample}, {kept[config.batches.cached_views]}"]
+
+
+def _weights(prepared: PreparedDataset, *, views: Literal["draw", "all", "first"]) -> npt.NDArray[np.float64] | None:
+    """Return how often each row occurs in an epoch, `(n,)`, or None for once: with all views, once with each."""
+    times = _views_of(prepared) if views == "all" else 1
+    if ROW_WEIGHT in prepared.dataset.column_names:
+        return times * column_array(prepared.dataset, ROW_WEIGHT)
+    return None if times == 1 else np.full(len(prepared.dataset), times, np.float64)
 
 
 def _frames_that_fit(
@@ -562,6 +588,7 @@ def _make_collator(
             prepared.cache,
             caption_column=prepared.caption_column,
             seed=config.seed,
+            first_view=config.batches.cached_views == "first",
             null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
         )
     replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))

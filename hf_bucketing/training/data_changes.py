@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..columns.arrays import column_array
+from ..caching.keys import has_latents
 from ..columns.data_changes import compare_locks
 from ..columns.data_lock import LOCK_FILE, DataLock, read_lock
 from ..columns.faults import NAMED_ROWS, listed
@@ -47,7 +47,7 @@ def describe_changes(config: TrainingConfig, prepared: PreparedDataset | None, *
 def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> list[str]:
     """Return sentences on what changed in the rows and files of a cache since they were encoded."""
     assert prepared.cache is not None, "describe_changes calls it for a cache"
-    usable = column_array(prepared.dataset, "latents_key") != ""
+    usable = has_latents(prepared.dataset)
     sentences, again = [], "Run scripts/cache_latents.py again, which encodes only what changed."
     source = prepared.cache.prepared
     earlier = None if source is None else read_lock(source)

@@ -121,6 +121,7 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         adapters=config.adapters,
         optimizer=config.optimizer,
         base_predictions=config.preservation.base_predictions,
+        condition=config.objective.condition,
     )
 
 

@@ -17,7 +17,7 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
-from .run_log import TABLE, log_path, read_log, read_sample_logs, read_status
+from .run_log import TABLE, count_processes, log_path, read_log, read_sample_logs, read_status
 
 Line = dict[str, Any]
 
@@ -80,6 +80,11 @@ class Logs:
     def samples(self) -> list[list[Line]]:
         """A line for each batch of each process."""
         return read_sample_logs(self.folder)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that logged samples, without their logs being read."""
+        return count_processes(self.folder)
 
     @property
     def batches(self) -> Iterator[Line]:

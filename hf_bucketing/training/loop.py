@@ -37,7 +37,7 @@ from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..settings import changed, marked
 from .agreement import check_shared
-from .card import Run, write_card
+from .card import Run, frame_rate, makes_images, trained_sizes, write_card
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -64,6 +64,8 @@ from .script_settings import settings_to_repeat
 from .steps import StepLosses, check_data
 from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
+from .terminal import describe_run, next_commands
+from .trackers import chosen_tracker
 from .trained import TrainedModel, add_trained_parts
 
 _DECIDE_STEPS = (*marked(TrainingConfig, "decides_steps"), "num_processes")
@@ -266,7 +268,8 @@ class Trainer:
             place = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes}
             resumed = {**place, "changes": changes}
         self.report.start(self.global_step, self.planned, to_repeat=self._settings_to_repeat(), resumed=resumed)
-        for line in self.describe():
+        what = describe_run(self.config, self.accelerator, planned=self.planned, finished=self.global_step)
+        for line in [what, *self.describe()]:
             logger.info(line)
         self._write_status("running")
         if self.checkpoint is None:
@@ -387,6 +390,7 @@ class Trainer:
         if every and self.global_step % every == 0:
             self._save_checkpoint()
         self.evaluation.render(self.global_step)
+        self.report.page(self.global_step)
 
     def _save_checkpoint(self) -> None:
         self.trained.check(f"checkpoint-{self.global_step} is not saved and earlier ones are kept")
@@ -444,6 +448,7 @@ class Trainer:
         self.trained.save(self.folder, source=Path(self.source))
         logger.info(f"Saved to {self.folder}")
         parts: list[str] = []
+        advice: list[str] = []
         if accelerator.is_main_process:
             logger.info(write_cost_model(self.folder))
             validation = self.evaluation.validation
@@ -452,10 +457,19 @@ class Trainer:
             logger.info(message)
             trained = self.config.trained_component
             parts = result_parts(self.folder, adapters=self.trained.adapted, trained=trained) + card
+            advice = next_commands(
+                self.config,
+                recipe,
+                size=trained_sizes(self.data)[0][0],
+                fps=frame_rate(self.data),
+                images_only=makes_images(recipe),
+            )
         self.report.log.close()
         self.release()
         if self.repository is not None:  # the other processes have ended meanwhile, and time out nowhere
             logger.info(upload(self.folder, self.repository, parts))
+        for line in advice:
+            logger.info(line)
 
     def release(self) -> None:
         """Release everything that was prepared, and end the process group."""
@@ -474,7 +488,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         mixed_precision=config.mixed_precision,
         dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),  # see LoaderConfig.options
-        log_with=None if config.report_to == "none" else config.report_to,
+        log_with=chosen_tracker(config.reporting.report_to),
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     check_settings(config, accelerator)

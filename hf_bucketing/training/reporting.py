@@ -27,8 +27,11 @@ from .data_changes import keep_lock
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
 from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_status
+from .run_page import write_live_page
 from .skipped import SkippedSteps
 from .steps import StepLosses
+from .terminal import TIMED_STEPS, time_left
+from .trackers import start_trackers
 
 logger = get_logger(__name__)
 
@@ -77,6 +80,7 @@ class RunReport:
             groups={"source": data.sources, "target": TARGETS if config.preservation.base_predictions else ()},
         )
         self._window: list[_Batch] = []
+        self._first_seconds: list[float] = []
         self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
 
     def start(
@@ -101,8 +105,7 @@ class RunReport:
                 with complete_file(self.folder / name) as partial:
                     partial.write_text(text, encoding="utf-8")
             self._write_table()
-        if self.config.report_to != "none":
-            self.accelerator.init_trackers("text-to-video", config=_as_trackers_take_it(self.config))
+        start_trackers(self.accelerator, self.config)
         self.bar = tqdm(
             total=planned.steps,
             initial=global_step,
@@ -181,13 +184,18 @@ class RunReport:
         return metrics
 
     def step(self, global_step: int, entry: Mapping[str, Any]) -> None:
-        """Log an optimizer step, and move the progress bar."""
+        """Log an optimizer step, move the progress bar, and say once how long the run takes."""
         self._track(global_step, entry)
         with writing(self.folder / "logs"):
             self.log.write_step("losses", global_step, entry)
         self.bar.update()
         shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
         self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
+        if len(self._first_seconds) < TIMED_STEPS:
+            self._first_seconds.append(entry["seconds"])
+            left = self.bar.total - global_step
+            if len(self._first_seconds) == TIMED_STEPS and left > 0:
+                logger.info(time_left(self._first_seconds, steps=left))
 
     def held_out(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log a held-out loss, and warn if samples cannot be read."""
@@ -207,14 +215,16 @@ class RunReport:
         if self.accelerator.is_main_process:
             steps = {"global_step": global_step, "max_train_steps": planned.steps}
             write_status(self.folder, status, **steps, lines=self.log.state_dict())
+            if status != "running" and self.config.reporting.page_steps is not None:
+                write_live_page(self.folder)  # which no longer refreshes itself
+
+    def page(self, global_step: int) -> None:
+        """Write the page of the run, if it is due after this optimizer step."""
+        every = self.config.reporting.page_steps
+        if every is not None and global_step % every == 0 and self.accelerator.is_main_process:
+            write_live_page(self.folder)
 
     def _track(self, global_step: int, values: Mapping[str, Any]) -> None:
         """Give values to the trackers, which may write files in threads of their own."""
         with writing(self.folder / "logs"):
             self.accelerator.log(dict(values), step=global_step)
-
-
-def _as_trackers_take_it(config: TrainingConfig) -> dict[str, Any]:
-    """Return the settings as text and numbers."""
-    values = {name: "none" if value is None else value for name, value in config.flat().items()}
-    return {name: "; ".join(value) if isinstance(value, list) else value for name, value in values.items()}

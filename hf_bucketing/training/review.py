@@ -11,6 +11,7 @@ import numpy as np
 
 from ..buckets.arrays import FloatArray
 from ..errors import BucketingError
+from ..marks import mark
 from ..report.charts import Chart, Line, line_chart
 from .logs import Logs, StepLog
 from .recount import Leg, Recount, recount
@@ -59,7 +60,7 @@ class Check(NamedTuple):
     statement: str
 
     def __str__(self) -> str:
-        return f"  {'ok    ' if self.holds else 'FAILED'}  {self.statement}"
+        return f"  {mark(self.holds):6}  {self.statement}"
 
 
 class RunReview(NamedTuple):
@@ -163,12 +164,17 @@ def review_experts(logs: Logs) -> list[str]:
     return said
 
 
+def describe_end(status: Mapping[str, Any]) -> str:
+    """Return how a run ended, in words, by what [`read_status`][hf_bucketing.training.run_log.read_status] returns."""
+    name: str | None = status.get("status")
+    return {None: "its end was not logged", "running": "still running or killed"}.get(name, str(name))
+
+
 def _check_end(run: Recount) -> Check:
     """Check that a run made all its steps, or is about to; and name the steps that changed no weights."""
     planned, status = run.status.get("max_train_steps"), run.status.get("status")
-    ends = {None: "its end was not logged", "finished": "finished", "running": "still running or killed"}
     said = f"{run.steps} of {planned} optimizer steps" if planned else f"{run.steps} optimizer steps"
-    said += f", {ends.get(status, status)}"
+    said += f", {describe_end(run.status)}"
     if run.experts:
         said += f"; {', '.join(f'{count} of {name}' for name, count in run.experts.items())}"
     if run.skipped:
@@ -256,6 +262,17 @@ def running_mean(steps: StepLog, *, window: int) -> FloatArray:
     with np.errstate(invalid="ignore"):
         means = (totals[1:] - totals[first.clip(0)]) / (counted[1:] - counted[first.clip(0)])
     return np.where(first >= 0, means, np.nan)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that fits it, such as `"2.3 hours"`.
+
+    Example:
+        >>> duration(5400.0), duration(20.0)
+        ('90.0 minutes', '20.0 seconds')
+    """
+    unit, size = time_unit(seconds)
+    return f"{seconds / size:.1f} {unit}"
 
 
 def time_unit(seconds: float) -> tuple[str, int]:

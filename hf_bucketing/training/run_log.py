@@ -312,14 +312,15 @@ def write_cost_model(output_dir: Path) -> str:
 def write_status(
     output_dir: Path, status: Status, *, global_step: int, max_train_steps: int, lines: Mapping[str, int]
 ) -> None:
-    """Say how a run ended, or that it runs, with its finished and its planned optimizer steps.
+    """Say how a run ended, or that it runs, since when, and with its finished and its planned optimizer steps.
 
     `lines` is the [`state_dict`][RunLog.state_dict] of its log, by which lines that are lost later are missed.
     """
     path = output_dir / "logs" / STATUS
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete_file(path) as partial:
-        values = {"status": status, "global_step": global_step, "max_train_steps": max_train_steps, "lines": lines}
+        steps = {"global_step": global_step, "max_train_steps": max_train_steps}
+        values = {"status": status, "time": time.time(), **steps, "lines": lines}
         partial.write_text(json.dumps(values) + "\n")
 
 
@@ -363,7 +364,13 @@ def read_sample_logs(output_dir: Path) -> list[list[dict[str, Any]]]:
         BucketingError: If there is no log of samples.
     """
     paths = {_process_of(path): path for path in _sample_logs(output_dir) or [log_path(output_dir, "samples")]}
-    return [_read_lines(paths[process]) if process in paths else [] for process in range(max(paths) + 1)]
+    processes = range(count_processes(output_dir))
+    return [_read_lines(paths[process]) if process in paths else [] for process in processes]
+
+
+def count_processes(output_dir: Path) -> int:
+    """Return how many processes logged samples, by the names of their logs."""
+    return 1 + max(map(_process_of, _sample_logs(output_dir)), default=0)
 
 
 def _sample_logs(output_dir: Path) -> list[Path]:

@@ -6,22 +6,29 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.sizes import Size
 from ..errors import BucketingError, MediaError
+from ..files import complete_file
+from ..marks import NOT_CHECKED, mark
 from ..media.source import MediaSource
-from ..media.thumbnails import animation
+from ..media.thumbnails import Thumbnail, animation
 from ..report.charts import Line, bar_chart, heat_map, line_chart
-from ..report.page import Block, Charts, Gallery, Page, Paragraphs, Picture, Section, Table
+from ..report.page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, render_page
 from ..report.text import short_number, size_label
 from .held_out_review import held_out_changes
 from .logs import Logs, StepLog
 from .review import (
     FEWEST_STEPS,
+    describe_end,
+    duration,
     loss_charts,
     losses_by_bucket,
     review_experts,
@@ -29,29 +36,46 @@ from .review import (
     review_sources,
     running_mean,
     summarise_losses,
-    time_unit,
 )
+from .run_log import read_log
 from .validation import rendering_name
 
-_SHOWN_STEPS = 3
-"""Renderings of a prompt that are shown: the first, one between, the last."""
+PAGE = "run.html"
+"""File in the output folder of a run that shows it while it trains."""
+_REFRESHED_AFTER = 60
+"""Seconds after which a browser reads the page of a run that trains anew."""
+_SHOWN_STEPS = 8
+"""Renderings of a prompt that are shown side by side: the first, the last, and some between."""
 _MOST_BARS = 20
 """Buckets whose losses are drawn."""
-_MOST_PICTURES = 24
+_MOST_PICTURES = 48
 """Renderings of a run that are shown."""
+_LONGEST_SIDE = 160
+"""Longest side of a rendering on a page in pixels."""
 _MOST_BYTES = 2_500_000
 """Bytes of all renderings on a page, as text."""
+_TRAINED = {"model": "pretrained_model_name_or_path", "data": "dataset_dir"}
+"""Settings that a page begins with, by their titles."""
 _NOISE = "loss_by_noise/"
 _RENDERING = re.compile(r".*/step-\d+/\d+x\d+x\d+-[^/]+\.(mp4|png)")
 """Path of a rendering of a run, beside which people may keep files of their own."""
 
 
-def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
+def write_live_page(folder: Path) -> None:
+    """Write the page of a run that trains into its output folder, if it has made a step; see [`run_page`]."""
+    if read_log(folder, "losses", last=1):
+        with complete_file(folder / PAGE) as partial:
+            partial.write_text(render_page(run_page([folder], live=True)), encoding="utf-8")
+
+
+def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3, live: bool = False) -> Page:
     """Lay out the logs of runs as a page.
 
     Args:
         folders (sequence of `Path`): Output folders of runs.
         min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
+        live (`bool`): Whether the page refreshes itself while a run trains. It then omits what needs the log of every
+            sample, which takes long to read: checks, and losses by bucket and by source.
 
     Raises:
         BucketingError: If a run left no log, or one without samples and seconds of its steps.
@@ -59,22 +83,46 @@ def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3) -> Page:
     same_names = len({folder.name for folder in folders}) < len(folders)
     runs = [Logs(folder, str(folder) if same_names else folder.name) for folder in folders]
     sections = [
-        Section(name="overview", title="Overview", blocks=_overview(runs, min_fall)),
+        Section(name="overview", title="Overview", blocks=_overview(runs, None if live else min_fall)),
         Section(name="loss", title="Loss", blocks=[Charts(charts=loss_charts(runs))]),
         Section(name="noise", title="Loss by noise level", blocks=[_noise(runs)]),
-        Section(name="buckets", title="Loss by bucket", blocks=_buckets(runs)),
+        Section(name="buckets", title="Loss by bucket", blocks=[] if live else _buckets(runs)),
         Section(name="learned", title="What was learned, by size and noise level", blocks=_learned(runs)),
         Section(name="speed", title="Speed, fill and balance", blocks=[_speed(runs)]),
         Section(name="experts", title="Experts", blocks=_lines(runs, review_experts)),
-        Section(name="sources", title="Sources", blocks=_lines(runs, review_sources)),
+        Section(name="sources", title="Sources", blocks=[] if live else _lines(runs, review_sources)),
         Section(name="samples", title="Samples", blocks=_samples(runs)),
         Section(name="settings", title="Settings", blocks=_settings(runs)),
         Section(name="resumes", title="Resumes", blocks=_resumes(runs)),
     ]
-    return Page(title="Training report", subtitle=f"Runs: {', '.join(run.name for run in runs)}", sections=sections)
+    trains = live and any(run.status.get("status") == "running" for run in runs)
+    return Page(
+        title="Training report",
+        subtitle=f"Runs: {', '.join(run.name for run in runs)}",
+        sections=sections,
+        head=[Facts(facts=_heading(run), title=run.name if len(runs) > 1 else "") for run in runs],
+        refresh=_REFRESHED_AFTER if trains else None,
+    )
 
 
-def _overview(runs: Sequence[Logs], min_fall: float) -> list[Block]:
+def _heading(run: Logs) -> list[tuple[str, str]]:
+    """Return what a run trained, on what, when, and how far it came."""
+    settings, status = run.settings, run.status
+    rank, kind = settings.get("lora_rank"), ADAPTER_NAMES.get(settings.get("adapter", ""), "LoRA")
+    time, planned = status.get("time"), status.get("max_train_steps")
+    date = f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d %H:%M} UTC" if time else "not logged"
+    paths = {title: settings.get(name) for title, name in _TRAINED.items()}
+    return [
+        *((title, path if path else "not logged") for title, path in paths.items()),
+        ("adapter", "none" if rank is None else f"{kind} of rank {rank}"),
+        ("begun or resumed" if status.get("status") == "running" else "ended", date),
+        ("optimizer steps", f"{len(run.losses):,}" + (f" of {planned:,}" if planned else "")),
+        ("state", describe_end(status)),
+    ]
+
+
+def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
+    """Show what each run came to, and unless `min_fall` is None the checks of its log of every sample."""
     rows, checks = [], []
     for run in runs:
         enough = len(run.steps.loss) >= FEWEST_STEPS
@@ -84,10 +132,10 @@ def _overview(runs: Sequence[Logs], min_fall: float) -> list[Block]:
             (
                 run.name,
                 str(run.settings.get("batching", "–")),
-                f"{len(run.samples):,}",
+                f"{run.num_processes:,}",
                 f"{len(run.steps.loss):,}",
                 f"{int(run.steps.samples.sum()):,}",
-                _duration(float(run.steps.seconds.sum())),
+                duration(float(run.steps.seconds.sum())),
                 _number(first),
                 _number(last),
                 _number(held_out[-1] if held_out else math.nan),
@@ -95,7 +143,7 @@ def _overview(runs: Sequence[Logs], min_fall: float) -> list[Block]:
                 short_number(float(np.median(run.column("tokens_per_second")))),
             )
         )
-        checks += [(run.name, *check) for check in _checks(run, min_fall)]
+        checks += [] if min_fall is None else [(run.name, *check) for check in _checks(run, min_fall)]
     head = (
         "run",
         "batching",
@@ -109,11 +157,15 @@ def _overview(runs: Sequence[Logs], min_fall: float) -> list[Block]:
         "lowest",
         "tokens per second, median",
     )
-    texts = [text for run in runs if (text := _not_finite(run))]
+    texts = [] if min_fall is None else [text for run in runs if (text := _not_finite(run))]
     return [
         *([Paragraphs(texts=texts, warning=True)] if texts else []),
         Table(title="Runs", head=head, rows=rows, texts=(1,), note="The first and last tenth of a run's steps."),
-        Table(title="Checks", head=("run", "result", "what was checked"), rows=checks, texts=(1, 2)),
+        *(
+            [Table(title="Checks", head=("run", "result", "what was checked"), rows=checks, texts=(1, 2))]
+            if checks
+            else []
+        ),
     ]
 
 
@@ -132,9 +184,9 @@ def _checks(run: Logs, min_fall: float) -> Iterator[tuple[str, str]]:
     try:
         review = review_run(run, min_fall=min_fall)
     except BucketingError as error:  # a run that has made no step, or of an earlier release
-        yield "not checked", str(error)
+        yield NOT_CHECKED, str(error)
         return
-    yield from (("holds" if check.holds else "FAILED", check.statement) for check in review.checks)
+    yield from ((mark(check.holds), check.statement) for check in review.checks)
 
 
 def _noise(runs: Sequence[Logs]) -> Charts:
@@ -263,7 +315,7 @@ def _lines(runs: Sequence[Logs], review: Callable[[Logs], list[str]]) -> list[Bl
 
 
 def _samples(runs: Sequence[Logs]) -> list[Block]:
-    """Show the renderings of each run, prompt by prompt, as long as the page stays small."""
+    """Show the renderings of each run as a strip per prompt, step by step, as long as the page stays small."""
     blocks: list[Block] = []
     left = _MOST_BYTES
     for run in runs:
@@ -272,6 +324,8 @@ def _samples(runs: Sequence[Logs]) -> list[Block]:
             key=lambda file: (file.stem, _step_of(file)),
         )
         count, beyond, faults = 0, 0, []
+        prompts = len({file.stem for file in files})
+        steps = min(_SHOWN_STEPS, max(2, _MOST_PICTURES // max(1, prompts)))
         for stem, same in groupby(files, key=lambda file: file.stem):
             every = list(same)
             size, prompt, references = _prompt_of(run, stem)
@@ -280,7 +334,7 @@ def _samples(runs: Sequence[Logs]) -> list[Block]:
                 if count < _MOST_PICTURES and left > 0 and Path(file).is_file():
                     pictures.append(_picture(Path(file), f"Reference of “{prompt}”.", f"reference {number}"))
                     count, left = count + 1, left - len(pictures[-1].source)
-            for at in sorted({round(at) for at in np.linspace(0, len(every) - 1, min(len(every), _SHOWN_STEPS))}):
+            for at in sorted({round(at) for at in np.linspace(0, len(every) - 1, min(len(every), steps))}):
                 if count == _MOST_PICTURES or left <= 0:
                     beyond += 1
                     continue
@@ -294,7 +348,7 @@ def _samples(runs: Sequence[Logs]) -> list[Block]:
                     continue
                 count, left = count + 1, left - len(pictures[-1].source)
             if pictures:
-                blocks.append(Gallery(title=f"{run.name}, {size}: {prompt}", pictures=pictures))
+                blocks.append(Gallery(title=f"{run.name}, {size}: {prompt}", pictures=pictures, strip=True))
         if faults:
             blocks.append(Paragraphs(texts=faults, warning=True))
         if beyond:
@@ -323,8 +377,14 @@ def _prompt_of(run: Logs, stem: str) -> tuple[str, str, Sequence[str]]:
     return size_label(shape), *named.get(stem, (words.replace("-", " "), []))
 
 
+@lru_cache(maxsize=2 * _MOST_PICTURES)
+def _small(file: Path, changed: int) -> Thumbnail:
+    """Return a rendering as it is shown; `changed`, when its file was, tells versions of it apart."""
+    return animation(MediaSource.from_cell(file), max_side=_LONGEST_SIDE)
+
+
 def _picture(file: Path, alt: str, name: str) -> Picture:
-    small = animation(MediaSource.from_cell(file))
+    small = _small(file, file.stat().st_mtime_ns)
     return Picture(
         source=small.uri,
         width=small.width,
@@ -368,8 +428,3 @@ def _resumes(runs: Sequence[Logs]) -> list[Block]:
 
 def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.4f}"
-
-
-def _duration(seconds: float) -> str:
-    unit, size = time_unit(seconds)
-    return f"{seconds / size:.1f} {unit}"

@@ -25,8 +25,7 @@ from ..models.first_frame import pictures
 from ..models.recipe import IMAGES, Recipe
 from ..models.rendering import Call, render_together
 from .settings.validation import ValidationConfig
-
-_FRAMES_SHOWN = 8
+from .trackers import track_rendering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Validation:
     folder: Path
 
     def render(self, recipe: Recipe, accelerator: Accelerator, *, step: int) -> None:
-        """Write one file per prompt and size, and log some of its frames to the trackers.
+        """Write one file per prompt and size, and give it to the trackers.
 
         Call it in the main process, or where weights are sharded in all of them; the main one writes.
         """
@@ -68,11 +67,8 @@ class Validation:
                     write_image(file, frames[0])
                 else:
                     write_video(file, frames, fps=self.config.validation_fps, sound=sound)
-                shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
                 for tracker in accelerator.trackers:
-                    if hasattr(tracker, "log_images"):
-                        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                        tracker.log_images({file.stem: frames[shown]}, step=step, **layout)
+                    track_rendering(tracker, file, frames, fps=self.config.validation_fps, step=step)
         finally:
             for transformer, was_training in zip(transformers, training, strict=True):
                 transformer.train(was_training)

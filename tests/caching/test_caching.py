@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from hf_bucketing import BucketingError, CacheError, ColumnError, MediaError, open_table
 from hf_bucketing.caching import CacheConfig, CachedCollator, Encoder, cache_dataset
 from hf_bucketing.caching.fingerprints import latents_fingerprint, text_fingerprint
+from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import ViewRule
@@ -123,13 +125,37 @@ def test_missing_corrupt_and_rejected_entries_name_their_row(prepared, pipeline_
         collator([keyed.dataset[0], keyed.dataset[1]])
     with pytest.raises(ColumnError, match="text_key"):
         collator([{name: cell for name, cell in row.items() if name != "text_key"}])
-    path = collator.cache.path(row["latents_key"])
+    path = Path(collator.cache.path(row["latents_key"]))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CacheError, match=r"Cannot load row 1: .*cannot be read"):
         collator([row])
     path.unlink()
     with pytest.raises(CacheError, match=r"Cannot load row 1: .*is missing"):
         collator([row])
+
+
+def test_a_cache_in_an_object_store_is_the_same_and_is_asked_for_several_entries_at_a_time(
+    prepared, pipeline_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, rows = load_recipe(pipeline_dir), first(prepared, 3)
+    local = cached(rows, recipe, tmp_path / "cache", batching="pack")
+    result, counts = cache_dataset(rows, recipe, CacheConfig(folder="memory://cache", batching="pack"))
+    assert result is not None
+    assert counts["encoded"] == 3
+    result.save(tmp_path / "cached")
+    remote = PreparedDataset.load(tmp_path / "cached")
+    together, read = threading.Barrier(3), TensorCache.read
+
+    def read_together(cache: TensorCache, key: str) -> object:
+        together.wait(timeout=60)
+        return read(cache, key)
+
+    expected = collator_of(local)(list(local.dataset))
+    monkeypatch.setattr(TensorCache, "read", read_together)
+    batch = collator_of(remote)(list(remote.dataset))
+    assert batch["caption"] == expected["caption"]
+    assert torch.equal(batch["text_values"], expected["text_values"])
+    assert all(map(torch.equal, batch["latents"], expected["latents"]))
 
 
 def test_a_prepared_folder_remembers_its_cache_and_may_move_with_it(

@@ -173,7 +173,7 @@ def test_identical_samples_share_an_entry(media: Path) -> None:
 
 def test_a_corrupt_entry_is_encoded_again(media: Path) -> None:
     rows = map_columns(rows_of(media), columns(media, Encoder()))
-    path = TensorCache(media / "cache").path(rows[3]["latents_key"])
+    path = Path(TensorCache(media / "cache").path(rows[3]["latents_key"]))
     path.write_bytes(path.read_bytes()[:-5])
     assert encoded(media) == 1
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,7 +46,7 @@ def write(folder: Path, name: str, rows: list[dict], **options) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / name, **options)
 
 
-def columns_of(tmp_path: Path, root: Path | None, *, table: BucketTable = TABLE, overwrite=False, **options):
+def columns_of(tmp_path: Path, root: Path | str | None, *, table: BucketTable = TABLE, overwrite=False, **options):
     return ParquetColumns(
         source=str(tmp_path / "in"),
         target=str(tmp_path / "out"),
@@ -124,6 +125,16 @@ def test_bytes_and_typed_columns_are_kept_with_their_type(rows, media_dir: Path,
     cells = made.cast_column("file_name", Video(decode=False))["file_name"][:]
     assert [cell["path"] for cell in cells] == ["first.mp4", str(media_dir / paths[1])]
     assert made["num_frames"][:] == without_files([{"file_name": path} for path in paths], media_dir)["num_frames"][:]
+
+
+def test_paths_below_a_url_become_urls(rows, media_dir: Path, tmp_path: Path) -> None:
+    fsspec.filesystem("memory").put(str(media_dir / "images"), "/bucket/images", recursive=True)
+    images = [row for row in rows if row["file_name"].startswith("images")]
+    write(tmp_path / "in", "a.parquet", images)
+    columns = columns_of(tmp_path, "memory://bucket")
+    assert columns.write("a.parquet") == ("a.parquet", len(images), 0, "")
+    table = pq.read_table(tmp_path / "out" / "a.parquet")
+    assert table["file_name"].to_pylist() == [f"memory://bucket/{row['file_name']}" for row in images]
 
 
 def test_paths_that_leave_their_root_stay_refused(media_dir: Path, tmp_path: Path) -> None:

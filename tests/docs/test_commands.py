@@ -30,6 +30,9 @@ OTHER_FLAGS = {
     "--lora_rnk",
 }
 
+CACHED = "cache_dir: cache\ncached_dir: cached\n"
+"""Settings that a suggested run has beside those of the pages' file."""
+
 
 class ParsedError(Exception):
     """A script's parser has taken its arguments."""
@@ -64,8 +67,9 @@ def files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
             if name:
                 files[name[1]] = tmp_path / name[1]
                 files[name[1]].write_text(block)
-    (tmp_path / "trained").mkdir()
-    (tmp_path / "trained" / "config.yaml").write_text(files["run.yaml"].read_text())  # as a run leaves it
+    for folder in ("trained", "suggested/1"):  # as a run and a suggestion leave it
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(files["run.yaml"].read_text() + CACHED)
     return files
 
 

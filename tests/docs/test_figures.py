@@ -32,10 +32,16 @@ GIVEN = {
     "a frame and 10 seconds": "setting of scripts/benchmark_durations.py",
     "at 5 s and at 10 s": "sizes in scripts/benchmark_durations.py",
     "cut to 5 s, and in packs up to 10 s": "the same",
+    "One 24 GB card": "the memory of the GPU that the page is for",
     "a constant of 1 GiB": "what `planner/` adds to each plan",
     "at most 60 seconds": "setting of scripts/benchmark_lengths.py",
     "30 % images": "what scripts/benchmark_sampling.py draws",
     "Once they fill 2.5 MB": "limit of `training/run_page.py`",
+    "more than 5 % of the rows": "`MOST_DROPPED` of `planner/suggestion.py`",
+    "18 to 33 %, from the 175.9 to 325.8 TFLOP/s": "published: NVIDIA's DFM, in `planner/gpus.py`",
+    "count at 20 GB/s": "a guess, of `planner/suggestion.py`",
+    "takes 0.5 GiB, a guess of 2 GiB": "what `planner/host.py` adds to each plan",
+    "decoding process 0.1 GiB": "the same",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,8 +19,10 @@ from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
 from hf_bucketing.report.charts import Line, bar_chart, histogram_chart, line_chart
+from hf_bucketing.report.crops import RANDOM_SAMPLES
 from hf_bucketing.report.histograms import Histogram
 from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
+from hf_bucketing.report.verdict import choose_way
 from tests.browser import look_at
 from tests.conftest import run_script_here
 from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
@@ -90,9 +93,13 @@ def check_complete(text: str) -> Parsed:
 def test_the_page_says_what_the_report_says() -> None:
     report = make_report(SAMPLES, TABLE, spec=SPEC, config=TWO)
     files = {row: f"clip-{row}.mp4" for row in range(17)}
-    memory = [MemoryRow(settings="LoRA", parts={"weights": 3 * 2**30, "vae": 0, "context": 2**30})]
+    parts = {"weights": 3 * 2**30, "vae": 0, "context": 2**30}
+    memory = [MemoryRow(settings="LoRA", parts=parts, fits={"in 4 GiB": "tight"})]
     beside = Beside(name="clips", assignment="Assigned.", files=files, model="tiny, 2 × 64×64", memory=memory)
-    page = check_complete(render_page(bucket_page(report, beside)))
+    text = render_page(bucket_page(report, beside))
+    page = check_complete(text)
+    assert page.text.index(str(choose_way(report))) < page.text.index("Overview"), "the page begins with its verdict"
+    assert '<span class="mark fair">tight</span>' in text
     buckets = page.tables["Buckets in use, the fullest first"]
     assert buckets[1][:5] == ["64×64", "0", "1.000", "7", "100.0%"]
     assert buckets[2][:5] == ["32×64", "1", "2.000", "4", "80.0%"]
@@ -108,8 +115,8 @@ def test_the_page_says_what_the_report_says() -> None:
         assert int(ways[strategy.name][3]) == strategy.num_steps
         assert ways[strategy.name][-1] == f"{strategy.efficiency:.1%}"
     head, row = page.tables["GiB by kind at the highest moment of that step"]
-    assert head == ["settings", "weights", "context", "total"]
-    assert row == ["LoRA", "3", "1", "4"]
+    assert head == ["settings", "weights", "context", "total", "in 4 GiB"]
+    assert row == ["LoRA", "3", "1", "4", "tight"]
     assert "tiny, 2 × 64×64" in page.text
 
 
@@ -134,6 +141,19 @@ def test_the_worst_crops_are_those_that_keep_least_of_their_frame() -> None:
     assert crops[3].kept_frames == 0.5
     squares = make_report(SizeColumns([1] * 9, [64] * 9, [64] * 9), TABLE, spec=SPEC, config=TWO)
     assert squares.worst_crops == ()
+
+
+def test_random_samples_have_a_bucket_and_depend_on_the_seed_alone() -> None:
+    def drawn(seed: int) -> list[int]:
+        sides = [64] * 50 + [8] * 50
+        config = replace(TWO, seed=seed)
+        report = make_report(SizeColumns([1] * 100, sides, sides), TABLE, spec=SPEC, config=config)
+        return [sample.row for sample in report.random_samples]
+
+    assert drawn(0) == drawn(0) == sorted({*drawn(0)})
+    assert drawn(0) != drawn(1)
+    assert len(drawn(1)) == RANDOM_SAMPLES
+    assert max(drawn(0) + drawn(1)) < 50
 
 
 def test_durations_are_those_of_videos_alone() -> None:
@@ -209,11 +229,13 @@ def save_images(folder: Path) -> Path:
     Image.fromarray(np.full((8, 8, 3), 90, np.uint8)).save(folder / "small.png")
     (folder / "broken.png").write_bytes(b"no image")
     files = ["a<b> & ü.png", "broken.png", "small.png"]
-    rows = Dataset.from_dict({"image": files, "width": [100, 100, 8], "height": [40, 40, 8]})
+    captions = [["A <wide> one", "another"], ["broken"], ["small"]]
+    sizes = {"width": [100, 100, 8], "height": [40, 40, 8]}
+    rows = Dataset.from_dict({"image": files, "text": captions, **sizes})
     table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64)))
     spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
     data = PreparedDataset(
-        dataset=rows, table=table, open_table=open_table(spec), column="image", caption_column=None, root=str(folder)
+        dataset=rows, table=table, open_table=open_table(spec), column="image", caption_column="text", root=str(folder)
     )
     data.save(folder / "prepared")
     return folder / "prepared"
@@ -224,8 +246,11 @@ def test_the_script_shows_frames_and_names_files_that_cannot_be_read(tmp_path: P
     written = ("--html", tmp_path / "page.html", "--json", tmp_path / "report.json")
     run_script_here("report_buckets.py", prepared, "--num_processes", 1, "--batch_size", 1, *written)
     page = check_complete((tmp_path / "page.html").read_text())
-    assert page.images == ["Frame of a<b> & ü.png with the part marked that its bucket keeps."]
-    assert "broken.png could not be shown" in page.text
+    name = "a<b> & ü.png"
+    of_frame = f"Frame of {name} with the part marked that its bucket keeps."
+    assert page.images == [f"{name} as the model sees it.", of_frame]
+    assert "“A <wide> one” 40×100 → 32×64, keeps 80.0%" in page.text
+    assert page.text.count("broken.png could not be shown") == 2
     report = json.loads((tmp_path / "report.json").read_text())
     buckets = {int(row[1]): int(row[3]) for row in page.tables["Buckets in use, the fullest first"][1:]}
     entries = {bucket["bucket_id"]: bucket["num_samples"] for bucket in report["buckets"]["buckets"]}

@@ -22,6 +22,12 @@ from tests.conftest import run_script_here
 from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
 
 TEXT = """\
+Bucket these: buckets drop 5 samples and cut 4.2% of the frames and 8.3% of the area, packs drop 3 samples and cut
+0.4% of the frames and 5.2% of the area. A sample costs 16.47 times as much in packs; useful work is 11.2% of that, in
+buckets 95.8%.
+Rule: buckets and packs each lose a share of the samples, of the area, of the frames, and of the processes' time (to
+padding and waiting). The share that differs most decides; packs have to lose over 5% less.
+
 17 samples: 12 in 3 of 4 buckets, 5 rejected
 rejected by reason: aspect 1, too_short 1, too_small 1, unreadable 1, empty 1
 aspect error                       mean  median     max

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hf_bucketing import BucketingError, TokenDrop
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_image, write_video
+from hf_bucketing.media.conditions import MASK
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK, latent_mask
 from hf_bucketing.models.recipe import ModelInputs, Samples
@@ -116,6 +118,18 @@ def test_a_mask_on_latents_follows_the_groups_of_frames() -> None:
     assert latent_mask(mask, (4, 2, 2), repeats=1)[:, :2].eq(1).all()
     with pytest.raises(BucketingError, match="9 frames does not fit latents of 4"):
         latent_mask(mask, (4, 2, 2))
+
+
+@torch.no_grad()
+def test_a_mask_follows_the_chunks_that_a_vae_encodes(tiny_folder: Callable[[str], Path]) -> None:
+    recipe = load_recipe(tiny_folder("minimax-h3"))
+    mask = torch.zeros(1, 22, 32, 32)
+    mask[:, 17] = 1  # the first frame of the second chunk of 17 frames
+    mask[:, 18] = 1  # one of the four frames of its second latent
+    encoded = recipe.encode_media(torch.zeros(1, 3, 22, 32, 32), {MASK: [mask]})
+    weights = encoded[LOSS_MASK][0][0, :, 0, 0]
+    assert weights.tolist() == [0, 0, 0, 0, 0, 1, 0.25]
+    assert encoded["latents"].shape[2] == 7
 
 
 @pytest.fixture(scope="module")

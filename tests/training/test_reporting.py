@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
-from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training import TrainingConfig, reporting
+from hf_bucketing.training.run_page import PAGE, write_live_page
 from tests.training.training_cases import in_process, run
 
 
@@ -30,3 +32,36 @@ def test_a_run_leaves_its_settings_and_its_metrics(pipeline_dir, prepared_dir, t
     assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step-2"]
     samples = [json.loads(line) for line in (tmp_path / "logs" / "samples-0.jsonl").read_text().splitlines()]
     assert [sum(batch["loss"]) / len(batch["loss"]) for batch in samples] == pytest.approx(losses, abs=1e-5)
+
+
+def test_a_run_says_what_it_does_how_long_it_takes_and_what_to_do_next(
+    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(reporting, "TIMED_STEPS", 2)
+    caplog.set_level(logging.INFO)
+    run(in_process(pipeline_dir, prepared_dir, tmp_path, lora_rank=2, checkpointing_steps=3))
+    lines = [message.removeprefix("[RANK 0] ") for message in caplog.messages]
+    (start,) = [line for line in lines if line.startswith("Trains LoRA of rank 2 on the transformer of ")]
+    assert f"on {prepared_dir}: 3 optimizer steps on 1 process, in float32. Writes to {tmp_path};" in start
+    (time,) = [line for line in lines if line.startswith("About ")]
+    assert "are left: 1 optimizer steps of " in time
+    after = lines[lines.index("What to do next:") :]
+    assert f"python scripts/sample_video.py {pipeline_dir} --adapter {tmp_path} --prompt" in after[1]
+    assert f"python scripts/report_training.py {tmp_path} --html {tmp_path}/report.html" in after[2]
+    assert "--resume_from_checkpoint latest" in after[3]
+
+
+def test_the_page_of_a_run_is_written_while_it_trains_and_at_its_end(
+    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshes = []
+
+    def write(folder: Path) -> None:
+        write_live_page(folder)
+        refreshes.append("http-equiv" in (folder / PAGE).read_text())
+
+    monkeypatch.setattr(reporting, "write_live_page", write)
+    run(in_process(pipeline_dir, prepared_dir, tmp_path / "without"))
+    assert not refreshes
+    run(in_process(pipeline_dir, prepared_dir, tmp_path / "with", page_steps=2))
+    assert refreshes == [True, False]

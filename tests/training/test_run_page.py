@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from hf_bucketing.media.write import write_image, write_video
 from hf_bucketing.report import render_page
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.review import losses_by_bucket
-from hf_bucketing.training.run_log import TABLE, RunLog
-from hf_bucketing.training.run_page import run_page
+from hf_bucketing.training.run_log import TABLE, RunLog, write_status
+from hf_bucketing.training.run_page import PAGE, run_page, write_live_page
 from tests.browser import look_at
 from tests.conftest import run_script_here
 from tests.report.test_page import check_complete
@@ -90,11 +91,38 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
         assert buckets[number][2:4] == [str(count), f"{loss:.4f}"]
     assert page.tables["pack: loss by bucket in numbers"][1] == ["9×32×48", "1", "0", "–", "3", "1.2500"]
     assert page.text.count("-50%") == len(["all", "9×32×48", "clips"]), "of the packs: the other log was cut"
-    said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)]
+    said = [f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 10, 15, 20)]
     assert [alt for alt in page.images if PROMPTS[0] in alt] == 2 * said
     assert "1x64x64-a-cat.png could not be shown" in page.text
     assert page.tables["Settings that differ"][1:] == [["batching", "bucket", "pack"]]
     assert page.tables["Resumes"][1] == ["bucket", f"{STEPS}", "0", "2", "learning_rate 0.1 → 0.2"]
+
+
+def test_the_page_begins_with_what_was_trained_and_how_it_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    named = {
+        "pretrained_model_name_or_path": "Wan-AI/Wan2.1",
+        "dataset_dir": "clips",
+        "lora_rank": 8,
+        "adapter": "dora",
+    }
+    (folder / SETTINGS).write_text(json.dumps(named))
+    write_status(folder, "interrupted", global_step=STEPS, max_train_steps=1000, lines={})
+    text = render_page(run_page([folder]))
+    head = check_complete(text).text.partition("Overview")[0]
+    year = datetime.now(timezone.utc).year
+    said = ("model Wan-AI/Wan2.1", "data clips", "adapter DoRA of rank 8", f"ended {year}-", f"{STEPS} of 1,000")
+    assert [words for words in said if words not in head] == []
+    assert '<span class="mark fair">interrupted</span>' in text
+    assert '<span class="mark poor">FAILED</span>' in text, "as it made too few steps"
+    write_status(folder, "running", global_step=STEPS, max_train_steps=1000, lines={})
+    assert "begun or resumed" in render_page(run_page([folder]))
+
+
+def test_a_run_of_an_earlier_release_says_what_is_not_logged(tmp_path: Path) -> None:
+    head = check_complete(render_page(run_page([write_run(tmp_path / "run")]))).text.partition("Overview")[0]
+    assert "adapter none ended not logged" in head
+    assert "state its end was not logged" in head
 
 
 def test_runs_without_plans_are_shown_with_what_they_have(tmp_path: Path) -> None:
@@ -153,7 +181,37 @@ def test_references_of_a_prompt_stand_before_its_renderings(tmp_path: Path) -> N
     of_first = [alt for alt in images if PROMPTS[0] in alt]
     assert of_first == [
         f"Reference of “{PROMPTS[0]}”.",
-        *(f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 15, 20)),
+        *(f"Rendering of “{PROMPTS[0]}” after step {step}." for step in (5, 10, 15, 20)),
     ]
     shown = {alt for alt in images if alt.startswith("Reference")}
     assert shown == {f"Reference of “{prompt}”." for prompt in PROMPTS}
+
+
+@pytest.mark.parametrize(("status", "refreshes"), [("running", True), ("finished", False)])
+def test_the_page_of_a_run_refreshes_while_it_trains_and_reads_no_log_of_samples(
+    status, refreshes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder, status, global_step=STEPS, max_train_steps=50, lines={})
+    whole = check_complete(render_page(run_page([folder])))
+    monkeypatch.setattr(Logs, "samples", property(lambda _: pytest.fail("a log of samples was read")))
+    write_live_page(folder)
+    text = (folder / PAGE).read_text()
+    assert ('<meta http-equiv="refresh"' in text) == refreshes
+    live = check_complete(text)
+    assert live.tables["Runs"] == whole.tables["Runs"]
+    assert live.images == whole.images
+    assert whole.tables.keys() - live.tables.keys() == {"Checks", "run: loss by bucket in numbers"}
+
+
+def test_a_run_without_steps_has_no_page_yet(tmp_path: Path) -> None:
+    RunLog(tmp_path, process_index=0, num_processes=1).close()
+    write_live_page(tmp_path)
+    assert not (tmp_path / PAGE).exists()
+
+
+def test_prompts_share_the_pictures_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    monkeypatch.setattr("hf_bucketing.training.run_page._MOST_PICTURES", 6)
+    shown = [int(alt.split()[-1][:-1]) for alt in check_complete(render_page(run_page([folder]))).images]
+    assert shown == 2 * [5, 15, 20], "both prompts, each from its first to its last rendering"

@@ -142,6 +142,11 @@ class CosmosVideoToWorldRecipe(FirstFrameRecipe, CosmosTextToWorldRecipe):
 
     pipeline_class = "CosmosVideoToWorldPipeline"
 
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return False: the clean frame has the timestep of its sample."""
+        return False
+
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Put the clean first frame into the noisy latents, marked by a channel."""
         return replace(_mark_first_frame(super().model_inputs(samples)), timesteps=samples.noised.timesteps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -102,11 +103,13 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
     def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
         """Call the pipeline with a size, where it would choose one by the image's ratio, rounded to five digits."""
         processor = self.pipeline.video_processor
-        processor.calculate_default_height_width = lambda **image_size: (size.height, size.width)
+        sized = copy.copy(processor)  # calls of other sizes, which may run side by side, share the pipeline's own
+        sized.calculate_default_height_width = lambda **image_size: (size.height, size.width)
+        self.pipeline.video_processor = sized
         try:
             return super().render(prompt, size, **options)
         finally:
-            del processor.calculate_default_height_width  # the method of its class is back
+            self.pipeline.video_processor = processor
 
 
 RECIPES = (HunyuanVideo15Recipe, HunyuanVideo15ImageToVideoRecipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..conditioning import FRAMES
@@ -41,6 +42,11 @@ class SkyReelsV2DiffusionForcingRecipe(SkyReelsV2Recipe):
     def drawn_kinds(self) -> tuple[str, ...]:
         """Whole frames, each of which has a timestep."""
         return FRAMES
+
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return True: every latent frame has a timestep."""
+        return True
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return the number of each sample's frame rate, for models that embed it."""

@@ -47,6 +47,11 @@ class WanRecipe(Recipe):
         """All, where the pipeline gives each token a timestep."""
         return (*FRAMES, BLACK) if self.keeps_first_frame else ()
 
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return whether tokens have timesteps, where the pipeline gives them some."""
+        return bool(settings.get("expand_timesteps")) and super().has_clean_parts(settings, draws=draws)
+
     @property
     def keeps_first_frame(self) -> bool:
         """Whether the pipeline gives each token a timestep, such as 0 for a clean first frame (TI2V-5B)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...settings import check_at_least
+from ...settings import check_at_least, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class CheckpointConfig:
         BucketingError: On a number below 1.
     """
 
-    checkpointing_steps: int | None = None
+    checkpointing_steps: int | None = setting(None, common=True)
     checkpoints_total_limit: int | None = None
-    resume_from_checkpoint: str | None = None
+    resume_from_checkpoint: str | None = setting(None, common=True)
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "checkpointing_steps", "checkpoints_total_limit")

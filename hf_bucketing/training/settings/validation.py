@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import BucketingError
-from ...settings import check_at_least
+from ...settings import check_at_least, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ValidationConfig:
         BucketingError: If a number of steps or tokens is below 1, or there are images or references without prompts.
     """
 
-    validation_prompts: list[str] | None = None
+    validation_prompts: list[str] | None = setting(None, common=True)
     validation_images: list[str] | None = None
     validation_references: list[str] | None = None
     validation_sizes: str = "17,480,832"

@@ -1,0 +1,74 @@
+"""Several adapters in one pipeline, each at a strength of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils.peft_utils import set_adapter_layers, set_weights_and_activate_adapters
+from peft import PeftModel
+from peft.utils import CONFIG_NAME
+
+from ..errors import BucketingError
+from ..hub import from_hub
+from ..models.experts import TrainedComponent, transformers_of
+from .experts import loading_options, own_folder
+from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS
+from .settings import Adapter
+
+
+def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: TrainedComponent) -> None:
+    """Load adapters into a pipeline, at full strength until [`set_strengths`] is called.
+
+    Args:
+        pipeline (`DiffusionPipeline`): Pipeline that they were trained on.
+        adapters (sequence of [`Adapter`]): Adapters: LoRA or DoRA of any trainer that diffusers reads, or one LoHa or
+            LoKr.
+        trained (`"transformer"`, `"transformer_2"` or `"both"`): Transformers that they are for.
+
+    Raises:
+        BucketingError: If adapters cannot be had, or one among several is LoHa or LoKr.
+    """
+    for adapter, name in zip(adapters, _names(adapters), strict=True):
+        folders = {
+            component: Path(adapter.path) / own_folder(component, trained=trained)
+            for component in transformers_of(trained)
+        }
+        with from_hub(adapter.path):
+            if not all((folder / CONFIG_NAME).is_file() for folder in folders.values()):
+                first = next(iter(folders.values()))
+                alone = (first / COMFYUI_WEIGHTS).is_file() and not (first / LORA_WEIGHTS).is_file()
+                for options in loading_options(trained, file=COMFYUI_WEIGHTS if alone else None):
+                    pipeline.load_lora_weights(adapter.path, adapter_name=name, **options)
+                continue
+            if len(adapters) > 1:
+                raise BucketingError(
+                    f"{adapter.path} is LoHa or LoKr, which cannot be loaded with other adapters; merge it into the "
+                    "pipeline first (scripts/merge_lora.py)."
+                )
+            for component, folder in folders.items():
+                PeftModel.from_pretrained(getattr(pipeline, component), str(folder), adapter_name=name)
+
+
+def set_strengths(pipeline: Any, adapters: Sequence[Adapter], *, factor: float) -> None:
+    """Scale the adapters that a pipeline has loaded, all by the same factor; 0 leaves the base model alone.
+
+    Args:
+        pipeline (`DiffusionPipeline`): Pipeline that [`load_adapters`] has loaded these adapters into.
+        adapters (sequence of [`Adapter`]): The adapters with their strengths.
+        factor (`float`): Factor of all strengths.
+    """
+    strengths = {name: factor * adapter.strength for adapter, name in zip(adapters, _names(adapters), strict=True)}
+    active = {name: strength for name, strength in strengths.items() if strength}  # DoRA of 0 is not the base
+    for model in pipeline.components.values():
+        if isinstance(model, torch.nn.Module):
+            set_adapter_layers(model, enabled=bool(active))
+            if active:
+                set_weights_and_activate_adapters(model, [*active], [*active.values()])
+
+
+def _names(adapters: Sequence[Adapter]) -> list[str]:
+    """Return the names of adapters in peft."""
+    return [f"adapter_{number}" for number in range(len(adapters))]
