@@ -11,7 +11,7 @@ import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
@@ -22,7 +22,8 @@ from hf_bucketing.files import check_folder_writable
 if TYPE_CHECKING:
     from hf_bucketing.planner.components import Components
     from hf_bucketing.planner.rows import DataRows
-    from hf_bucketing.planner.suggestion import Way
+    from hf_bucketing.planner.settings import MachineConfig
+    from hf_bucketing.planner.suggestion import Suggestion, Way
 
 
 def make_parser() -> FlagParser:
@@ -101,7 +102,17 @@ def read_sources(
     return rows, [*ways_of(tables, rows.sizes, spec=components.spec, rule=sources[0].rule)], sources
 
 
-def main(args: argparse.Namespace) -> None:
+class Suggested(NamedTuple):
+    """A suggestion, and what it was made for."""
+
+    suggestion: "Suggestion"
+    machine: "MachineConfig"
+    rows: "DataRows"
+    data: list[SourceConfig] | str
+
+
+def suggest(args: argparse.Namespace) -> Suggested:
+    """Read the headers of the data, and plan all runs."""
     from hf_bucketing.buckets.calibration import read_cost_fit
     from hf_bucketing.columns.prepared import MANIFEST
     from hf_bucketing.planner.components import read_components
@@ -109,14 +120,11 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.planner.settings import MachineConfig, PlanConfig
     from hf_bucketing.planner.suggestion import Suggester
     from hf_bucketing.planner.time import Speed, StepSeconds
-    from hf_bucketing.training.suggested import describe_suggestion, write_suggestion
 
-    check_folder_writable(args.output_dir)
-    name, time = args.pretrained_model_name_or_path, from_flags(TimeConfig, args)
     measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))
     machine = from_flags(MachineConfig, args, cpus=args.cpus or os.cpu_count())
-    base = from_flags(PlanConfig, args)
-    components = read_components(name, trained=base.trained_component)
+    base, speed = from_flags(PlanConfig, args), Speed.of(from_flags(TimeConfig, args), gpu_memory=machine.gpu_memory)
+    components = read_components(args.pretrained_model_name_or_path, trained=base.trained_component)
     data: Any
     if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
         data = args.dataset[0]
@@ -124,18 +132,19 @@ def main(args: argparse.Namespace) -> None:
         base = replace(base, cached="all") if cached else base
     else:
         rows, ways, data = read_sources(args, components)
-    suggester = Suggester(
-        components,
-        rows,
-        machine=machine,
-        base=base,
-        speed=Speed.of(time, gpu_memory=machine.gpu_memory),
-        measured=measured,
-    )
-    suggestion = suggester.suggest(ways)
-    print(describe_suggestion(suggestion, machine=machine, price_per_hour=time.price_per_hour))
+    suggester = Suggester(components, rows, machine=machine, base=base, speed=speed, measured=measured)
+    return Suggested(suggester.suggest(ways), machine, rows, data)
+
+
+def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.training.suggested import describe_suggestion, write_suggestion
+
+    check_folder_writable(args.output_dir)
+    suggestion, machine, rows, data = suggest(args)
+    print(describe_suggestion(suggestion, machine=machine, price_per_hour=args.price_per_hour))
     for note in rows.notes:
         print(note)
+    name = args.pretrained_model_name_or_path
     files = write_suggestion(suggestion, args.output_dir, model=name, data=data, machine=machine, rows=rows)
     print(f"Settings, with their commands: {', '.join(map(str, files))}")
 

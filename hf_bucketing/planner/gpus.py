@@ -16,6 +16,7 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
+    "rtx-4080": Gpu(16, 97.5),
     "rtx-4090": Gpu(24, 165.2),
     "rtx-3090": Gpu(24, 71.0),
     "rtx-5090": Gpu(32, 209.5),
@@ -26,8 +27,8 @@ GPUS = {
     "h200": Gpu(141, 989.4),
     "b200": Gpu(180, 2250.0),
 }
-"""GPUs by name, of those of equal memory the usual one first. Sources: NVIDIA's whitepapers of GA102, AD102 and GB202,
-and its data sheets of A100, L40S, H100, H200 and HGX B200, of whose figures with sparsity half counts."""
+"""GPUs by name, of those of equal memory the usual one first. Sources: NVIDIA's whitepapers of GA102, AD102, AD103 and
+GB202, and its data sheets of A100, L40S, H100, H200 and HGX B200, of whose figures with sparsity half counts."""
 
 UTILISATION = (0.18, 0.33)
 """Share of the peak that training reaches, from the least to the most that is published: NVIDIA's DFM reports 175.9 to
@@ -39,8 +40,8 @@ class TimeConfig:
     """Speed and price of GPUs.
 
     Args:
-        gpu (`str`, *optional*): GPU whose peak counts: rtx-3090, rtx-4090, rtx-5090, a100-40, a100, l40s, h100, h200
-            or b200 (default: guessed from its memory).
+        gpu (`str`, *optional*): GPU whose peak counts: rtx-4080, rtx-3090, rtx-4090, rtx-5090, a100-40, a100, l40s,
+            h100, h200 or b200 (default: guessed from its memory).
         peak_tflops (`float`, *optional*): Peak of another GPU in TFLOP/s: dense products of bf16, summed in float32.
         utilisation (`list` of `float`): Least and largest share of the peak that training reaches.
         price_per_hour (`float`, *optional*): Price of an hour of one GPU, in any currency.

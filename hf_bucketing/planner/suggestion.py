@@ -309,13 +309,24 @@ class Suggester:
         """
         text, length = self.text_tokens, plan.shape.length
         of_epoch = float((way.targets.num_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
+        at_most = min(of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
         tokens = self.components.spec.num_tokens(smallest)
         small = plan_components(self.components, config, StepShape.of([smallest], tokens=tokens, text_tokens=text))
         room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
-        most = min(_tokens_that_fit(small, plan, room), of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
+        most = min(_tokens_that_fit(small, plan, room), at_most)
+        if most >= _MORE_TOKENS * length:
+            more = plan_components(self.components, config, self._shape(way, plan.shape.size, int(most)))
+            if more.total > room:  # another moment of the step is its highest, and each token adds more to it
+                most = min(_tokens_that_fit(plan, more, room), most)
         if way.batching == "bucket":
             most -= most % length  # more hold no further sample of the largest bucket
         return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
+
+    def _shape(self, way: Way, size: Size, max_tokens: int) -> StepShape:
+        """Return the shape of a step of as many of the largest samples as the tokens hold."""
+        tokens, text = int(way.targets.num_tokens.max()), self.text_tokens
+        samples = max(1, max_tokens // (tokens + text))
+        return StepShape.of([size] * samples, tokens=samples * tokens, text_tokens=samples * text)
 
     def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
@@ -348,11 +359,7 @@ class Suggester:
         assert config.max_tokens is not None, "every candidate has tokens"
         tokens = way.targets.num_tokens
         plan, computed = self._epoch(way, config, processes=processes)
-        samples = max(1, config.max_tokens // (int(tokens.max()) + self.text_tokens))
-        shape = StepShape.of(
-            [size] * samples, tokens=samples * int(tokens.max()), text_tokens=samples * self.text_tokens
-        )
-        memory = plan_components(self.components, config, shape)
+        memory = plan_components(self.components, config, self._shape(way, size, config.max_tokens))
         encoding = self.speed.seconds(encoding_flops(self.components, config, size))
         step = self.measured
         if step is None:
@@ -444,12 +451,12 @@ class Suggester:
         return round(latents + half * length * width * (self.rows.total or 0))
 
 
-def _tokens_that_fit(small: MemoryPlan, large: MemoryPlan, memory: float) -> float:
+def _tokens_that_fit(fewer: MemoryPlan, more: MemoryPlan, memory: float) -> float:
     """Return the tokens at which the first phase reaches the memory, on lines through two plans."""
-    more = large.shape.length - small.shape.length
+    between = more.shape.length - fewer.shape.length
     counts = [MOST_TOKENS * 1.0]
-    for name, parts in large.phases.items():
-        per_token = (parts.total - small.phases[name].total) / more if more else 0.0
+    for name, parts in more.phases.items():
+        per_token = (parts.total - fewer.phases[name].total) / between if between else 0.0
         if per_token > 0:
-            counts.append(large.shape.length + (memory - parts.total) / per_token)
-    return min(counts) if more else float(large.shape.length)
+            counts.append(more.shape.length + (memory - parts.total) / per_token)
+    return min(counts) if between else float(more.shape.length)

@@ -75,14 +75,25 @@ def _settings_of(
     machine: MachineConfig,
     rows: DataRows,
 ) -> dict[str, Any]:
-    config, table = candidate.config, candidate.way.settings
+    table = candidate.way.settings
     values: dict[str, Any] = {"pretrained_model_name_or_path": model}
     values |= {"dataset_dir": data if isinstance(data, str) else str(folder / "prepared")}
     if not isinstance(data, str) and table is not None:
         values[SOURCES] = settings_of_sources([replace(source, table=table) for source in data])
     if candidate.once is not None:
         values |= {"cache_dir": str(folder / "cache"), CACHED_DIR: str(folder / "cached")}
-    values |= {"output_dir": str(folder / "trained"), **training_settings(config, length=config.max_tokens or 0)}
+    return {**values, "output_dir": str(folder / "trained"), **run_settings(candidate, machine=machine, rows=rows)}
+
+
+def run_settings(candidate: Candidate, *, machine: MachineConfig, rows: DataRows) -> dict[str, Any]:
+    """Return the settings of training a candidate, whatever its model, data and folders are called.
+
+    Args:
+        candidate ([`Candidate`][hf_bucketing.planner.suggestion.Candidate]): The run.
+        machine ([`MachineConfig`]): The machine.
+        rows ([`DataRows`]): What is known of the rows.
+    """
+    values = training_settings(candidate.config, length=candidate.config.max_tokens or 0)
     values |= {"dataloader_num_workers": candidate.num_workers}
     steps = _STREAMED_STEPS
     if rows.total is None:

@@ -11,9 +11,10 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
-from hf_bucketing.planner import PlanConfig
+from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.gpus import TimeConfig
+from hf_bucketing.planner.memory import PLAN_ERROR, MemoryParts, MemoryPlan, plan_components
 from hf_bucketing.planner.rows import DataRows
 from hf_bucketing.planner.settings import MachineConfig
 from hf_bucketing.planner.suggestion import Suggester, Suggestion, Way, tables_of, ways_of
@@ -23,6 +24,7 @@ from tests.conftest import run_script_here
 
 BASE = PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, adapters=AdapterConfig(lora_rank=4))
 MACHINE = MachineConfig(gpu_memory=1.0)
+ROOMY = MachineConfig(gpu_memory=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,23 @@ def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> 
         assert run.once is not None, "ten epochs are worth a cache"
     pack = next(run for run in runs if run.way.batching == "pack")
     assert pack.kept == 1, "whole files at their own size"
+
+
+def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
+    components: Components, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steeper(*args: object) -> MemoryPlan:
+        plan = plan_components(*args)
+        late = MemoryParts(activations=200_000 * max(plan.shape.length - 500, 0))
+        return dataclasses.replace(plan, phases={**plan.phases, "late": late})
+
+    rows = dataclasses.replace(MIXED, total=10**6)
+    flat = max(run.config.max_tokens for run in suggest(components, rows, ROOMY).candidates)
+    for module in (options, suggestion_module):
+        monkeypatch.setattr(module, "plan_components", steeper)
+    runs = suggest(components, rows, ROOMY).candidates
+    assert 500 < max(run.config.max_tokens for run in runs) < flat
+    assert all(run.memory.total * (1 + PLAN_ERROR) <= ROOMY.gpu_memory * 2**30 for run in runs)
 
 
 def test_runs_that_drop_many_rows_come_last(components: Components) -> None:

@@ -1,0 +1,67 @@
+"""Presets: files of settings that the scripts accept, and that fit as their plans say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic.published import write_published_configs
+
+from hf_bucketing.columns.source_lists import sources_from
+from hf_bucketing.command_line.flags import from_flags
+from hf_bucketing.planner.components import read_components
+from hf_bucketing.planner.memory import plan_components, verdict_on
+from hf_bucketing.planner.settings import PlanConfig
+from hf_bucketing.settings import build, flatten
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.script_settings import launcher, training_settings
+from tests.conftest import ROOT
+
+CONFIGS = ROOT / "configs"
+MODELS: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts/benchmark_results/presets.json").read_text())["models"]
+
+
+def configs_of(model: str) -> dict[str, PlanConfig]:
+    return {name: build(PlanConfig, plan["config"]) for name, plan in MODELS[model].items() if "config" in plan}
+
+
+def parsed(script: str, *flags: object) -> Any:
+    return importlib.import_module(script).make_parser().parse_args([*map(str, flags)])
+
+
+def test_there_is_a_file_for_each_plan_that_fits() -> None:
+    files = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    assert files == {f"{model}/{name}.yaml" for model in MODELS for name in configs_of(model)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_scripts_accept_each_file_and_train_as_planned(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    for name, config in configs_of(model).items():
+        file = CONFIGS / model / f"{name}.yaml"
+        args = parsed("train_text_to_video", "--config", file, "--dataset_dir", "cached", "--output_dir", "trained")
+        training = flatten(from_flags(TrainingConfig, args))
+        planned = training_settings(config, length=config.max_tokens or 0)
+        assert {key: training[key] for key in planned} == planned
+        args = parsed("prepare_dataset", "--config", file, "--dataset", "clips", "--output_dir", "prepared")
+        (source,) = sources_from(vars(args), args.config)
+        assert source.table.bucket_tokens
+        assert source.table.bucket_frames
+        folders = ("--dataset_dir", "prepared", "--cache_dir", "cache", "--output_dir", "cached")
+        parsed("cache_latents", "--config", file, *folders)
+        assert f"# {launcher(config)} scripts/train_text_to_video.py --config configs/{model}/" in file.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_each_preset_fits_as_planned(model: str, tmp_path: Path) -> None:
+    write_published_configs(tmp_path, model)
+    components = read_components(str(tmp_path))
+    for name, config in configs_of(model).items():
+        total = plan_components(components, config).total
+        memory = int(name.partition("gb")[0].rpartition("x")[2])
+        assert total == MODELS[model][name]["bytes"], name
+        assert verdict_on(total, memory * 2**30) != "does not fit", name
