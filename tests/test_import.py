@@ -30,7 +30,7 @@ LEVELS = {
     "__main__": 6,
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
-DEVELOPERS_SCRIPTS = ("benchmark_", "draw_ways", "fit_demo_vae", "train_demo_transformer")
+DEVELOPERS_SCRIPTS = ("benchmark_", "draw_ways", "fit_demo_vae", "train_demo_transformer", "write_presets")
 USERS_SCRIPTS = sorted(
     path
     for path in (PACKAGE.parent / "scripts").glob("*.py")

@@ -23,6 +23,7 @@ from hf_bucketing import BucketBatchSampler, BucketColumns, BucketingError, Buck
 from hf_bucketing.buckets.open_table import open_table
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.columns.data_lock import read_lock
 from hf_bucketing.loaders import resume
 
 REFUSALS: dict[str, tuple[type[Exception], str]] = {
@@ -134,6 +135,12 @@ def test_no_file_of_a_checkpoint_can_run_code(checkpoint: Path, tmp_path: Path, 
         assert not target.exists(), f"{name} was unpickled"
 
 
+def read_whole(folder: Path) -> None:
+    """Read the rows of a prepared folder and their lock."""
+    list(PreparedDataset.load(folder).dataset)
+    read_lock(folder)
+
+
 @pytest.mark.parametrize("kind", ["plain", "torch"])
 def test_no_file_of_a_prepared_folder_a_cache_or_a_table_can_run_code(tmp_path: Path, kind: str) -> None:
     sizes = Dataset.from_dict({"width": [64, 128], "height": [64, 64], "num_frames": [1, 1], "video": ["a", "b"]})
@@ -149,7 +156,7 @@ def test_no_file_of_a_prepared_folder_a_cache_or_a_table_can_run_code(tmp_path: 
         shutil.copytree(tmp_path / "data", tmp_path / name)
         plant(tmp_path / name / name, target, kind=kind)
         with pytest.raises((OSError, ArrowInvalid) if name.endswith(".arrow") else UnicodeDecodeError):
-            list(PreparedDataset.load(tmp_path / name).dataset)
+            read_whole(tmp_path / name)
         assert not target.exists(), f"{name} was unpickled"
     cache = TensorCache(tmp_path / "cache")
     cache.write("abcd", {"latents": torch.zeros(2)}, about={})

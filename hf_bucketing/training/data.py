@@ -50,6 +50,7 @@ from ..plans.buckets import BucketPlanConfig
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..settings import changed, flatten, marked, not_default
+from ..streaming.config import StreamConfig
 from .agreement import check_same
 from .config import TrainingConfig
 from .held_out import check_apart, split_rows
@@ -278,6 +279,7 @@ def make_held_out_data(
         if not holds_stream(config.dataset_dir):  # whose files are not known before they come
             check_apart(_rows_of(config, config.dataset_dir, spec, prepared), held_out)
     fixed = {**marked(TrainingConfig, "held_out"), **flatten(CaptionRule()), **flatten(config.views.fixed)}
+    fixed |= flatten(StreamConfig())  # held-out samples are rows
     return _data_of(changed(config, **fixed), held_out, tokens, evaluation=True)
 
 

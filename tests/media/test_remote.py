@@ -132,7 +132,7 @@ def test_other_protocols_of_fsspec_work(folder: Path, protocol: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("s3://bucket/a.mp4", "s3fs"), ("gs://bucket/a.mp4", "gcsfs"), ("nothing://a.mp4", "Protocol not known")],
+    [("abfs://bucket/a.mp4", "adlfs"), ("gs://bucket/a.mp4", "gcsfs"), ("nothing://a.mp4", "Protocol not known")],
 )
 def test_a_protocol_that_cannot_be_opened_says_why(url: str, message: str) -> None:
     with pytest.raises(MediaError, match=rf"{url}.*{message}"):

@@ -136,7 +136,7 @@ def test_published_steps_lie_within_the_stated_range() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gpu": "rtx-1"}, "`gpu` must be one of rtx-4090"),
+        ({"gpu": "rtx-1"}, "`gpu` must be one of rtx-4080"),
         ({"gpu": "h100", "peak_tflops": 3.0}, "give one of them"),
         ({"peak_tflops": 0.0}, "`peak_tflops` must be above 0"),
         ({"peak_tflops": math.nan}, "`peak_tflops` must be above 0"),

@@ -118,7 +118,7 @@ def test_the_memory_of_the_page_is_planned_with_the_references_of_the_row_that_h
     prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[PlanConfig] = []
-    parts = SimpleNamespace(peak=MemoryParts(weights=1))
+    parts = SimpleNamespace(peak=MemoryParts(weights=1), total=1)
     monkeypatch.setattr(memory, "plan_memory", lambda model, config: planned.append(config) or parts)
     prepared = PreparedDataset.load(prepared_dir)
     cells = [[1, 16, 32] * (row % 3) for row in range(len(prepared.dataset))]
