@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_the_page_of_formats_lists_the_layouts_that_are_tested() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_script_prepares_what_the_table_says(
-    name: str, tmp_path: Path, pipeline_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = FORMATS[name]
     if name == "URLs":
@@ -37,7 +38,7 @@ def test_the_script_prepares_what_the_table_says(
     result = run_script_here(
         "prepare_dataset.py",
         dataset=words,
-        pretrained_model_name_or_path=pipeline_dir,
+        pretrained_model_name_or_path=tiny_folder("wan" if case.references is None else "ltx"),
         output_dir=tmp_path / "out",
         buckets="16,32;32,48;48,16",
         bucket_frames="1,5",
