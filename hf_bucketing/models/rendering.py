@@ -346,7 +346,7 @@ def _rows_of_call(packing: Packing, request: _Request) -> Rows:
     )
     lowest, highest = (family.inputs(replace(rows, timesteps=rows.timesteps + level)) for level in (0, 1000))
     unpacked = {**lowest, **family.unpacked_inputs(transformer, rows)}
-    masks = [name for name, value in unpacked.items() if value is rows.text_mask]
+    masks = [name for name, value in unpacked.items() if name.endswith("mask") and value.shape == text.shape[:2]]
     zero, scale = (values.flatten()[0] for values in (lowest["timestep"], highest["timestep"] - lowest["timestep"]))
     timesteps = torch.as_tensor(timestep, device=hidden.device, dtype=torch.float64)
     if timesteps.ndim < 2:

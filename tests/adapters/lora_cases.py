@@ -34,7 +34,11 @@ _FAMILIES = {
     "flux2": ("Flux2Pipeline", "flux.2"),
     "hunyuan-video": ("HunyuanVideoPipeline", None),
 }
-FAMILIES = {name: entry for name, entry in _FAMILIES.items() if hasattr(diffusers, entry[0])}
+FAMILIES = {
+    name: (pipeline, case)
+    for name, (pipeline, case) in _FAMILIES.items()
+    if hasattr(diffusers, pipeline) and (case is None or case in CASES)
+}
 """Pipeline class and case of the families whose names in ComfyUI are proven, of those that this diffusers has."""
 REFUSED = {
     "wan-vace": ("WanVACEPipeline", "wan-vace"),

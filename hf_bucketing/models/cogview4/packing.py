@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from diffusers.models.transformers.transformer_cogview4 import CogView4TrainingAttnProcessor
+from diffusers.models.transformers.transformer_cogview4 import CogView4AttnProcessor, CogView4TrainingAttnProcessor
 
 from ...devices import to_device
 from ...packing.batch import Rows
@@ -73,7 +73,7 @@ class CogView4Family(JointFamily):
         if rows.text_mask is None:
             return {}
         for block in transformer.transformer_blocks:
-            if not isinstance(block.attn1.processor, CogView4TrainingAttnProcessor):
+            if isinstance(block.attn1.processor, CogView4AttnProcessor):
                 block.attn1.set_processor(CogView4TrainingAttnProcessor())
         return {"attention_kwargs": {"text_attn_mask": rows.text_mask.int()}}
 
