@@ -27,7 +27,8 @@ MOST_ROWS = 100_000
 _CAPTIONS = 256
 _FILES = 8
 _SECONDS = 10.0
-"""Files that are decoded, and seconds after which no further one is."""
+_PIXELS = 2**24
+"""Files that are decoded, seconds after which no further one is, and pixels of a file's frames that are decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class DataRows:
 
 
 def measure_decoding(prepared: PreparedDataset) -> tuple[float | None, str]:
-    """Decode some samples as training does, whole and at their own size, in this process.
+    """Decode the first frames of some samples as training does, at their own size, in this process.
 
     Args:
         prepared ([`PreparedDataset`][hf_bucketing.columns.PreparedDataset]): Rows with sizes.
@@ -120,14 +121,15 @@ def measure_decoding(prepared: PreparedDataset) -> tuple[float | None, str]:
     views, seconds, pixels = ViewRule(random_crop=False), 0.0, 0
     files = replace(prepared.files, conditions={})
     for row in rows:
-        size = prepared.spec.snap(Size(*(int(row[name]) for name in ("num_frames", "height", "width"))))
+        frames, height, width = (int(row[name]) for name in ("num_frames", "height", "width"))
+        size = prepared.spec.snap(Size(max(1, min(frames, _PIXELS // (height * width))), height, width))
         try:
             since = time.perf_counter()
             load(files.sample(row, size, views=views, draws=np.zeros(0), name="a row that is decoded to measure it"))
         except MediaError as error:
             return None, f"Decoding is not measured, as a file cannot be read: {error}"
         seconds += time.perf_counter() - since
-        pixels += int(row["height"]) * int(row["width"]) * size.frames
+        pixels += size.frames * height * width
         if seconds > _SECONDS:
             break
     return seconds / pixels * 1e6, ""
