@@ -10,7 +10,8 @@ import torch
 from ...packing.texts import pad_texts
 from ..flux.packing import BLOCK
 from ..flux2.recipe import encode_blocks
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 VARIANCE_EPSILON = 1e-5
