@@ -288,6 +288,8 @@ class Recipe:
     """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
+    call_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Arguments of the pipeline's call in renders that name no others, where its own fit one number of steps alone."""
     output: ClassVar[str | None] = None
     """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
@@ -936,7 +938,7 @@ class Recipe:
         """Call the pipeline as [`render`] does, with `images` that may be None, and return what it returns."""
         given = {name: image for name, image in images.items() if image is not None}
         shown = self.reference_arguments(references, size) if references else {}
-        arguments = {**given, **shown, **self.size_arguments(size), **options}
+        arguments = {**self.call_defaults, **given, **shown, **self.size_arguments(size), **options}
         return self.pipeline(prompt=prompt, output_type="np", **arguments)
 
     def render_with_sound(
