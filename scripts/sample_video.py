@@ -184,7 +184,8 @@ def main(args: argparse.Namespace) -> None:
         raise FlagError(f"Omit --max_tokens: a {index.class_name} packs here only without --offload, if it is known.")
     blocks = recipe.blocks()
     parameters = call_parameters(pipeline_class, blocks)
-    given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
+    given: dict[str, Any] = {**recipe.call_defaults, **duration_of(args, parameters)}
+    given |= images_of(args, parameters, pipeline_class.__name__)
     given |= shown_of(args, given, pipeline_class.__name__)
     if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png") or len(grid.cells) > 1):
         raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")

@@ -74,7 +74,7 @@ class RecipeCalls(RecipeFacts):
         """Call the pipeline as [`render`] does, with `images` that may be None, and return what it returns."""
         given = {name: image for name, image in images.items() if image is not None}
         shown = self.reference_arguments(references, size) if references else {}
-        arguments = {**given, **shown, **self.size_arguments(size), **options}
+        arguments = {**self.call_defaults, **given, **shown, **self.size_arguments(size), **options}
         return self.pipeline(prompt=prompt, output_type="np", **arguments)
 
     def render_with_sound(

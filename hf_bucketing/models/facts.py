@@ -66,6 +66,8 @@ class RecipeFacts:
     """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
     shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
+    call_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Arguments of the pipeline's call in renders that name no others, where its own fit one number of steps alone."""
     output: ClassVar[str | None] = None
     """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()

@@ -133,6 +133,10 @@ def normalised(transformer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             if "position_ids" in rest:  # those of text come first
                 positions = rest["position_ids"]
                 rest["position_ids"] = torch.cat([positions[: len(kept)][kept], positions[len(kept) :]])
+    if "indicator" in rest:  # of one sequence, which begins with padding
+        kept = rest["indicator"][0] != 0
+        whole = ("indicator", "segment_ids", "position_ids", "hidden_states", "encoder_hidden_states")
+        rest |= {name: rest[name][:, kept] for name in whole}
     if "rope_interpolation_scale" in rest:  # or coordinates
         names = ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords")
         rest["positions"] = transformer.rope(rest["hidden_states"], *(rest.pop(name) for name in names))
