@@ -56,7 +56,8 @@ def encode_blocks(
     """Encode images `(B, 3, 1, H, W)` in [−1, 1] to blocks of latent pixels, `(B, 4·C, h/2, w/2)`, normalised.
 
     The mode of the posterior is normalised by the VAE's mean and variance of a block's channels; `epsilon` is added to
-    the variance. A block lists its pixels channel by channel, or, without `channels_first`, the channels of each pixel.
+    the variance. A block lists its pixels channel by channel, or, without `channels_first`, the channels pixel by
+    pixel.
     """
     raw = vae.encode(pixel_values[:, :, 0].to(vae.dtype)).latent_dist.mode()
     blocks = F.pixel_unshuffle(raw, BLOCK)
