@@ -43,7 +43,7 @@ from ..media.audio import AUDIO, HAS_AUDIO
 from ..media.conditions import REFERENCE
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import REGULARIZATION
-from ..models.recipe import TextEmbeddings
+from ..models.texts import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
 from ..plans.buckets import BucketPlanConfig

@@ -21,7 +21,8 @@ from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
 from ..media.references import ReferenceRule
-from ..models.recipe import Recipe, TextEmbeddings
+from ..models.recipe import Recipe
+from ..models.texts import TextEmbeddings
 from .config import TrainingConfig
 
 

@@ -27,16 +27,10 @@ from ..models.conditioning import ConditionShares, read_condition
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
-from ..models.recipe import (
-    REFERENCES,
-    SHOWN_FRAMES,
-    SHOWN_LATENTS,
-    ModelInputs,
-    Recipe,
-    Samples,
-    TextEmbeddings,
-)
+from ..models.recipe import Recipe
+from ..models.samples import REFERENCES, SHOWN_FRAMES, SHOWN_LATENTS, ModelInputs, Samples
 from ..models.shown_parts import shown_part
+from ..models.texts import TextEmbeddings
 from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.names import Grid
 from ..packing.pack import Packing

@@ -14,8 +14,9 @@ from PIL import Image
 
 from hf_bucketing import Size
 from hf_bucketing.models import rendering
+from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.loading import Loading
-from hf_bucketing.models.recipe import IMAGES, Recipe
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.rendering import Call, render_together
 from hf_bucketing.packing import PackedBatch
@@ -66,6 +67,7 @@ ONE_BY_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "chroma": ("changes its forward", {}),
     "ernie-image": ("passes no `encoder_hidden_states`", {}),
     "flux-kontext": ("tokens where its size has", {"image": PICTURE, "max_area": 32 * 48, "_auto_resize": False}),
+    "ideogram4": ("tokens where its size has", {}),
     "kandinsky5": ("passes no visual_cond", {}),
     "ltx-condition": ("passes no rope_interpolation_scale", {}),
     "ltx2": ("passes num_frames", {}),

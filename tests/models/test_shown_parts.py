@@ -17,8 +17,9 @@ from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import read_condition
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
-from hf_bucketing.models.recipe import Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.models.shown_parts import shown_part
 from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
