@@ -308,7 +308,7 @@ def duration_of(args: argparse.Namespace, parameters: Mapping[str, bool]) -> dic
 def images_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> "dict[str, Image.Image]":
     """Return the images given, cropped to the size of the clip, as arguments of the pipeline's call."""
     from hf_bucketing.media import MediaSource, load_first_frame
-    from hf_bucketing.models.recipe import IMAGES
+    from hf_bucketing.models.calls import IMAGES
 
     given = {name: getattr(args, name) for name in IMAGES if getattr(args, name) is not None}
     for name in given:
@@ -323,8 +323,8 @@ def images_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_na
 
 def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> Sequence[str]:
     """Return the arguments of the pipeline's call for the images without which it cannot run."""
+    from hf_bucketing.models.calls import IMAGES
     from hf_bucketing.models.loading import read_config
-    from hf_bucketing.models.recipe import IMAGES
     from hf_bucketing.models.registry import recipes
 
     if class_name in recipes():  # some pipelines that need an image have a default of None

@@ -17,9 +17,11 @@ from PIL import Image
 
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.media.conditions import REFERENCE
+from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.ltx2.packing import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
-from hf_bucketing.models.recipe import IMAGES, Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.training.steps import media_of
 from tests.models.families import RECIPES
 from tests.models.pipeline_calls import record_call

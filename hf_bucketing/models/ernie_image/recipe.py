@@ -6,7 +6,7 @@ import torch
 
 from ...packing.texts import pad_texts
 from ..flux2.recipe import BlockRecipe, encode_blocks
-from ..recipe import TextEmbeddings
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 VARIANCE_EPSILON = 1e-5

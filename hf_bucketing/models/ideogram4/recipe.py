@@ -8,8 +8,8 @@ import torch
 
 from ...packing.texts import apply_text_mask, pad_texts
 from ..flux2.recipe import BlockRecipe, encode_blocks
-from ..recipe import TextEmbeddings
 from ..shift import ShiftByRoot, ShiftLaw
+from ..texts import TextEmbeddings
 from .packing import FAMILY, TEXT
 
 

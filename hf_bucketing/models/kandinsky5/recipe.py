@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from ..recipe import Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe
+from ..samples import Samples
+from ..texts import TextEmbeddings
 from .packing import CONDITION, FAMILY, SCALE
 
 
