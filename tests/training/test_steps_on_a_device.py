@@ -213,6 +213,7 @@ def train(step: Step, batch: Mapping[str, Any], *, device: torch.device) -> dict
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         logged = report.finish(1.0, grad_norm=norm, stop=0)
         optimizer.step()
+        report.samples()
         report.log.close()
     assert logged["samples"] == 2 * number - 1
     return {name: value for name, value in logged.items() if "second" not in name}
