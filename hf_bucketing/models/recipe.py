@@ -22,9 +22,9 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
-from ..media.audio import AUDIO, AudioRule
 from ..media.conditions import MASK, REFERENCE
 from ..media.references import ReferenceRule
+from ..media.row_audio import AUDIO, AudioRule
 from ..media.write import Sound
 from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
@@ -149,6 +149,7 @@ class ModelInputs:
             frame.
         references (sequence of sequences of `(C_in, f, h, w)`, *optional*): Clean latents of each sample's references,
             see `Packing.pack`.
+        audio ([`Audio`][hf_bucketing.packing.Audio], *optional*): Audio of the samples; None where none is trained.
     """
 
     latents: Sequence[torch.Tensor]
@@ -156,6 +157,7 @@ class ModelInputs:
     conditioning: Mapping[str, Any] = field(default_factory=dict)
     weights: Sequence[torch.Tensor] | None = None
     references: Sequence[Sequence[torch.Tensor]] | None = None
+    audio: Audio | None = None
 
     def showing(
         self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]
@@ -635,8 +637,8 @@ class Recipe:
         """
         raise NotImplementedError
 
-    def pack_audio(self, samples: Samples) -> Audio | None:
-        """Return the audio of samples as a pack takes it; None where none is trained.
+    def audio_inputs(self, samples: Samples) -> Audio | None:
+        """Return the audio of samples as the model takes it; None where none is trained.
 
         Audio has the noise level of its video, as in the pipeline's call, and its text is that of the same caption.
         """
@@ -802,6 +804,7 @@ class Recipe:
             timesteps=timesteps,
             conditioning=self.conditioning(samples),
             references=self.references(samples),
+            audio=self.audio_inputs(samples),
         )
         parts = self.clean_parts(samples)
         return inputs if parts is None else inputs.showing(parts, clean=noised.clean, patch=self.spec.patch)
@@ -855,6 +858,30 @@ class Recipe:
         Raises:
             BucketingError: If the model cannot run these samples as one stack.
         """
+        return self.family.run(self.transformer, self._stack(samples, inputs), wrapped=transformer)
+
+    def predict_with_audio(
+        self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run a stack of samples of one size as [`predict`], with audio of one length or none.
+
+        Returns:
+            `tuple`: `torch.Tensor` of shape `(B, C_out, f, h, w)`, and a list of one of shape `(tokens, channels)` per
+            sample.
+
+        Raises:
+            BucketingError: If the samples have audio of several lengths; and as [`predict`].
+        """
+        assert inputs.audio is not None, "audio is trained"
+        if len(set(inputs.audio.lengths)) > 1 and not self.family.runs_alone:
+            raise BucketingError(
+                f"The samples of a stack must have audio of one length, or none; got {inputs.audio.lengths} tokens. "
+                "Train packs, or let the plan group samples by their audio."
+            )
+        return self.family.run_with_audio(self.transformer, self._stack(samples, inputs), wrapped=transformer)
+
+    def _stack(self, samples: Samples, inputs: ModelInputs) -> Rows:
+        """Return samples of one size as batch rows; raises as [`predict`]."""
         if reason := self.refusal(samples):
             raise BucketingError(reason)
         text = samples.text.trimmed() if self.trims_text else samples.text
@@ -870,7 +897,7 @@ class Recipe:
             timesteps = torch.stack(
                 [token_timesteps(levels, grid, sample=row) for row, levels in enumerate(timesteps)]
             )
-        stack = Rows(
+        return Rows(
             latents=torch.stack(list(inputs.latents)),
             timesteps=timesteps,
             text=text.values,
@@ -881,8 +908,8 @@ class Recipe:
                 name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
                 for name, values in inputs.conditioning.items()
             },
+            audio=inputs.audio,
         )
-        return self.family.run(self.transformer, stack, wrapped=transformer)
 
     @classmethod
     def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
