@@ -26,7 +26,7 @@ from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences
-from ..media.rows import MediaColumns
+from ..media.rows import SOURCE, MediaColumns
 from .apply import undecoded
 from .arrays import column_array, column_batches
 from .data_lock import LOCK_FILE, LockRule
@@ -39,9 +39,6 @@ STREAM = "stream"
 
 ROW_WEIGHT = "weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
-
-SOURCE = "source"
-"""Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
 MANIFEST_VERSION = 8
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""

@@ -21,7 +21,9 @@ from ..media.audio import CHANNELS
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
 from ..media.row_audio import AUDIO
 from ..models.loss_mask import LOSS_MASK
-from ..models.recipe import AUDIO_TEXT, REFERENCES, Recipe
+from ..models.recipe import Recipe
+from ..models.samples import REFERENCES
+from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.settings import Precision

@@ -14,8 +14,9 @@ from PIL import Image
 
 from hf_bucketing import Size
 from hf_bucketing.models import rendering
+from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.loading import Loading
-from hf_bucketing.models.recipe import IMAGES, Recipe
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.rendering import Call, render_together
 from hf_bucketing.packing import PackedBatch
@@ -66,7 +67,9 @@ ONE_BY_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "chroma": ("changes its forward", {}),
     "ernie-image": ("passes no `encoder_hidden_states`", {}),
     "flux-kontext": ("tokens where its size has", {"image": PICTURE, "max_area": 32 * 48, "_auto_resize": False}),
+    "ideogram4": ("tokens where its size has", {}),
     "kandinsky5": ("passes no visual_cond", {}),
+    "kandinsky6": ("passes no visual_cond", {}),
     "ltx-condition": ("passes no rope_interpolation_scale", {}),
     "ltx2": ("passes num_frames", {}),
     "ltx2-i2v": ("passes num_frames", {"image_crf": 0}),
@@ -80,7 +83,7 @@ def loaded(folder: Path) -> Recipe:
     recipe.pipeline.set_progress_bar_config(disable=True)
     for component in recipe.pipeline.components.values():
         if isinstance(component, torch.nn.Module):
-            component.to(torch.float32 if "kandinsky5" in str(folder) else torch.float64).eval()
+            component.to(torch.float32 if "kandinsky" in str(folder) else torch.float64).eval()
     return recipe
 
 

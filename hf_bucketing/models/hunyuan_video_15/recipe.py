@@ -12,7 +12,8 @@ import torch
 from ...buckets.sizes import Size
 from ..first_frame import ENDS, pictures, shown_ends
 from ..loading import Loading
-from ..recipe import Conditions, Recipe, Samples, Shown
+from ..recipe import Recipe
+from ..samples import Conditions, Samples, Shown
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
 
 IMAGE_LATENTS = "image_latents"
