@@ -387,7 +387,7 @@ class Recipe(RecipeCalls):
             names (collection of `str`): Names of the data set's conditions.
             cached (`bool`): Whether latents come from a cache.
         """
-        if unknown := sorted({*shares.kinds} - {*self.drawn_kinds}):
+        if unknown := sorted({*shares.kinds} - {REFERENCE, *self.drawn_kinds}):
             takes = f"takes {quoted(self.drawn_kinds)} alone" if self.drawn_kinds else "takes none; omit it"
             raise BucketingError(
                 f"`condition` shows the model {quoted(unknown)}, but a {self.pipeline_class} of this configuration "
@@ -397,7 +397,7 @@ class Recipe(RecipeCalls):
             raise BucketingError(
                 "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
             )
-        if cached and self.encodes_drawn:
+        if cached and self.encodes_drawn and shares.draws_parts:
             raise BucketingError(
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
                 "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."

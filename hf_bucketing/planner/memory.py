@@ -13,6 +13,7 @@ import torch
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
+from ..models.conditioning import draws_parts
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
@@ -302,7 +303,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
         base_predictions=config.base_predictions,
         audio_length=-(-shape.audio_tokens // shape.samples),
-        token_timesteps=recipe.has_clean_parts(components.settings, draws=config.condition is not None),
+        token_timesteps=recipe.has_clean_parts(components.settings, draws=draws_parts(config.condition)),
     )
 
 

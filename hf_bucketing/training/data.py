@@ -318,7 +318,7 @@ def _data_of(
     evaluation: bool = False,
 ) -> TrainingData:
     batches, dataset = config.batches, prepared.dataset
-    check_reference_dropout(config, prepared, in_front=counting.references_in_front)
+    check_reference_dropout(config, prepared, in_front=counting.references_in_front, evaluation=evaluation)
     spec = prepared.spec
     references = references_of(
         prepared, in_front=counting.references_in_front, text_tokens=counting.reference_text_tokens
@@ -526,22 +526,31 @@ def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
 
 
 def check_reference_dropout(
-    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool, evaluation: bool = False
 ) -> None:
-    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents."""
-    if not config.objective.reference_dropout:
+    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents.
+
+    With `evaluation`, they need not have any.
+    """
+    objective = config.objective
+    if objective.reference_dropout:
+        name = "`reference_dropout`"
+    elif objective.condition is not None and read_conditions(objective.condition).draws_references:
+        name = "`reference` in `condition`"
+    else:
         return
     if REFERENCE not in prepared.conditions:
-        raise BucketingError(f"Omit `reference_dropout`: the samples of {config.dataset_dir} have no references.")
+        if evaluation:
+            return
+        raise BucketingError(f"Omit {name}: the samples of {config.dataset_dir} have no references.")
     if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
         raise BucketingError(
-            "Omit `reference_dropout`: this model's cached texts are those of an encoder that saw the references. "
+            f"Omit {name}: this model's cached texts are those of an encoder that saw the references. "
             "Train from the folder that scripts/prepare_dataset.py wrote."
         )
     if in_front:
         raise BucketingError(
-            "Omit `reference_dropout`: references of this model are frames of a sample's latents, which it is always "
-            "shown."
+            f"Omit {name}: references of this model are frames of a sample's latents, which it is always shown."
         )
 
 

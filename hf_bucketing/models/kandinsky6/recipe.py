@@ -10,7 +10,8 @@ import torch
 from ...errors import BucketingError
 from ..index import read_index
 from ..kandinsky5.recipe import KandinskyRecipe
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 
