@@ -184,7 +184,8 @@ def main(args: argparse.Namespace) -> None:
         raise FlagError(f"Omit --max_tokens: a {index.class_name} packs here only without --offload, if it is known.")
     blocks = recipe.blocks()
     parameters = call_parameters(pipeline_class, blocks)
-    given: dict[str, Any] = {**duration_of(args, parameters), **images_of(args, parameters, pipeline_class.__name__)}
+    given: dict[str, Any] = {**recipe.call_defaults, **duration_of(args, parameters)}
+    given |= images_of(args, parameters, pipeline_class.__name__)
     given |= shown_of(args, given, pipeline_class.__name__)
     if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png") or len(grid.cells) > 1):
         raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")
@@ -307,7 +308,7 @@ def duration_of(args: argparse.Namespace, parameters: Mapping[str, bool]) -> dic
 def images_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> "dict[str, Image.Image]":
     """Return the images given, cropped to the size of the clip, as arguments of the pipeline's call."""
     from hf_bucketing.media import MediaSource, load_first_frame
-    from hf_bucketing.models.recipe import IMAGES
+    from hf_bucketing.models.calls import IMAGES
 
     given = {name: getattr(args, name) for name in IMAGES if getattr(args, name) is not None}
     for name in given:
@@ -322,8 +323,8 @@ def images_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_na
 
 def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> Sequence[str]:
     """Return the arguments of the pipeline's call for the images without which it cannot run."""
+    from hf_bucketing.models.calls import IMAGES
     from hf_bucketing.models.loading import read_config
-    from hf_bucketing.models.recipe import IMAGES
     from hf_bucketing.models.registry import recipes
 
     if class_name in recipes():  # some pipelines that need an image have a default of None

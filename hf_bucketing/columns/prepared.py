@@ -27,7 +27,7 @@ from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_references import RowReferences, sample_sizes
-from ..media.rows import MediaColumns
+from ..media.rows import SOURCE, MediaColumns
 from .apply import undecoded
 from .arrays import column_array, column_batches
 from .data_lock import LOCK_FILE, LockRule
@@ -40,9 +40,6 @@ STREAM = "stream"
 
 ROW_WEIGHT = "weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
-
-SOURCE = "source"
-"""Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
 MANIFEST_VERSION = 8
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""

@@ -12,14 +12,13 @@ from ..buckets.assignment import REJECTED_BUCKET
 from ..media.conditions import REFERENCE, all_columns, columns_of
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
-from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, MediaColumns
+from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, SOURCE, MediaColumns
 from .buckets import BucketColumns
 from .captions import CaptionTexts, for_source
 from .clips import SCENE_END, SCENE_START, ClipRows
 from .conditions import ConditionColumns
 from .faults import Faults, path_of
 from .metadata import SIZES, ExistingMetadata, MediaMetadata
-from .prepared import SOURCE
 from .settings import RowsConfig, read_size_columns
 from .sources import named_cell
 

@@ -24,6 +24,10 @@ CLIP_START, CLIP_END = "clip_start", "clip_end"
 REGULARIZATION = "is_regularization"
 """Column of whether a row is a regularization sample, and list of a batch that has some."""
 
+SOURCE = "source"
+"""Column of the source of each row, a `ClassLabel` of their names, where there are several; and list of a batch, of
+these names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSample:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -119,8 +120,66 @@ class ConditionShares:
         return Drawn(frames, masked=any(part.kind == BLACK for part in drawn))
 
 
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Conditions of a run: shares that its sources have of their own, and those of all others.
+
+    Args:
+        others ([`ConditionShares`], *optional*): Shares of sources that are not named; None where all are.
+        by_source (mapping of `str` to [`ConditionShares`]): Shares of a source by its name.
+    """
+
+    others: ConditionShares | None
+    by_source: Mapping[str, ConditionShares] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[ConditionShares, ...]:
+        """All shares."""
+        return (*([] if self.others is None else [self.others]), *self.by_source.values())
+
+    def of(self, source: str | None) -> ConditionShares:
+        """Return the shares of a source by its name; None stands for samples of which no source is known."""
+        return self.all[0] if source is None else self.by_source.get(source) or self.all[0]
+
+    def check_sources(self, sources: Collection[str]) -> None:
+        """Raise BucketingError if a source of a data set has no shares; a data set of one source has no names."""
+        lacking = [] if self.others else [name for name in sources or ("the rows",) if name not in self.by_source]
+        if lacking:
+            raise BucketingError(
+                f"`condition` has no shares for {quoted(lacking)}; begin it with those of all sources that it does "
+                "not name, as in first_frame:0.3,none:0.7;stills=none."
+            )
+
+
+def read_conditions(text: str) -> Conditions:
+    """Return the conditions of a run as a setting writes them: `first_frame:0.3,none:0.7;stills=none;clips=prefix`.
+
+    Lists of shares are separated by semicolons. One has no name, and holds for all sources that the others do not
+    name.
+
+    Raises:
+        BucketingError: On anything else, or if a source is named twice.
+
+    Example:
+        >>> conditions = read_conditions("prefix@2:0.4,none:0.6;stills=none")
+        >>> conditions.of("stills").shares, conditions.of("clips").shares
+        ((1.0,), (0.4, 0.6))
+    """
+    others: ConditionShares | None = None
+    by_source: dict[str, ConditionShares] = {}
+    for part in text.split(";"):
+        name, equals, shares = part.strip().rpartition("=")
+        if name in by_source or (not equals and others is not None):
+            raise BucketingError(f"`condition` gives shares twice for the same sources: {text!r}.")
+        if equals:
+            by_source[name] = read_condition(shares)
+        else:
+            others = read_condition(shares)
+    return Conditions(others, by_source)
+
+
 def read_condition(text: str) -> ConditionShares:
-    """Return conditions and their shares as a setting writes them: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
+    """Return one list of conditions and their shares: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
 
     A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes` and `mask`, joined by
     `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share.

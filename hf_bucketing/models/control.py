@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..buckets.sizes import Size
-from .recipe import Conditions, Recipe, Samples, Shown
+from .recipe import Recipe
+from .samples import Conditions, Samples, Shown
 
 CONTROL_LATENTS = "control_latents"
 """Encoded condition: the latents of a sample's control, `(C, f, h, w)`."""

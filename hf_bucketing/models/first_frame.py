@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from .conditioning import FRAMES
-from .recipe import Conditions, ModelInputs, Recipe, Samples, Shown
+from .recipe import Recipe
+from .samples import Conditions, ModelInputs, Samples, Shown
 
 ENDS = ("first_frame", "last_frame")
 """Conditions of a data set that stand for the first and the last frame of a sample."""
@@ -24,7 +25,7 @@ def shown_ends(pixel_values: torch.Tensor, shown: Shown, names: Sequence[str] = 
     Args:
         pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
         shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions, see
-            [`Shown`][hf_bucketing.models.recipe.Shown].
+            [`Shown`][hf_bucketing.models.samples.Shown].
         names (sequence of `str`): Those of [`ENDS`] that the model is shown.
 
     Returns:

@@ -7,214 +7,45 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from accelerate.utils.memory import clear_device_cache
-from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ..buckets.open_table import OpenTable
-from ..buckets.sizes import LatentSpec, Size
+from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
-from ..media.audio import AUDIO, AudioRule
+from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
-from ..media.references import ReferenceRule
-from ..media.write import Sound
 from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
-from ..packing.family import Family, freeze_unused
+from ..packing.family import freeze_unused
 from ..packing.strips import token_grid
+from .calls import RecipeCalls
 from .conditioning import BLACK, ConditionShares
 from .experts import TrainedComponent, transformers_of
-from .index import PipelineIndex
 from .loading import (
     Loading,
     Part,
-    call_parameters,
     load_pipeline,
     part_of,
     read_config,
-    read_configs,
     read_trained_config,
-    strides_of,
 )
 from .loss_mask import LOSS_MASK, latent_mask
-from .objectives import Denoising, FlowMatching, Noised, NoisedAudio, Objective, WeightingScheme
+from .objectives import Denoising, Objective, WeightingScheme
+from .samples import REFERENCES, SHOWN_LATENTS, Conditions, ModelInputs, Samples, Shown
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
-
-
-class TextEmbeddings(NamedTuple):
-    """Captions as the transformer takes them.
-
-    Attributes:
-        values (`torch.Tensor` of shape `(n, length, text_dim)`): Padded embeddings.
-        mask (`torch.Tensor` of shape `(n, length)`, *optional*): Nonzero for real tokens; None where the model also
-            attends to padding. It may lie on the CPU, like the masks of `others`.
-        others (mapping of `str` to `torch.Tensor` of shape `(n, …)`): What else the transformer takes of a caption,
-            such as pooled embeddings, under the names of its forward's arguments.
-    """
-
-    values: torch.Tensor
-    mask: torch.Tensor | None = None
-    others: Mapping[str, torch.Tensor] = MappingProxyType({})
-
-    @classmethod
-    def of_batch(cls, batch: Mapping[str, Any]) -> TextEmbeddings:
-        """Return those of a batch of [`CachedCollator`][hf_bucketing.caching.CachedCollator]."""
-        mask = batch.get("text_mask")
-        others = {name: torch.as_tensor(values) for name, values in batch.get("text_others", {}).items()}
-        return cls(batch["text_values"], None if mask is None else torch.as_tensor(mask), others)
-
-    def to(self, dtype: torch.dtype) -> TextEmbeddings:
-        """Cast the embeddings to another dtype."""
-        others = {
-            name: values.to(dtype) if values.is_floating_point() else values for name, values in self.others.items()
-        }
-        return TextEmbeddings(self.values.to(dtype), self.mask, others)
-
-    def trimmed(self) -> TextEmbeddings:
-        """Return these embeddings without the padding at the end that all captions share."""
-        if self.mask is None:
-            return self
-        length = int(self.mask.bool().any(0).nonzero().max()) + 1
-        return TextEmbeddings(self.values[:, :length], self.mask[:, :length], self.others)
-
-    def padded(self, length: int) -> TextEmbeddings:
-        """Return these embeddings padded to `(n, length, text_dim)`, with a mask that leaves the padding out."""
-        mask = torch.ones_like(self.values[..., 0], dtype=torch.long) if self.mask is None else self.mask
-        missing = length - self.values.shape[1]
-        return TextEmbeddings(F.pad(self.values, (0, 0, 0, missing)), F.pad(mask, (0, missing)), self.others)
-
-    def replaced(self, rows: Sequence[bool], empty: TextEmbeddings) -> TextEmbeddings:
-        """Return these embeddings with those of the null text, `(1, …)` or one per row, in some rows.
-
-        Without a mask of its own, the null text takes the one of each row. Texts of other lengths are padded.
-        """
-        lengths = {self.values.shape[1], empty.values.shape[1]}
-        if len(lengths) > 1:
-            return self.padded(max(lengths)).replaced(rows, empty.padded(max(lengths)))
-
-        def replace(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-            chosen = to_device(torch.tensor(rows), values.device).view(-1, *[1] * (values.ndim - 1))
-            return torch.where(chosen, to_device(by, values.device, dtype=values.dtype), values)
-
-        mask = self.mask if self.mask is None or empty.mask is None else replace(self.mask, empty.mask)
-        others = {name: replace(values, empty.others[name]) for name, values in self.others.items()}
-        return TextEmbeddings(replace(self.values, empty.values), mask, others)
-
-    def pack_kwargs(self) -> dict[str, Any]:
-        """Return these embeddings as arguments of [`Packing.pack`][hf_bucketing.packing.Packing]."""
-        return {"text": self.values, "text_mask": self.mask}
+from .texts import AUDIO_TEXT, TextEmbeddings, cleans_captions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
-    """The samples of a batch, before the model is called.
-
-    Attributes:
-        noised ([`Noised`][hf_bucketing.models.objectives.Noised]): Noisy latents, targets and timesteps.
-        text ([`TextEmbeddings`]): One per sample.
-        fps (`torch.Tensor` of shape `(n,)`): Frames per second of each sample, as `frame_rates` returns them; on the
-            CPU, so that reading a rate waits for no device.
-        conditions (mapping of `str` to a sequence): What [`encode_media`][Recipe.encode_media] made of each sample
-            beside its latents: a tensor, or of its [`REFERENCES`] a tuple of them.
-        audio ([`NoisedAudio`][hf_bucketing.models.objectives.NoisedAudio], *optional*): Noisy audio and its targets;
-            None where none is trained.
-    """
-
-    noised: Noised
-    text: TextEmbeddings
-    fps: torch.Tensor
-    conditions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    audio: NoisedAudio | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInputs:
-    """What the model is called with, but for the text, and what its predictions count for.
-
-    Attributes:
-        latents (sequence of `(C_in, f, h, w)`): Latents as the model takes them, such as with those of a condition as
-            further channels, or with a clean first frame.
-        timesteps (`torch.Tensor` of shape `(n,)`, or sequence of `torch.Tensor`): One per sample; or per sample one
-            per token or per frame of tokens, see `Packing.pack`.
-        conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`): Further arguments of the model's forward.
-        weights (sequence of `(1, f, h, w)` or `(C, f, h, w)`, *optional*): Weights of the loss, such as 0 for a clean
-            frame.
-        references (sequence of sequences of `(C_in, f, h, w)`, *optional*): Clean latents of each sample's references,
-            see `Packing.pack`.
-    """
-
-    latents: Sequence[torch.Tensor]
-    timesteps: torch.Tensor | Sequence[torch.Tensor]
-    conditioning: Mapping[str, Any] = field(default_factory=dict)
-    weights: Sequence[torch.Tensor] | None = None
-    references: Sequence[Sequence[torch.Tensor]] | None = None
-
-    def showing(
-        self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]
-    ) -> ModelInputs:
-        """Return inputs in which a part of each sample has no noise, timestep 0 and no weight in the loss.
-
-        Args:
-            parts (sequence of `torch.Tensor` of `bool`): What is shown, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is
-                not whole frames, which needs a model with a timestep per token.
-            clean (sequence of `(C, f, h, w)`): Latents without noise.
-            patch (`tuple` of three `int`): Latent frames, rows and columns per token.
-        """
-        latents, timesteps, weights = [], [], []
-        for noisy, own, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
-            latents.append(torch.where(part, own.to(noisy), noisy))
-            tokens = part[0, :: patch[0], :: patch[1], :: patch[2]]
-            timesteps.append(torch.where(tokens, 0, level.view(-1, 1, 1)).flatten())
-            weights.append((~part).to(noisy).expand_as(noisy[:1]))
-        return replace(self, latents=latents, timesteps=timesteps, weights=weights)
-
-
-Shown: TypeAlias = Mapping[str, Sequence[Any]]
-"""What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
-
-`first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
-in [0, 1], where 1 is learned; `reference` is a tuple of any number of `(3, f, h, w)`, each at its own size; `audio` is
-`(2, samples)` in [−1, 1], with no samples where a file has no sound. A collator returns it as `shown`.
-"""
-
-REFERENCES = "references"
-"""Encoded references among the conditions of a sample: a tuple of `(C, f, h, w)`."""
-
-Conditions: TypeAlias = Mapping[str, torch.Tensor | Sequence[Any]]
-"""Encoded conditions of a stack, `(B, …)` each, or a list with one tensor per sample where their sizes differ.
-
-Of [`REFERENCES`] there is a tuple of tensors per sample.
-"""
-
-SHOWN_FRAMES = "shown_frames"
-"""Which frames of a sample a run draws to show, `(F,)` of `bool` on the CPU; `encode_conditions` gets it too, beside
-what the data set shows."""
-SHOWN_LATENTS = "shown_latents"
-"""Which latents of a sample these are, `(1, f, 1, 1)`, or `(1, f, h, w)` where it is shown parts of frames."""
-
-
-def cleans_captions() -> bool:
-    """Return whether pipelines that can clean captions do so, which takes two libraries."""
-    return bool(is_bs4_available() and is_ftfy_available())
-
-
-AUDIO_TEXT = "audio_text"
-"""Name among the `others` of captions of the embeddings that audio attends to, where they are not those of video."""
-
-IMAGES = ("image", "last_image")
-"""Arguments of a pipeline's call for the frames to begin and to end a clip with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(RecipeCalls):
     """A loaded pipeline with one transformer to train, and everything that training needs to know about it.
 
     Args:
@@ -240,58 +71,6 @@ class Recipe:
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     guidance: float = 1.0
     audio: bool = False
-
-    pipeline_class: ClassVar[str]
-    """Class name in the pipeline's `model_index.json`."""
-    family: ClassVar[Family]
-    """The family of the transformer, which says how it is called."""
-    denoises: ClassVar[bool] = False
-    """Whether the model is trained by denoising on a discrete schedule; else by flow matching."""
-    flow: ClassVar[type[FlowMatching]] = FlowMatching
-    """Class of the objective of models trained by flow matching."""
-    default_sequence_length: ClassVar[int]
-    """Text tokens per caption by default, as in the pipeline's own call."""
-    added_text_tokens: ClassVar[int] = 0
-    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
-    image_vae: ClassVar[bool] = False
-    """Whether the VAE encodes images, so that videos are encoded frame by frame."""
-    takes_image: ClassVar[bool] = False
-    """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
-    shown: ClassVar[tuple[str, ...]] = ()
-    """Conditions of a data set that [`encode_conditions`] takes beside `mask` and references, see [`Shown`]."""
-    required: ClassVar[tuple[str, ...]] = ()
-    """Conditions among them without which the model cannot be trained."""
-    max_references: ClassVar[int] = 0
-    """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
-    min_reference_side: ClassVar[int] = 1
-    """Least height and width of a reference that the pipeline's call takes, in pixels."""
-    max_reference_ratio: ClassVar[float | None] = None
-    """Largest ratio of the longer to the shorter side of such a reference; None for any."""
-    references_in_front: ClassVar[bool] = False
-    """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
-    their own, see [`REFERENCES`]."""
-    text_sees_references: ClassVar[bool] = False
-    """Whether the text encoder is shown the references of a caption's sample too."""
-    reference_text_tokens: ClassVar[int] = 0
-    """Most tokens that each of these adds to the text."""
-    shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
-    trims_text: ClassVar[bool] = False
-    """Whether a stack runs with no more padding than its longest text needs."""
-    null_as_long: ClassVar[bool] = False
-    """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
-    included; else it is the empty caption."""
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "mask")
-    """What the first outputs of the pipeline's `encode_prompt` are: embeddings, their mask, arguments of the model's
-    forward, or `""` for what it does not take."""
-    guidance_factor: ClassVar[float | None] = None
-    """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
-    shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
-    """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
-    output: ClassVar[str | None] = None
-    """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
-    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
-    """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
 
     @classmethod
     def load(
@@ -339,72 +118,6 @@ class Recipe:
             vae_config=read_config(name_or_path, "vae"),
             audio=audio,
         )
-
-    @classmethod
-    def pipeline_type(cls) -> Any:
-        """Return the class of the pipeline."""
-        import diffusers
-
-        return getattr(diffusers, cls.pipeline_class)
-
-    @classmethod
-    def replaced_components(cls) -> dict[str, Any]:
-        """Return components that replace those of the pipeline when it is loaded; by default none."""
-        return {}
-
-    @classmethod
-    def blocks(cls) -> Any:
-        """Return the blocks of a modular pipeline that a run calls; None for other pipelines."""
-        return None
-
-    @classmethod
-    def called_components(cls, index: PipelineIndex) -> list[str]:
-        """Return the components of a pipeline that a run may call: all, but for modular pipelines."""
-        return list(index.components)
-
-    @classmethod
-    def call_parameters(cls) -> dict[str, bool]:
-        """Return the names of the arguments that the pipeline's call takes, and whether it needs them."""
-        return call_parameters(cls.pipeline_type(), cls.blocks())
-
-    @classmethod
-    def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer from the configurations, without weights."""
-        vae, transformer = read_configs(name_or_path)
-        temporal, spatial = cls.vae_strides(vae)
-        return LatentSpec(
-            temporal_stride=1 if cls.image_vae else temporal,
-            spatial_stride=spatial,
-            patch=cls.family.patch(transformer),
-        )
-
-    @classmethod
-    def makes_audio(cls) -> bool:
-        """Return whether the model makes audio with video, and is trained on both where a data set has audio."""
-        return bool(getattr(cls, "family", None) and cls.family.audio_parts)
-
-    @classmethod
-    def read_audio_rule(cls, name_or_path: str) -> AudioRule | None:
-        """Read the rate and the length of audio from the configurations; None for models that make none."""
-        return None
-
-    @classmethod
-    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the temporal and the spatial stride of the VAE by its configuration."""
-        return strides_of(vae)
-
-    @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 0) -> int:
-        """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
-
-        Args:
-            max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
-            references (`int`): References of the sample, for a text encoder that sees them.
-        """
-        if not cls.family.text.in_sequence:
-            return 0
-        beside = cls.added_text_tokens + references * cls.reference_text_tokens
-        return (max_sequence_length or cls.default_sequence_length) + beside
 
     @property
     def transformer(self) -> Any:
@@ -588,15 +301,6 @@ class Recipe:
                 "data set again without images and shorter videos."
             )
 
-    @classmethod
-    def num_images(cls, config: Mapping[str, Any]) -> int:
-        """Return how many images the pipeline's call takes: none, the first frame, or the first and the last.
-
-        Args:
-            config (mapping): Configuration of the transformer to train.
-        """
-        return int(cls.takes_image)
-
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents."""
@@ -665,18 +369,6 @@ class Recipe:
                 "for this model, and correct these rows or reject them with --on_error reject."
             )
 
-    @classmethod
-    def reference_rule(cls) -> ReferenceRule:
-        """Return which references of a sample the model takes, and where, in sizes of any multiples."""
-        return ReferenceRule(
-            least=int(REFERENCE in cls.required),
-            most=cls.max_references,
-            in_front=cls.references_in_front,
-            text_tokens=cls.reference_text_tokens,
-            min_side=cls.min_reference_side,
-            max_ratio=cls.max_reference_ratio,
-        )
-
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
         """Kinds of conditions that a run may draw for its samples, see [`read_condition`]; by default none."""
@@ -686,16 +378,6 @@ class Recipe:
     def encodes_drawn(self) -> bool:
         """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
         return False
-
-    @classmethod
-    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
-        """Return whether samples have parts with timesteps of their own, as models that embed several take them.
-
-        Args:
-            settings (mapping): Settings of the pipeline, see [`PipelineIndex`][hf_bucketing.models.index].
-            draws (`bool`): Whether a run draws conditions.
-        """
-        return draws and cls.family.timesteps_per != "row"
 
     def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
         """Raise BucketingError if a run cannot show the model what it would draw.
@@ -720,12 +402,6 @@ class Recipe:
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
                 "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
             )
-
-    @classmethod
-    def taken_conditions(cls) -> tuple[str, ...]:
-        """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
-        audio = [AUDIO] if cls.makes_audio() else []
-        return (*cls.shown, *([REFERENCE] if cls.max_references else []), *audio)
 
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
@@ -883,81 +559,3 @@ class Recipe:
             },
         )
         return self.family.run(self.transformer, stack, wrapped=transformer)
-
-    @classmethod
-    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
-        """Return references as arguments of the pipeline's call: by default a list of images.
-
-        Args:
-            references (sequence of sequences of `PIL.Image.Image`): The frames of each reference, at the size in which
-                it is shown; at least one reference.
-            size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels of what is rendered.
-
-        Raises:
-            BucketingError: If the pipeline's call takes no references, or fewer, or none of such a shape.
-        """
-        name, most = cls.shown_as.get(REFERENCE), cls.max_references
-        if name is None or len(references) > most:
-            takes = "no references" if name is None else f"at most {most} references"
-            raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
-        for number, (frame, *_) in enumerate(references):
-            if fault := cls.reference_rule().shape_fault(frame.height, frame.width):
-                raise BucketingError(f"Reference {number} is shown to a {cls.pipeline_class} at {fault}.")
-        return {name: [frames[0] for frames in references]}
-
-    def render(
-        self,
-        prompt: str,
-        size: Size,
-        *,
-        image: Any = None,
-        last_image: Any = None,
-        references: Any = (),
-        **options: Any,
-    ) -> np.ndarray:
-        """Call the pipeline.
-
-        Args:
-            prompt (`str`): Caption.
-            size ([`Size`][hf_bucketing.Size]): Frames, height and width in pixels.
-            image (`PIL.Image.Image`, *optional*): First frame, for pipelines that take one ([`num_images`]).
-            last_image (`PIL.Image.Image`, *optional*): Last frame, for pipelines that take two images.
-            references (sequence of sequences of `PIL.Image.Image`): The frames of each reference, for pipelines that
-                take some ([`reference_arguments`]).
-            options: Further arguments of the pipeline's call.
-
-        Returns:
-            `numpy.ndarray` of shape `(frames, height, width, 3)`: In [0, 1].
-        """
-        images = {"image": image, "last_image": last_image}
-        return self.frames_of(self.call(prompt, size, images=images, references=references, **options))
-
-    def call(self, prompt: str, size: Size, *, images: Mapping[str, Any], references: Any = (), **options: Any) -> Any:
-        """Call the pipeline as [`render`] does, with `images` that may be None, and return what it returns."""
-        given = {name: image for name, image in images.items() if image is not None}
-        shown = self.reference_arguments(references, size) if references else {}
-        arguments = {**given, **shown, **self.size_arguments(size), **options}
-        return self.pipeline(prompt=prompt, output_type="np", **arguments)
-
-    def render_with_sound(
-        self, prompt: str, size: Size, *, fps: float, **options: Any
-    ) -> tuple[np.ndarray, Sound | None]:
-        """Render frames as [`render`] does, and sound that lasts as long as they do at `fps`, where there is some."""
-        return self.render(prompt, size, **options), None
-
-    @classmethod
-    def frames_of(cls, result: Any) -> np.ndarray:
-        """Return the frames `(frames, height, width, 3)` of what the pipeline's call returned as arrays."""
-        return np.asarray(result.images if "images" in result else result.frames[0])
-
-    @classmethod
-    def sound_of(cls, pipeline: Any, result: Any) -> Sound | None:
-        """Return the sound of what the call of the pipeline returned; None for models that make none."""
-        return None
-
-    @classmethod
-    def size_arguments(cls, size: Size) -> dict[str, int]:
-        """Return the size as arguments of the pipeline's call, which need not take all: some render one frame."""
-        sides = {"height": size.height, "width": size.width, "num_frames": size.frames, "video_length": size.frames}
-        taken = cls.call_parameters()
-        return {name: side for name, side in sides.items() if name in taken}

@@ -70,9 +70,6 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
         "WanAnimate2Transformer3DModel": (
             "it runs twice per step, with keys and values of a reference kept in between for the tokens of a batch row"
         ),
-        "WanAnimateTransformer3DModel": (
-            "its attention to faces cuts each batch row into as many equal parts as there are frames of the face"
-        ),
     }
 )
 """Why packing refuses a transformer, by the name of its class in diffusers 0.42.1.

@@ -105,7 +105,7 @@ class PackedBatch:
         layout ([`PackedLayout`]): Where each sample lies.
         patch (`tuple` of three `int`): Latent frames, rows and columns per token.
         conditioning (mapping of `str` to `torch.Tensor`): Further inputs of the model: one row per sample, `(n, …)`,
-            or for those of a latent's size, strips like the latents.
+            for those of a latent's size strips like the latents, or the frames of all samples in one row.
         audio ([`Audio`], *optional*): Audio of the samples, its texts without what their mask leaves out.
     """
 

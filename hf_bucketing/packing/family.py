@@ -90,6 +90,9 @@ class Family:
             samples of a stack run one after another, each with its own text.
         audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
             may hold audio.
+        joined_frames (`tuple` of `str`): Names among the conditioning of what each sample has as `(channels, frames,
+            height, width)` of a size that is not its latent's; the forward of a pack gets the frames of all samples
+            one after another, `(1, channels, frames, height, width)`.
     """
 
     transformer_class: ClassVar[str]
@@ -124,6 +127,7 @@ class Family:
     references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
+    joined_frames: ClassVar[tuple[str, ...]] = ()
 
     def variant(self, transformer: Transformer) -> Family:
         """Return the family of this transformer, for classes whose attention processors tell families apart."""

@@ -80,8 +80,9 @@ class Packing:
                 waits for it.
             conditioning (mapping of `str` to `torch.Tensor` of shape `(n, …)`, *optional*): Further per-sample inputs
                 of the transformer's forward, under its names; exactly those that the model needs. Those of a latent's
-                size, such as a control video, are a sequence of `(channels, frames, height, width)`. The others may
-                lie on the CPU: the model gets them on the device of the latents.
+                size, such as a control video, are a sequence of `(channels, frames, height, width)`, as are those of
+                sizes of their own (`joined_frames` of the family). The others may lie on the CPU: the model gets them
+                on the device of the latents.
             audio ([`Audio`], *optional*): Audio of the samples, for models that generate it with video; its texts have
                 the same `text_mask`.
             token_drop ([`TokenDrop`], *optional*): Rule by which tokens are dropped from the pack; in training only.
@@ -148,10 +149,16 @@ class Packing:
             patch=patch,
             audio=audio,
         )
-        packed = {
-            name: batch.pack_like(values) if has_latent_size(values) else values for name, values in conditions.items()
-        }
-        return replace(batch, conditioning=packed)
+        return replace(
+            batch, conditioning={name: self._packed(batch, name, values) for name, values in conditions.items()}
+        )
+
+    def _packed(self, batch: PackedBatch, name: str, values: Any) -> torch.Tensor:
+        """Return conditioning as [`PackedBatch`] holds it."""
+        if name in self.family.joined_frames:
+            return torch.cat(list(values), 1)[None]
+        packed: torch.Tensor = batch.pack_like(values) if has_latent_size(values) else values
+        return packed
 
     def _check_timesteps(self, timesteps: torch.Tensor | Sequence[torch.Tensor], *, count: int) -> None:
         """Refuse what is neither one timestep per sample nor, for models that take it, some per sample."""

@@ -9,7 +9,7 @@ from typing import Literal
 from ..adapters.settings import AdapterConfig
 from ..buckets.sizes import Size
 from ..errors import BucketingError
-from ..models.conditioning import read_condition
+from ..models.conditioning import read_conditions
 from ..models.experts import TrainedComponent
 from ..optimizers.settings import OptimizerConfig
 from ..placement.conflicts import Combination, check_combination
@@ -90,7 +90,7 @@ class PlanConfig:
             )
         self.references()
         if self.condition is not None:
-            read_condition(self.condition)
+            read_conditions(self.condition)
         check_combination(
             Combination(
                 memory=self.memory,

@@ -21,9 +21,10 @@ from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
+from ..models.calls import IMAGES
 from ..models.experts import transformers_of
 from ..models.loading import dtypes
-from ..models.recipe import IMAGES, Recipe
+from ..models.recipe import Recipe
 from ..report.charts import save_charts
 from ..settings import names_of, settings_in
 from .config import TrainingConfig

@@ -43,7 +43,8 @@ from ..media.audio import AUDIO, HAS_AUDIO
 from ..media.conditions import REFERENCE
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import REGULARIZATION
-from ..models.recipe import TextEmbeddings
+from ..models.conditioning import read_conditions
+from ..models.texts import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
 from ..plans.buckets import BucketPlanConfig
@@ -56,6 +57,7 @@ from .config import TrainingConfig
 from .held_out import check_apart, split_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
 from .run_log import log_path
+from .source_weights import read_loss_weight, weights_of_sources
 
 logger = get_logger(__name__)
 
@@ -112,7 +114,8 @@ class TrainingData(RunData):
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
         learned = self.learned_tokens(epoch) if callable(self.learned_tokens) else self.learned_tokens
-        return reduction_weights(torch.from_numpy(learned[rows]), self.reduction)
+        weights = reduction_weights(torch.from_numpy(learned[rows]), self.reduction)
+        return weights if self.source_ids is None else self.weigh_sources(weights, self.source_ids[rows])
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the usable rows, each with its number of rows."""
@@ -242,6 +245,7 @@ def make_data(
         BucketingError: If the data set was prepared for another model, or holds no usable row.
     """
     prepared = _rows_of(config, config.dataset_dir, spec, prepared)
+    check_named_sources(config, prepared.sources)
     _check_marks(config, prepared)
     if _views_of(prepared) == 1 and not_default(config, "cached_views"):
         raise BucketingError(
@@ -404,6 +408,7 @@ def _data_of(
         texts=texts,
         conditions=prepared.shown,
         sources=prepared.sources,
+        source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
         source_ids=prepared.source_ids,
     )
 
@@ -529,6 +534,19 @@ def check_reference_dropout(
         )
 
 
+def check_named_sources(config: TrainingConfig, sources: Sequence[str]) -> None:
+    """Raise BucketingError if settings name sources that the data set has not; `sources` are none where it has one."""
+    condition, loss_weight = config.objective.condition, config.objective.loss_weight
+    named = {
+        "condition": [] if condition is None else read_conditions(condition).by_source,
+        "loss_weight": [] if loss_weight is None else read_loss_weight(loss_weight),
+    }
+    for setting, names in named.items():
+        if unknown := sorted({*names} - {*sources}):
+            has = f"the sources {quoted(sources)}" if sources else "one source, which has no name"
+            raise BucketingError(f"`{setting}` names {quoted(unknown)}, but {config.dataset_dir} has {has}.")
+
+
 def check_audio(config: TrainingConfig, prepared: PreparedDataset) -> None:
     """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
     if prepared.audio is None:
@@ -592,6 +610,7 @@ def _make_collator(
             seed=config.seed,
             first_view=config.batches.cached_views == "first",
             null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
+            sources=prepared.sources,
         )
     replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))
     return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
@@ -620,6 +639,7 @@ def media_collator(
         "conditions": prepared.conditions,
         "references": prepared.references,
         "audio": prepared.audio if isinstance(prepared, PreparedDataset) else None,
+        "sources": prepared.sources,
         "views": config.views,
         "seed": config.seed,
         "replacements": replacements,

@@ -19,7 +19,8 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
 from ..models.loss_mask import LOSS_MASK
-from ..models.recipe import REFERENCES, Recipe
+from ..models.recipe import Recipe
+from ..models.samples import REFERENCES
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.settings import Precision

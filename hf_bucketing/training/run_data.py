@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from ..buckets.arrays import FloatArray
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
@@ -21,7 +22,8 @@ from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
 from ..media.references import ReferenceRule
-from ..models.recipe import Recipe, TextEmbeddings
+from ..models.recipe import Recipe
+from ..models.texts import TextEmbeddings
 from .config import TrainingConfig
 
 
@@ -108,6 +110,8 @@ class RunData(ABC):
             come from a cache, by caption; `""` is the null text.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
         sources (tuple of `str`): Names of the sources of its rows, where there are several.
+        source_weights (array of `float64`, shape `(n,)`, *optional*): Weight of each source in the loss, where they
+            differ.
     """
 
     loader: DataLoader[Any]
@@ -119,6 +123,11 @@ class RunData(ABC):
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    source_weights: FloatArray | None = None
+
+    def weigh_sources(self, weights: torch.Tensor, sources: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return the weights of losses `(n,)` times those of the samples' sources, positions in `sources`."""
+        return weights if self.source_weights is None else weights * torch.from_numpy(self.source_weights[sources])
 
     @abstractmethod
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:

@@ -22,21 +22,16 @@ from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
 from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
+from ..media.rows import SOURCE
 from ..media.sample import frame_rates
-from ..models.conditioning import ConditionShares, read_condition
+from ..models.conditioning import Conditions, read_conditions
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
-from ..models.recipe import (
-    REFERENCES,
-    SHOWN_FRAMES,
-    SHOWN_LATENTS,
-    ModelInputs,
-    Recipe,
-    Samples,
-    TextEmbeddings,
-)
+from ..models.recipe import Recipe
+from ..models.samples import REFERENCES, SHOWN_FRAMES, SHOWN_LATENTS, ModelInputs, Samples
 from ..models.shown_parts import shown_part
+from ..models.texts import TextEmbeddings
 from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.names import Grid
 from ..packing.pack import Packing
@@ -92,7 +87,7 @@ class Step(ABC):
     objective: Objective
     caption_dropout: float = 0.0
     reference_dropout: float = 0.0
-    condition: ConditionShares | None = None
+    condition: Conditions | None = None
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
@@ -139,9 +134,10 @@ class Step(ABC):
         if self.condition is None:
             return media_of(self.recipe, batch)
         spec = self.recipe.spec
+        sources = batch.get(SOURCE, [None] * len(keys))
         drawn = [
-            self.condition.draw(*key, latent_frames=count, stride=spec.temporal_stride)
-            for key, count in zip(keys, latent_frames_of(batch, spec), strict=True)
+            self.condition.of(source).draw(*key, latent_frames=count, stride=spec.temporal_stride)
+            for key, count, source in zip(keys, latent_frames_of(batch, spec), sources, strict=True)
         ]
         frames = [torch.from_numpy(shown.frames) for shown in drawn]
         media = media_of(self.recipe, {**batch, "shown": {**batch.get("shown", {}), SHOWN_FRAMES: frames}})
@@ -301,7 +297,7 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "objective": objective,
         "caption_dropout": config.objective.caption_dropout,
         "reference_dropout": config.objective.reference_dropout,
-        "condition": None if config.objective.condition is None else read_condition(config.objective.condition),
+        "condition": None if config.objective.condition is None else read_conditions(config.objective.condition),
         "seed": config.seed,
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
@@ -342,7 +338,9 @@ def check_data(step: Step, data: RunData) -> None:
     data.check_buckets(check)
     step.recipe.check_conditions(data.conditions)
     if step.condition is not None:
-        step.recipe.check_drawn(step.condition, data.conditions, cached=data.cached_batch() is not None)
+        step.condition.check_sources(data.sources)
+        for shares in step.condition.all:
+            step.recipe.check_drawn(shares, data.conditions, cached=data.cached_batch() is not None)
     data.check_references(step.recipe.check_references)
     check_cached(step.recipe, data)
 

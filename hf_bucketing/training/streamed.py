@@ -20,7 +20,7 @@ from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, SOURCE, PreparedDataset
+from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..errors import BucketingError
@@ -29,6 +29,7 @@ from ..losses.reduction import reduction_weights
 from ..media.conditions import REFERENCE
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_references import RowReferences, sample_sizes
+from ..media.rows import SOURCE
 from ..packing.token_drop import TokenDrop
 from ..plans.packs import strip_tokens
 from ..randomness import Purpose, integer_seed
@@ -38,6 +39,7 @@ from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
 from .config import TrainingConfig
 from .data import (
+    check_named_sources,
     check_prepared,
     check_reference_dropout,
     counted_tokens,
@@ -46,6 +48,7 @@ from .data import (
     unreadable_log,
 )
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
+from .source_weights import weights_of_sources
 
 logger = get_logger(__name__)
 
@@ -168,10 +171,13 @@ class StreamedData(RunData):
             self._seen |= new.keys()
         tokens = self._tokens(sizes)
         weights = reduction_weights(torch.from_numpy(tokens), self.reduction) * batch["weight"].cpu()
+        sources = None
+        if self.sources:
+            sources = np.array([self.sources.index(name) for name in batch[SOURCE]], np.int64)
+            weights = self.weigh_sources(weights, sources)
         if self.references is not None:
             references = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
             tokens = tokens + references.num_tokens(sizes, spec=self.spec)
-        sources = np.array(batch[SOURCE], np.int64) if self.sources else None
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
     def bucket_counts(self) -> dict[int, int]:
@@ -299,6 +305,7 @@ def make_streamed_data(
     """
     prepared, rows, sample = opened
     check_prepared(config, prepared, spec, folder=config.dataset_dir)
+    check_named_sources(config, prepared.sources)
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
     references = None
     if REFERENCE in prepared.conditions:
@@ -330,7 +337,7 @@ def make_streamed_data(
         collate_fn=media_collator(config, prepared, table=table),
         config=stream,
         faults=config.faults.log(unreadable_log(config)),
-        kept=[*([SOURCE] if prepared.sources else []), *([] if references is None else [REFERENCE_SIZES])],
+        kept=[] if references is None else [REFERENCE_SIZES],
     )
     return StreamedData(
         loader=batcher.make_loader(**config.loader.options()),
@@ -345,6 +352,7 @@ def make_streamed_data(
         references=references,
         conditions=tuple(prepared.conditions),
         sources=prepared.sources,
+        source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
     )
 
 

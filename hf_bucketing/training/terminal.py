@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from ..adapters.settings import AdapterConfig
 from ..buckets.sizes import Size
 from ..loaders.planned import StepCount
-from ..models.recipe import IMAGES, Recipe
+from ..models.calls import IMAGES
+from ..models.recipe import Recipe
 from .config import TrainingConfig
 from .review import duration
 

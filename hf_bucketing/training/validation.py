@@ -21,8 +21,9 @@ from ..media.references import ReferenceRule
 from ..media.sample import load_first_frame, load_references
 from ..media.source import MediaSource
 from ..media.write import Sound, write_image, write_video
+from ..models.calls import IMAGES
 from ..models.first_frame import pictures
-from ..models.recipe import IMAGES, Recipe
+from ..models.recipe import Recipe
 from ..models.rendering import Call, render_together
 from .settings.validation import ValidationConfig
 from .trackers import track_rendering

@@ -29,6 +29,7 @@ _FAMILIES = {
     "chroma": ("ChromaPipeline", "chroma"),
     "sd3": ("StableDiffusion3Pipeline", "sd3"),
     "ernie-image": ("ErnieImagePipeline", "ernie-image"),
+    "ideogram4": ("Ideogram4Pipeline", "ideogram4"),
     "kandinsky5": ("Kandinsky5T2VPipeline", "kandinsky5"),
     "krea2": ("Krea2Pipeline", "krea2"),
     "flux2": ("Flux2Pipeline", "flux.2"),

@@ -19,8 +19,9 @@ from hf_bucketing.caching.store import TensorCache, entry_key
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_image
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
-from hf_bucketing.models.recipe import REFERENCES, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import REFERENCES
+from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import media_of, text_of

@@ -14,7 +14,8 @@ from diffusers import DiffusionPipeline, ModularPipeline
 
 from hf_bucketing.models.index import read_index
 from hf_bucketing.models.objectives import Noised
-from hf_bucketing.models.recipe import Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)

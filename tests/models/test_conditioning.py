@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketingError
-from hf_bucketing.models.conditioning import FRAMES, read_condition
+from hf_bucketing.models.conditioning import FRAMES, read_condition, read_conditions
 
 
 def latents_shown(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:
@@ -84,3 +84,20 @@ def test_shares_are_those_of_the_setting_and_a_draw_depends_on_its_key_alone() -
 def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(BucketingError, match=message):
         read_condition(text)
+
+
+def test_sources_have_shares_of_their_own() -> None:
+    conditions = read_conditions("first_frame:0.3,none:0.7;my clips=prefix@2;a=b=none")
+    assert conditions.others == read_condition("first_frame:0.3,none:0.7")
+    assert {**conditions.by_source} == {"my clips": read_condition("prefix@2"), "a=b": read_condition("none")}
+    assert [conditions.of(name).shares for name in ("my clips", "others", None)] == [(1.0,), (0.3, 0.7), (0.3, 0.7)]
+    conditions.check_sources(["my clips", "others"])
+    read_conditions("a=none;b=prefix").check_sources(["b", "a"])
+    for sources, message in ((["a", "b"], "no shares for `b`"), ([], "no shares for `the rows`")):
+        with pytest.raises(BucketingError, match=message):
+            read_conditions("a=none").check_sources(sources)
+    for text in ("none;prefix", "a=none;a=prefix"):
+        with pytest.raises(BucketingError, match="gives shares twice"):
+            read_conditions(text)
+    with pytest.raises(BucketingError, match="must be conditions with their shares"):
+        read_conditions("none;a=")

@@ -14,8 +14,9 @@ from PIL import Image
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, FirstFrameRecipe, shown_ends
 from hf_bucketing.models.objectives import Noised
-from hf_bucketing.models.recipe import Samples, TextEmbeddings
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import Samples
+from hf_bucketing.models.texts import TextEmbeddings
 from tests.models.families import RECIPES
 
 

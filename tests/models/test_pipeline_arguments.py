@@ -17,9 +17,11 @@ from PIL import Image
 
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.media.conditions import REFERENCE
+from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.ltx2.packing import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
-from hf_bucketing.models.recipe import IMAGES, Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.training.steps import media_of
 from tests.models.families import RECIPES
 from tests.models.pipeline_calls import record_call
@@ -131,6 +133,10 @@ def normalised(transformer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             if "position_ids" in rest:  # those of text come first
                 positions = rest["position_ids"]
                 rest["position_ids"] = torch.cat([positions[: len(kept)][kept], positions[len(kept) :]])
+    if "indicator" in rest:  # of one sequence, which begins with padding
+        kept = rest["indicator"][0] != 0
+        whole = ("indicator", "segment_ids", "position_ids", "hidden_states", "encoder_hidden_states")
+        rest |= {name: rest[name][:, kept] for name in whole}
     if "rope_interpolation_scale" in rest:  # or coordinates
         names = ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords")
         rest["positions"] = transformer.rope(rest["hidden_states"], *(rest.pop(name) for name in names))
@@ -144,7 +150,7 @@ def normalised(transformer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         del rest["fps"]
     if "sigma" in rest and not modulates_text(transformer):  # then LTX-2 reads it for sound alone
         del rest["sigma"]
-    if "image_embeds" in rest and not rest["image_embeds"].any():  # which mean no image
+    if rest.get("image_embeds") is not None and not rest["image_embeds"].any():  # which mean no image
         del rest["image_embeds"]
     return {name: value for name, value in rest.items() if value is not None and value != {}}
 

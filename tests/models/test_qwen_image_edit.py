@@ -19,8 +19,9 @@ from hf_bucketing import BucketingError, Size
 from hf_bucketing.media import write_image
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.first_frame import pictures
-from hf_bucketing.models.recipe import Recipe, TextEmbeddings
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.packing import packed_forward
 from tests.conftest import run_script_here
 from tests.models.families.qwen_image import of_small_pictures

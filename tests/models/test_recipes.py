@@ -16,8 +16,10 @@ from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.losses import batch_vlb, masked_mse
 from hf_bucketing.models.loading import strides_of
 from hf_bucketing.models.objectives import Denoising, FlowMatching
-from hf_bucketing.models.recipe import Recipe, Samples, TextEmbeddings
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes as recipes_by_class
+from hf_bucketing.models.samples import Samples
+from hf_bucketing.models.texts import TextEmbeddings
 from tests.models.recipe_cases import samples_of
 
 SPECS = {

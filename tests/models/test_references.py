@@ -26,8 +26,9 @@ from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.flux2.packing import FAMILY, KV_FAMILY
 from hf_bucketing.models.flux2.recipe import Flux2Recipe
 from hf_bucketing.models.ltx.packing import SCALES
-from hf_bucketing.models.recipe import REFERENCES, Recipe
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import family_of, recipe_of, recipes
+from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.packing import Packing, TokenDrop
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify

@@ -15,10 +15,11 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from hf_bucketing import BucketingError
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import read_condition
+from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
-from hf_bucketing.models.recipe import Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.models.shown_parts import shown_part
 from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
@@ -42,7 +43,7 @@ OPTIONS: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 
 
 
 def step_of(recipe: Recipe, condition: str | None, kind: Callable[..., Step] = BucketStep, **options: Any) -> Any:
-    shares = None if condition is None else read_condition(condition)
+    shares = None if condition is None else read_conditions(condition)
     return kind(recipe=recipe, objective=recipe.objective(**OPTIONS), condition=shares, **options)
 
 
@@ -220,6 +221,16 @@ def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(recip
     assert torch.allclose(values, by_hand, rtol=1e-6)
     nothing = losses(step_of(recipe, None), batch)
     assert not torch.isclose(values, nothing, rtol=1e-3).any()
+
+
+@pytest.mark.parametrize("recipe", ["ltx"], indirect=True)
+def test_each_source_has_its_own_conditions_in_one_batch(recipe: Recipe) -> None:
+    batch, step = make_batch(recipe, stacked=True), step_of(recipe, "prefix;stills=none;ends=last_frame")
+    single = [losses(step_of(recipe, condition), batch) for condition in ("prefix", "none", "last_frame")]
+    batch["source"] = ["clips", "stills", "ends", "stills", "others"]
+    expected = [single[number][row] for row, number in enumerate((0, 1, 2, 1, 0))]
+    assert torch.equal(losses(step, batch), torch.stack(expected))
+    assert len({*expected}) == 5
 
 
 @pytest.mark.parametrize("recipe", ["ltx-i2v"], indirect=True)

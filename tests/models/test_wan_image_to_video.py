@@ -17,8 +17,9 @@ from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.loading import Loading
-from hf_bucketing.models.recipe import Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components
 from hf_bucketing.planner.settings import PlanConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
-from hf_bucketing.models.recipe import SHOWN_LATENTS
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import SHOWN_LATENTS
 from hf_bucketing.planner import PlanConfig, memory as planner, trace
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.trackers import PeakTracker

@@ -20,8 +20,8 @@ from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
 from hf_bucketing import BucketingError
 from hf_bucketing.media import write_video
 from hf_bucketing.media.conditions import CONDITIONS, FRAME_BY_FRAME
+from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.index import index_file
-from hf_bucketing.models.recipe import IMAGES
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here

@@ -18,7 +18,7 @@ from hf_bucketing.media import write_image, write_video
 from hf_bucketing.media.conditions import MASK
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK, latent_mask
-from hf_bucketing.models.recipe import ModelInputs, Samples
+from hf_bucketing.models.samples import ModelInputs, Samples
 from hf_bucketing.training.loop import Trainer, train
 from hf_bucketing.training.steps import BucketStep, PackStep, loss_weights, media_of
 from tests.caching.test_caching import load_recipe

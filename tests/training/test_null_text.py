@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.recipe import TextEmbeddings
 from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, check_cached, text_of
 from tests.caching.test_caching import OPTIONS, cached, collator_of, first, prepared

@@ -23,7 +23,8 @@ from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.trainer_toml import load_toml
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.recipe import Recipe, Samples
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.training.base_targets import base_targets
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer, train

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.recipe import REFERENCES
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}

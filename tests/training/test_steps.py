@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.recipe import TextEmbeddings
+from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.steps import BucketStep, PackStep, text_of
 from tests.caching.test_caching import cached, collator_of, load_recipe, prepared
 

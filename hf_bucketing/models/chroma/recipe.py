@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..flux.recipe import FluxRecipe
-from ..recipe import Samples
+from ..samples import Samples
 from .packing import FAMILY
 
 

@@ -15,7 +15,8 @@ from ...packing.strips import token_grid
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
 from ..loading import read_config
-from ..recipe import SHOWN_FRAMES, Conditions, Recipe, Samples, Shown
+from ..recipe import Recipe
+from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown
 from .packing import FAMILY
 
 OFFSET = 2.0

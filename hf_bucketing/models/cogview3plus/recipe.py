@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..cogview4.recipe import sizes_of
-from ..recipe import Recipe, Samples
+from ..recipe import Recipe
+from ..samples import Samples
 from .packing import FAMILY
 
 

@@ -10,8 +10,10 @@ import torch
 
 from ...packing.texts import pad_texts
 from ..control import ControlRecipe
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe
+from ..samples import ModelInputs, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, shift_of_scheduler
+from ..texts import TextEmbeddings
 from .packing import FAMILY, TEXT_MULTIPLE
 
 

@@ -17,7 +17,8 @@ from ...devices import to_device
 from ...errors import BucketingError
 from ..first_frame import FirstFrameRecipe
 from ..objectives import EDM, FlowMatching, Objective, Shift
-from ..recipe import ModelInputs, Recipe, Samples
+from ..recipe import Recipe
+from ..samples import ModelInputs, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from .packing import FAMILY
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from ...packing.texts import pad_texts
-from ..flux.packing import BLOCK
-from ..flux2.recipe import encode_blocks
-from ..recipe import Recipe, TextEmbeddings
+from ..flux2.recipe import BlockRecipe, encode_blocks
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 VARIANCE_EPSILON = 1e-5
 """What the pipeline adds to the variance of latents before it takes the root."""
 
 
-class ErnieImageRecipe(Recipe):
-    """Recipe of `ErnieImagePipeline`; see [`Recipe`].
+class ErnieImageRecipe(BlockRecipe):
+    """Recipe of `ErnieImagePipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
     The pipeline rewrites short prompts by a language model (`use_pe`), where it has one; captions are trained as they
     are. It takes those of any length; here `max_sequence_length` cuts them.
@@ -26,21 +22,9 @@ class ErnieImageRecipe(Recipe):
 
     pipeline_class = "ErnieImagePipeline"
     family = FAMILY
-    image_vae = True
     default_sequence_length = 512
     trims_text = True
     native_sizes = ((1024, 1024),)
-
-    @classmethod
-    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the strides of the VAE with its blocks."""
-        temporal, spatial = super().vae_strides(vae)
-        return temporal, spatial * BLOCK
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of a block of the VAE's latents."""
-        return super().latent_channels * BLOCK**2
 
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode images `(B, 3, 1, H, W)` in [−1, 1] to normalised blocks, `(B, 4·C, 1, h/2, w/2)`."""

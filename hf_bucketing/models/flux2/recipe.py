@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -49,16 +50,39 @@ class Flux2Recipe(FluxRecipe):
 
 
 @torch.no_grad()
-def encode_blocks(vae: Any, pixel_values: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+def encode_blocks(
+    vae: Any, pixel_values: torch.Tensor, *, epsilon: float, channels_first: bool = True
+) -> torch.Tensor:
     """Encode images `(B, 3, 1, H, W)` in [−1, 1] to blocks of latent pixels, `(B, 4·C, h/2, w/2)`, normalised.
 
     The mode of the posterior is normalised by the VAE's mean and variance of a block's channels; `epsilon` is added to
-    the variance.
+    the variance. A block lists its pixels channel by channel, or, without `channels_first`, the channels pixel by
+    pixel.
     """
     raw = vae.encode(pixel_values[:, :, 0].to(vae.dtype)).latent_dist.mode()
+    blocks = F.pixel_unshuffle(raw, BLOCK)
+    if not channels_first:
+        blocks = blocks.unflatten(1, (-1, BLOCK**2)).transpose(1, 2).flatten(1, 2)
     mean, variance = (statistic.view(1, -1, 1, 1) for statistic in (vae.bn.running_mean, vae.bn.running_var))
-    normalised: torch.Tensor = (F.pixel_unshuffle(raw, BLOCK) - mean) / torch.sqrt(variance + epsilon)
+    normalised: torch.Tensor = (blocks - mean) / torch.sqrt(variance + epsilon)
     return normalised
+
+
+class BlockRecipe(Recipe):
+    """Recipe of models to which a block of the latent pixels of Flux.2's VAE is one pixel."""
+
+    image_vae = True
+
+    @classmethod
+    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the strides of the VAE with its blocks."""
+        temporal, spatial = super().vae_strides(vae)
+        return temporal, spatial * BLOCK
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a block of the VAE's latents."""
+        return super().latent_channels * BLOCK**2
 
 
 class Flux2KleinRecipe(Flux2Recipe):

@@ -10,7 +10,7 @@ import torch
 from ...packing.texts import pad_texts
 from ..flux2.recipe import Flux2Recipe
 from ..modular import ModularRecipe
-from ..recipe import TextEmbeddings
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 

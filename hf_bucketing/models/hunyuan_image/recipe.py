@@ -9,7 +9,8 @@ import torch
 from ...errors import BucketingError
 from ...packing.context import bind_checkpoints
 from ..objectives import Objective
-from ..recipe import ModelInputs, Recipe, Samples
+from ..recipe import Recipe
+from ..samples import ModelInputs, Samples
 from .packing import FAMILY, GLYPH_MASK, GLYPHS
 
 

@@ -63,6 +63,12 @@ class Ideogram4Family(JointFamily):
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
     negates = True
+    original_names = (
+        *((f"layers.*.attention.to_{name}", "layers.*.attention.qkv") for name in "qkv"),
+        ("layers.*.attention.to_out.0", "layers.*.attention.o"),
+        ("layers.*.feed_forward.**", "layers.*.feed_forward.**"),
+        ("layers.*.adaln_modulation", "layers.*.adaln_modulation"),
+    )
 
     def patch(self, config: Mapping[str, Any]) -> Grid:
         """Return a patch of one: the pipeline makes patches, whose channels come last."""

@@ -8,8 +8,9 @@ import torch
 
 from ...packing.texts import apply_text_mask, pad_texts
 from ..qwen_image.recipe import QwenImageRecipe
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
 from ..shift import ShiftLaw
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 DISTILLED_SHIFT = math.exp(1.15)

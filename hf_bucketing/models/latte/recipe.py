@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...devices import to_device
-from ..recipe import Recipe, Samples, TextEmbeddings, cleans_captions
+from ..recipe import Recipe
+from ..samples import Samples
+from ..texts import TextEmbeddings, cleans_captions
 from .packing import FAMILY
 
 _TOKENS = 120

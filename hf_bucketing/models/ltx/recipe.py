@@ -11,7 +11,8 @@ from ...media.sample import frame_rates
 from ...packing.family import UNLIMITED, Family
 from ..conditioning import BLACK, FRAMES
 from ..first_frame import FirstFrameRecipe
-from ..recipe import Recipe, Samples
+from ..recipe import Recipe
+from ..samples import Samples
 from .packing import FAMILY, SCALES
 
 

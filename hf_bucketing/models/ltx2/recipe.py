@@ -22,7 +22,9 @@ from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..ltx.packing import reference_factors
 from ..ltx.recipe import LTXRecipe
-from ..recipe import AUDIO_TEXT, Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe
+from ..samples import Samples
+from ..texts import AUDIO_TEXT, TextEmbeddings
 from .packing import FAMILY, modulates_text
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 

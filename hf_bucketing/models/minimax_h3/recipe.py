@@ -14,7 +14,7 @@ from ...devices import to_device
 from ...packing.texts import pad_texts
 from ..loading import read_config
 from ..modular import ModularRecipe
-from ..recipe import TextEmbeddings
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 FEWEST_FRAMES = 124

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from ...buckets.sizes import Size
-from ..recipe import Recipe, Samples, cleans_captions
+from ..recipe import Recipe
+from ..samples import Samples
+from ..texts import cleans_captions
 from .packing import FAMILY
 
 

@@ -14,7 +14,8 @@ from ...buckets.sizes import Size
 from ...packing.family import UNLIMITED
 from ...packing.texts import pad_texts
 from ..first_frame import pictures
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from ...packing.texts import pad_texts
-from ..recipe import ModelInputs, Recipe, Samples, TextEmbeddings
+from ..recipe import Recipe
+from ..samples import ModelInputs, Samples
+from ..texts import TextEmbeddings
 from .packing import FAMILY, SLOT
 
 

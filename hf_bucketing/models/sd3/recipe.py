@@ -7,7 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from ...errors import BucketingError
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..conditioning import FRAMES
 from ..objectives import DiffusionForcing
-from ..recipe import Samples
+from ..samples import Samples
 from ..wan.recipe import WanImageToVideoRecipe, WanRecipe
 from .packing import FAMILY, FPS
 

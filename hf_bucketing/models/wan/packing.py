@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...devices import to_device
+from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.family import Draw, Family, TimestepsPer, Transformer
 from ...packing.layout import PackedLayout
@@ -71,7 +72,7 @@ class WanFamily(Family):
     transformer_class = "WanTransformer3DModel"
     tested_forwards: ClassVar[tuple[str, ...]] = ("cbdc8a11aa2f", "96f65c99f94a")
     processor_class = PackedWanAttnProcessor
-    stock_processors = ("WanAttnProcessor",)
+    stock_processors: ClassVar[tuple[str, ...]] = ("WanAttnProcessor",)
     processors_read_fusion = True
     text = TextTokens(channels="text_dim", padding="keep_padding")
     cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, IMAGE_TOKENS)
@@ -93,6 +94,16 @@ class WanFamily(Family):
         ("blocks.*.ffn.net.0.proj", "blocks.*.ffn.0"),
         ("blocks.*.ffn.net.2", "blocks.*.ffn.2"),
     )
+
+    def check(self, transformer: Transformer, *, strip_length: int) -> None:
+        """Refuse also models that embed image tokens without layers for them, which would read them as text."""
+        super().check(transformer, strip_length=strip_length)
+        config = transformer.config
+        if config.get("image_dim") is not None and config.get("added_kv_proj_dim") is None:
+            raise PackingError(
+                f"This {type(transformer).__name__} has `image_dim`, but no `added_kv_proj_dim`: its tokens attend to "
+                "image and text tokens as one text, which packs hold apart. Set both or neither."
+            )
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the rotary table's length, on each axis."""

@@ -11,7 +11,8 @@ from ...devices import to_device
 from ...errors import BucketingError, quoted
 from ..conditioning import BLACK, FRAMES, ConditionShares
 from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
-from ..recipe import SHOWN_FRAMES, Conditions, Recipe, Samples, Shown
+from ..recipe import Recipe
+from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown
 from .packing import CLIP_TOKENS, FAMILY, IMAGE_TOKENS
 
 IMAGE_LATENTS = "image_latents"

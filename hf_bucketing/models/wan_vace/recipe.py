@@ -13,7 +13,7 @@ from ...media.conditions import REFERENCE
 from ...packing.family import UNLIMITED
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
-from ..recipe import Conditions, Samples, Shown
+from ..samples import Conditions, Samples, Shown
 from ..wan.recipe import WanRecipe
 from .packing import CONTROL, FAMILY, SCALE
 

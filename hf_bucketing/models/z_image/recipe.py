@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...packing.texts import pad_texts
-from ..recipe import Recipe, TextEmbeddings
+from ..recipe import Recipe
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 

@@ -1,0 +1,177 @@
+"""What is known of a recipe before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from ..buckets.sizes import LatentSpec
+from ..media.audio import AUDIO, AudioRule
+from ..media.conditions import REFERENCE
+from ..media.references import ReferenceRule
+from ..packing.family import Family
+from .index import PipelineIndex
+from .loading import call_parameters, read_configs, strides_of
+from .objectives import FlowMatching
+
+
+class RecipeFacts:
+    """What a recipe says about its pipeline, before weights are loaded."""
+
+    pipeline_class: ClassVar[str]
+    """Class name in the pipeline's `model_index.json`."""
+    family: ClassVar[Family]
+    """The family of the transformer, which says how it is called."""
+    denoises: ClassVar[bool] = False
+    """Whether the model is trained by denoising on a discrete schedule; else by flow matching."""
+    flow: ClassVar[type[FlowMatching]] = FlowMatching
+    """Class of the objective of models trained by flow matching."""
+    default_sequence_length: ClassVar[int]
+    """Text tokens per caption by default, as in the pipeline's own call."""
+    added_text_tokens: ClassVar[int] = 0
+    """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
+    image_vae: ClassVar[bool] = False
+    """Whether the VAE encodes images, so that videos are encoded frame by frame."""
+    takes_image: ClassVar[bool] = False
+    """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
+    shown: ClassVar[tuple[str, ...]] = ()
+    """Conditions of a data set that [`encode_conditions`] takes beside `mask` and references, see [`Shown`]."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Conditions among them without which the model cannot be trained."""
+    max_references: ClassVar[int] = 0
+    """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
+    min_reference_side: ClassVar[int] = 1
+    """Least height and width of a reference that the pipeline's call takes, in pixels."""
+    max_reference_ratio: ClassVar[float | None] = None
+    """Largest ratio of the longer to the shorter side of such a reference; None for any."""
+    references_in_front: ClassVar[bool] = False
+    """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
+    their own, see [`REFERENCES`]."""
+    text_sees_references: ClassVar[bool] = False
+    """Whether the text encoder is shown the references of a caption's sample too."""
+    reference_text_tokens: ClassVar[int] = 0
+    """Most tokens that each of these adds to the text."""
+    shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    trims_text: ClassVar[bool] = False
+    """Whether a stack runs with no more padding than its longest text needs."""
+    null_as_long: ClassVar[bool] = False
+    """Whether the null text has as many tokens as the caption that it replaces, the padding of the empty caption
+    included; else it is the empty caption."""
+    prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "mask")
+    """What the first outputs of the pipeline's `encode_prompt` are: embeddings, their mask, arguments of the model's
+    forward, or `""` for what it does not take."""
+    guidance_factor: ClassVar[float | None] = None
+    """Factor by which the pipeline multiplies the guidance scale, where models can have `guidance_embeds`."""
+    shifts_by_resolution: ClassVar[tuple[tuple[int, int, float], ...]] = ()
+    """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
+    call_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Arguments of the pipeline's call in renders that name no others, where its own fit one number of steps alone."""
+    output: ClassVar[str | None] = None
+    """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
+    native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
+    """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
+
+    @classmethod
+    def pipeline_type(cls) -> Any:
+        """Return the class of the pipeline."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def replaced_components(cls) -> dict[str, Any]:
+        """Return components that replace those of the pipeline when it is loaded; by default none."""
+        return {}
+
+    @classmethod
+    def blocks(cls) -> Any:
+        """Return the blocks of a modular pipeline that a run calls; None for other pipelines."""
+        return None
+
+    @classmethod
+    def called_components(cls, index: PipelineIndex) -> list[str]:
+        """Return the components of a pipeline that a run may call: all, but for modular pipelines."""
+        return list(index.components)
+
+    @classmethod
+    def call_parameters(cls) -> dict[str, bool]:
+        """Return the names of the arguments that the pipeline's call takes, and whether it needs them."""
+        return call_parameters(cls.pipeline_type(), cls.blocks())
+
+    @classmethod
+    def read_spec(cls, name_or_path: str) -> LatentSpec:
+        """Read the strides of the VAE and the patch of the transformer from the configurations, without weights."""
+        vae, transformer = read_configs(name_or_path)
+        temporal, spatial = cls.vae_strides(vae)
+        return LatentSpec(
+            temporal_stride=1 if cls.image_vae else temporal,
+            spatial_stride=spatial,
+            patch=cls.family.patch(transformer),
+        )
+
+    @classmethod
+    def makes_audio(cls) -> bool:
+        """Return whether the model makes audio with video, and is trained on both where a data set has audio."""
+        return bool(getattr(cls, "family", None) and cls.family.audio_parts)
+
+    @classmethod
+    def read_audio_rule(cls, name_or_path: str) -> AudioRule | None:
+        """Read the rate and the length of audio from the configurations; None for models that make none."""
+        return None
+
+    @classmethod
+    def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the temporal and the spatial stride of the VAE by its configuration."""
+        return strides_of(vae)
+
+    @classmethod
+    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 0) -> int:
+        """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
+
+        Args:
+            max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+            references (`int`): References of the sample, for a text encoder that sees them.
+        """
+        if not cls.family.text.in_sequence:
+            return 0
+        beside = cls.added_text_tokens + references * cls.reference_text_tokens
+        return (max_sequence_length or cls.default_sequence_length) + beside
+
+    @classmethod
+    def num_images(cls, config: Mapping[str, Any]) -> int:
+        """Return how many images the pipeline's call takes: none, the first frame, or the first and the last.
+
+        Args:
+            config (mapping): Configuration of the transformer to train.
+        """
+        return int(cls.takes_image)
+
+    @classmethod
+    def reference_rule(cls) -> ReferenceRule:
+        """Return which references of a sample the model takes, and where, in sizes of any multiples."""
+        return ReferenceRule(
+            least=int(REFERENCE in cls.required),
+            most=cls.max_references,
+            in_front=cls.references_in_front,
+            text_tokens=cls.reference_text_tokens,
+            min_side=cls.min_reference_side,
+            max_ratio=cls.max_reference_ratio,
+        )
+
+    @classmethod
+    def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
+        """Return whether samples have parts with timesteps of their own, as models that embed several take them.
+
+        Args:
+            settings (mapping): Settings of the pipeline, see [`PipelineIndex`][hf_bucketing.models.index].
+            draws (`bool`): Whether a run draws conditions.
+        """
+        return draws and cls.family.timesteps_per != "row"
+
+    @classmethod
+    def taken_conditions(cls) -> tuple[str, ...]:
+        """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
+        audio = [AUDIO] if cls.makes_audio() else []
+        return (*cls.shown, *([REFERENCE] if cls.max_references else []), *audio)
