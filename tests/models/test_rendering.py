@@ -54,6 +54,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "ovis-image": {"guidance_scale": 3.0},
     "pixart-alpha": {"guidance_scale": 3.0},
     "pixart-sigma": {"guidance_scale": 1.0},
+    "prx": {"guidance_scale": 3.0},
     "sd3": {"guidance_scale": 3.0},
     "skyreels-v2": {"guidance_scale": 3.0},
     "skyreels-v2-df": {"guidance_scale": 3.0, "ar_step": 1},
