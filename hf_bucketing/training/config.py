@@ -240,8 +240,9 @@ class ObjectiveConfig:
             without; in buckets, the share of batches.
         condition (`str`, *optional*): Parts of samples that the model is shown without noise, and the share of samples
             that each is drawn for, such as `first_frame:0.3,prefix:0.2,none:0.5`. A condition is `first_frame`,
-            `last_frame`, `prefix`, `suffix`, `keyframes` or `mask` (what masks leave black), or several of them joined
-            by `+`; `prefix@2` has two latent frames, and `prefix` any number. After a semicolon, a source of the data
+            `last_frame`, `prefix`, `suffix`, `keyframes`, `mask` (what masks leave black) or `reference` (which the
+            others of a list that names it are not shown), or several of them joined by `+`; `prefix@2` has two latent
+            frames, and `prefix` any number. After a semicolon, a source of the data
             set has shares of its own: `first_frame:0.3,none:0.7;stills=none`. By default image-to-video models are
             shown what their pipelines show, and others nothing.
         loss_weight (`str`, *optional*): Weights of sources of the data set in the loss, such as `stills=0.5,edits=2`:
@@ -270,7 +271,11 @@ class ObjectiveConfig:
         if self.shift is not None:
             read_shift(self.shift)
         if self.condition is not None:
-            read_conditions(self.condition)
+            conditions = read_conditions(self.condition)
+            if self.reference_dropout and conditions.draws_references:
+                raise BucketingError(
+                    "`reference_dropout` and `reference` in `condition` both draw who is shown references; give one."
+                )
         if self.loss_weight is not None:
             read_loss_weight(self.loss_weight)
         if self.guidance is not None and not 0 <= self.guidance < math.inf:

@@ -47,6 +47,10 @@ def step_of(recipe: Recipe, condition: str | None, kind: Callable[..., Step] = B
     return kind(recipe=recipe, objective=recipe.objective(**OPTIONS), condition=shares, **options)
 
 
+def media_of(step: Step, batch: dict[str, Any]) -> dict[str, Any]:
+    return step.media(batch, step.draw(batch, [(index,) for index in batch["index"]]))
+
+
 def ltx(frames: list[Any]) -> dict[str, Any]:
     return {"conditions": [LTXVideoCondition(video=frames)], "image_cond_noise_scale": 0.0}
 
@@ -108,7 +112,7 @@ def test_a_recipe_shows_frames_as_the_stock_pipeline_does(
     call = {**case.render, **recipe.size_arguments(size), "prompt": case.captions[0], **arguments(frames)}
     call |= {rate: FPS for rate in ("fps", "frame_rate") if rate in recipe.call_parameters()}
     passed = arguments_of(pipeline, **call)
-    media = step_of(recipe, condition).media({"pixel_values": pixels[None]}, [(0,)])
+    media = media_of(step_of(recipe, condition), {"pixel_values": pixels[None], "index": [0]})
     clean = media.pop("latents")
     zeros = [torch.zeros_like(latent) for latent in clean]
     level = LEVELS["cosmos2"](pipeline.scheduler) if name.startswith("cosmos2") else pipeline.scheduler.timesteps[0]
@@ -166,6 +170,7 @@ def losses(step: Step, batch: dict[str, Any], *, epoch: int = 1) -> torch.Tensor
     [
         ("ltx", MIXED),
         ("ltx", "mask:0.5,prefix+mask:0.5"),
+        ("ltx", "first_frame+reference:0.3,reference:0.4,prefix:0.3"),
         pytest.param("ltx2-in-context", MIXED, marks=pytest.mark.slow),
         pytest.param("ltx2", MIXED, marks=pytest.mark.slow),
         pytest.param("wan-2.2-ti2v", "mask:0.5,last_frame:0.5", marks=pytest.mark.slow),
@@ -258,7 +263,7 @@ def test_held_out_samples_are_shown_the_same_whatever_the_seed(recipe: Recipe) -
 @torch.no_grad()
 def test_channels_hold_the_drawn_frames_and_grey_ones(recipe: Recipe) -> None:
     batch = make_batch(recipe, stacked=True)
-    media = step_of(recipe, "prefix@2").media(batch, [(index,) for index in batch["index"]])
+    media = media_of(step_of(recipe, "prefix@2"), batch)
     clips = batch["pixel_values"].clone()
     clips[:, :, 5:] = 0
     noised = Noised(media["latents"], media["latents"], torch.ones(5), media["latents"])
@@ -276,7 +281,7 @@ def test_channels_hold_the_drawn_frames_and_grey_ones(recipe: Recipe) -> None:
 def test_channels_of_a_first_frame_that_is_not_drawn_are_zero(recipe: Recipe) -> None:
     batch, shown = make_batch(recipe, stacked=True), []
     for condition in ("none", "first_frame"):
-        media = step_of(recipe, condition).media(batch, [(index,) for index in batch["index"]])
+        media = media_of(step_of(recipe, condition), batch)
         noised = Noised(media["latents"], media["latents"], torch.ones(5), media["latents"])
         text = recipe.encode_text(["x"])
         samples = Samples(noised=noised, text=text, fps=torch.full((5,), 8.0), conditions=media)
@@ -289,7 +294,7 @@ def test_channels_of_a_first_frame_that_is_not_drawn_are_zero(recipe: Recipe) ->
 def test_diffusion_forcing_keeps_the_levels_of_frames_that_are_not_shown(recipe: Recipe) -> None:
     batch, step = make_batch(recipe, stacked=True), step_of(recipe, "prefix@2")
     assert isinstance(step.objective, DiffusionForcing)
-    media = step.media(batch, [(index,) for index in batch["index"]])
+    media = media_of(step, batch)
     latents = media.pop("latents")
     noised = step.objective(latents, indices=batch["index"], epoch=0)
     text = recipe.encode_text(batch["caption"])
@@ -302,7 +307,7 @@ def test_diffusion_forcing_keeps_the_levels_of_frames_that_are_not_shown(recipe:
 @pytest.mark.parametrize(
     ("recipe", "condition", "cached", "message"),
     [
-        ("wan", "prefix", False, "WanPipeline of this configuration takes none"),
+        ("wan", "prefix:0.5,reference:0.5", False, "`prefix`, but a WanPipeline of this configuration takes none"),
         ("flux2", "first_frame", False, "takes none; omit it"),
         ("chronoedit", "none:0.5,prefix:0.5", False, "takes none; omit it"),
         ("cogvideox-i2v", "prefix:0.5,none:0.5", False, "shows the model `prefix`.* takes `first_frame` alone"),

@@ -102,6 +102,32 @@ VISION_TOKENS = {
 """Tokens around a picture and of its parts in a prompt of Qwen2.5-VL."""
 
 
+def causal_encoder(kind: Any, tokenizer: Any) -> Any:
+    """Return a text encoder of three layers, of a class of transformers such as `Qwen3Model`, for a tokenizer."""
+    config = kind.config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_DIM,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.1,
+    )
+    return kind(config).eval()
+
+
+def chat_components(kind: Any, before: str, count: int) -> dict[str, Any]:
+    """Return a tokenizer with the chat of Qwen3, and a text encoder of three layers, of a class such as `Qwen3Model`.
+
+    `before` stands before each prompt; with the chat's own words it is `count` tokens.
+    """
+    user, reply = "<|im_start|>user\n", "<|im_end|>\n"
+    chat = "{% for message in messages %}" + user + "{{ message['content'] }}" + reply + "{% endfor %}"
+    tokenizer = template_tokenizer(user + before, count, chat_template=chat)
+    return {"tokenizer": tokenizer, "text_encoder": causal_encoder(kind, tokenizer)}
+
+
 def qwen_components(pipeline: Any) -> dict[str, Any]:
     """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers.
 
