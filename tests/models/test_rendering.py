@@ -38,6 +38,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "cogvideox-i2v": {"guidance_scale": 6.0},
     "cogview3plus": {"guidance_scale": 3.0},
     "cogview4": {"guidance_scale": 3.0},
+    "easyanimate": {"guidance_scale": 3.0},
     "flux-control": {"control_image": PICTURE},
     "flux2": {},
     "flux3": {},
