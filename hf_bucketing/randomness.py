@@ -38,9 +38,8 @@ class Purpose(IntEnum):
     STREAM_SOURCES = 18  # seed: which of several sources of a stream comes next
     PRESERVATION = 19  # sample: whether the base model's own prediction is its target
     SLIDER = 20  # sample: which of several pairs of captions
-    REFERENCE_DROPOUT = 21  # sample, of a stack its first: whether it is shown no references
     AUDIO_NOISE = 22  # as NOISE, or as HELD_OUT_NOISE: noise of the audio of a sample
-    CONDITION = 23  # sample, or the index of a held-out one: the part of it that is shown without noise
+    CONDITION = 23  # sample, or the index of a held-out one: which parts of it are shown, and whether its references
     REPORT_SAMPLES = 24  # seed: samples that the page of a report shows
     CACHED_VIEW = 25  # sample, its first occurrence: which of several cached views; others take the next ones
 

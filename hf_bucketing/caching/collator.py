@@ -14,7 +14,7 @@ from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
 from ..errors import BucketingError, CacheError
 from ..loaders.captions import drawn_caption, texts_of
-from ..loaders.collators import Row, regularization, require
+from ..loaders.collators import Row, names_of_sources, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of, row_generator
 from ..loaders.state import epoch_number
 from ..media.remote import is_url
@@ -49,6 +49,8 @@ class CachedCollator:
             one is drawn in every epoch, and each further occurrence of the row has the next one.
         null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
             `null_text`: a mapping like the batch, of the entries that begin with `text_`.
+        sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
+            `source`, of the name of each sample's.
 
     Raises:
         BucketingError: If `cache` is not a [`CacheInfo`][hf_bucketing.columns.CacheInfo].
@@ -62,6 +64,7 @@ class CachedCollator:
         seed: int | None = None,
         first_view: bool = False,
         null_texts: bool = False,
+        sources: tuple[str, ...] = (),
     ) -> None:
         if not isinstance(cache, CacheInfo):
             raise BucketingError(
@@ -74,6 +77,7 @@ class CachedCollator:
         self.seed = seed
         self.first_view = first_view
         self.null_texts = null_texts
+        self.sources = sources
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -105,6 +109,7 @@ class CachedCollator:
         if "index" in rows[0]:
             batch["index"] = [int(row["index"]) for row in rows]
         batch |= regularization(rows)
+        batch |= names_of_sources(rows, self.sources)
         if OCCURRENCE in rows[0]:
             batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         if self.stack:

@@ -20,9 +20,9 @@ from ..errors import ColumnError
 from ..media.conditions import MASK, REFERENCE, all_columns, columns_of
 from ..media.references import REFERENCE_SIZES
 from ..media.remote import is_url
+from ..media.rows import SOURCE
 from .apply import with_columns
 from .arrays import arrow_type, cell_of_list, column_array, is_list_type, is_text, media_kind
-from .prepared import SOURCE
 from .sources import MediaDataset
 
 _BYTES = {"bytes": Value("binary"), "path": Value("string")}

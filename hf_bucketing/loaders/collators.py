@@ -16,9 +16,9 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
-from ..media.audio import AudioRule
 from ..media.references import ReferenceRule
-from ..media.rows import REGULARIZATION, MediaColumns
+from ..media.row_audio import AudioRule
+from ..media.rows import REGULARIZATION, SOURCE, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
 from .captions import CaptionRule
@@ -28,7 +28,7 @@ from .random_resize import RandomResize
 from .state import epoch_number
 
 BUCKET_PART = "bucket_part"
-"""Column of the part of its bucket that a row belongs to, where the sizes of references divide buckets."""
+"""Column of the part of its bucket that a row belongs to, where references or audio divide buckets."""
 
 PLANNED = "planned_index"
 """List of a batch whose unreadable samples are replaced: the `index` of each row that the sampler drew."""
@@ -66,8 +66,10 @@ class MediaCollator:
             with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
             shown.
-        audio ([`AudioRule`][hf_bucketing.media.audio.AudioRule], *optional*): Rule of the audio that is loaded with
-            each sample, as `audio` in `shown`; by default none is.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio that is loaded
+            with each sample, as `audio` in `shown`; by default none is.
+        sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
+            `source`, of the name of each sample's.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.
         seed (`int`, *optional*): Seed of the views and of the choice of replacements.
         replacements ([`Replacements`], *optional*): Samples that replace unreadable ones: others of the same bucket,
@@ -84,6 +86,7 @@ class MediaCollator:
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
     audio: AudioRule | None = None
+    sources: tuple[str, ...] = ()
     views: ViewRule = ViewRule()
     seed: int | None = None
     replacements: Replacements | None = None
@@ -137,6 +140,7 @@ class MediaCollator:
         if "index" in found[0][0]:
             batch["index"] = [int(row["index"]) for row, *_ in found]
         batch |= regularization([row for row, *_ in found])
+        batch |= names_of_sources([row for row, *_ in found], self.sources)
         if self.replacements is not None:
             batch[PLANNED] = [int(row["index"]) for row in rows]
         if OCCURRENCE in rows[0]:
@@ -326,6 +330,11 @@ def regularization(rows: Sequence[Row]) -> dict[str, list[bool]]:
     """Return the list `is_regularization` of a batch, which says what rows are marked, if any is."""
     marks = [bool(row.get(REGULARIZATION)) for row in rows]  # None in rows of sources without marks
     return {REGULARIZATION: marks} if any(marks) else {}
+
+
+def names_of_sources(rows: Sequence[Row], sources: Sequence[str]) -> dict[str, list[str]]:
+    """Return the list `source` of a batch, which names the source of each row, if there are several."""
+    return {SOURCE: [sources[row[SOURCE]] for row in rows]} if sources else {}
 
 
 def require(row: Row, columns: Sequence[str]) -> None:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from ..buckets.sizes import Size
 from ..errors import MediaError
-from .audio import AUDIO, HAS_AUDIO, AudioRule
 from .conditions import MASK, REFERENCE, all_columns, columns_of, is_missing
 from .probe import MediaInfo
 from .references import REFERENCE_SIZES, ReferenceRule
+from .row_audio import AUDIO, HAS_AUDIO, AudioRule
 from .source import MediaSource
 from .views import View, ViewRule
 
@@ -23,6 +23,10 @@ CLIP_START, CLIP_END = "clip_start", "clip_end"
 
 REGULARIZATION = "is_regularization"
 """Column of whether a row is a regularization sample, and list of a batch that has some."""
+
+SOURCE = "source"
+"""Column of the source of each row, a `ClassLabel` of their names, where there are several; and list of a batch, of
+these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError, quoted
+from ..media.conditions import REFERENCE
 from ..randomness import Purpose, generator
 
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
@@ -18,6 +20,7 @@ BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
 
+_KINDS = (*FRAMES, BLACK, REFERENCE)
 _LONG = ("prefix", "suffix", "keyframes")
 _PART = re.compile(r"(\w+)(?:@([1-9]\d*))?")
 
@@ -26,7 +29,7 @@ class Part(NamedTuple):
     """A part of a condition.
 
     Attributes:
-        kind (`str`): One of [`FRAMES`], or [`BLACK`].
+        kind (`str`): One of [`FRAMES`], [`BLACK`], or `reference` for the sample's references.
         length (`int`, *optional*): Latent frames, for keyframes their number; at most one less than the
             sample has; by default drawn from 1 to that.
     """
@@ -63,10 +66,12 @@ class Drawn(NamedTuple):
     Attributes:
         frames (array of `bool`, shape `(F,)`): True for the frames that are shown.
         masked (`bool`): Whether what its mask leaves out is shown too.
+        references (`bool`): Whether its references are shown, if it has some.
     """
 
     frames: npt.NDArray[np.bool_]
     masked: bool
+    references: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class ConditionShares:
     Args:
         conditions (`tuple`): The parts of each condition.
         shares (`tuple` of `float`): Their shares, above 0, which add up to 1.
+        draws_references (`bool`): Whether samples are shown their references where a condition has the part
+            `reference`, and else not; by default all are shown theirs.
 
     Raises:
         BucketingError: If a share is not above 0, or they do not add up to 1.
@@ -85,6 +92,7 @@ class ConditionShares:
 
     conditions: tuple[Condition, ...]
     shares: tuple[float, ...]
+    draws_references: bool = False
 
     def __post_init__(self) -> None:
         if not all(share > 0 for share in self.shares) or not abs(sum(self.shares) - 1) < 1e-6:
@@ -98,13 +106,30 @@ class ConditionShares:
         """The kinds of all parts, each once."""
         return tuple(dict.fromkeys(part.kind for condition in self.conditions for part in condition))
 
-    def draw(self, *key: int, latent_frames: int, stride: int) -> Drawn:
+    @property
+    def draws_parts(self) -> bool:
+        """Whether parts of the samples themselves are drawn, or that none is; else references alone."""
+        return not self.draws_references or any(kind != REFERENCE for kind in self.kinds)
+
+    def dropping_references(self, share: float) -> ConditionShares:
+        """Return these conditions, each with references for all but a share of its samples, from 0 to 1."""
+        shown = [(*condition, Part(REFERENCE)) for condition in self.conditions]
+        pairs = [
+            *zip(shown, (own * (1 - share) for own in self.shares), strict=True),
+            *zip(self.conditions, (own * share for own in self.shares), strict=True),
+        ]
+        conditions, shares = zip(*((condition, own) for condition, own in pairs if own > 0), strict=True)
+        return ConditionShares(conditions, shares, draws_references=True)
+
+    def draw(self, *key: int, latent_frames: int, stride: int, references: bool | None = None) -> Drawn:
         """Draw what is shown of a sample.
 
         Args:
             key (`int`): Key of the draw, see [`Purpose`][hf_bucketing.randomness.Purpose].
             latent_frames (`int`): Latent frames of the sample.
             stride (`int`): Frames per latent frame after the first.
+            references (`bool`, *optional*): Whether its references are shown, where that was drawn before: of the
+                conditions, those of the other kind are not drawn, unless there are no others.
 
         Example:
             >>> shares = read_condition("first_frame+suffix@1")
@@ -112,18 +137,109 @@ class ConditionShares:
             [1, 0, 0, 1, 1]
         """
         random = generator(Purpose.CONDITION, *key)
-        drawn = self.conditions[int(random.choice(len(self.shares), p=np.divide(self.shares, sum(self.shares))))]
+        shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
+        shares = np.array(self.shares)
+        if references is not None and (shown == references).any():
+            shares[shown != references] = 0
+        chosen = int(random.choice(len(shares), p=shares / shares.sum()))
+        drawn = self.conditions[chosen]
         frames = np.zeros((latent_frames - 1) * stride + 1, bool)
         for part in drawn:
             part.show(frames, stride=stride, random=random)
-        return Drawn(frames, masked=any(part.kind == BLACK for part in drawn))
+        masked = any(part.kind == BLACK for part in drawn)
+        return Drawn(frames, masked, bool(shown[chosen]) if references is None else references)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Conditions of a run: shares that its sources have of their own, and those of all others.
+
+    Args:
+        others ([`ConditionShares`], *optional*): Shares of sources that are not named; None where all are.
+        by_source (mapping of `str` to [`ConditionShares`]): Shares of a source by its name.
+    """
+
+    others: ConditionShares | None
+    by_source: Mapping[str, ConditionShares] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[ConditionShares, ...]:
+        """All shares."""
+        return (*([] if self.others is None else [self.others]), *self.by_source.values())
+
+    @property
+    def draws_parts(self) -> bool:
+        """Whether parts of samples are drawn, or that none is; else references alone."""
+        return any(shares.draws_parts for shares in self.all)
+
+    @property
+    def draws_references(self) -> bool:
+        """Whether it is drawn which samples are shown their references."""
+        return any(shares.draws_references for shares in self.all)
+
+    def dropping_references(self, share: float) -> Conditions:
+        """Return conditions with references for all but a share of the samples of each source, from 0 to 1."""
+        return Conditions(
+            None if self.others is None else self.others.dropping_references(share),
+            {name: shares.dropping_references(share) for name, shares in self.by_source.items()},
+        )
+
+    def of(self, source: str | None) -> ConditionShares:
+        """Return the shares of a source by its name; None stands for samples of which no source is known."""
+        return self.all[0] if source is None else self.by_source.get(source) or self.all[0]
+
+    def check_sources(self, sources: Collection[str]) -> None:
+        """Raise BucketingError if a source of a data set has no shares; a data set of one source has no names."""
+        lacking = [] if self.others else [name for name in sources or ("the rows",) if name not in self.by_source]
+        if lacking:
+            raise BucketingError(
+                f"`condition` has no shares for {quoted(lacking)}; begin it with those of all sources that it does "
+                "not name, as in first_frame:0.3,none:0.7;stills=none."
+            )
+
+
+NOTHING_DRAWN = Conditions(ConditionShares(((),), (1.0,)))
+"""Conditions of a run that draws none: samples are shown their references, and what their pipeline shows."""
+
+
+def draws_parts(text: str | None) -> bool:
+    """Return whether a setting, as [`read_conditions`] reads it, draws parts of samples."""
+    return text is not None and read_conditions(text).draws_parts
+
+
+def read_conditions(text: str) -> Conditions:
+    """Return the conditions of a run as a setting writes them: `first_frame:0.3,none:0.7;stills=none;clips=prefix`.
+
+    Lists of shares are separated by semicolons. One has no name, and holds for all sources that the others do not
+    name.
+
+    Raises:
+        BucketingError: On anything else, or if a source is named twice.
+
+    Example:
+        >>> conditions = read_conditions("prefix@2:0.4,none:0.6;stills=none")
+        >>> conditions.of("stills").shares, conditions.of("clips").shares
+        ((1.0,), (0.4, 0.6))
+    """
+    others: ConditionShares | None = None
+    by_source: dict[str, ConditionShares] = {}
+    for part in text.split(";"):
+        name, equals, shares = part.strip().rpartition("=")
+        if name in by_source or (not equals and others is not None):
+            raise BucketingError(f"`condition` gives shares twice for the same sources: {text!r}.")
+        if equals:
+            by_source[name] = read_condition(shares)
+        else:
+            others = read_condition(shares)
+    return Conditions(others, by_source)
 
 
 def read_condition(text: str) -> ConditionShares:
-    """Return conditions and their shares as a setting writes them: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
+    """Return one list of conditions and their shares: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
 
-    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes` and `mask`, joined by
-    `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share.
+    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `mask` and `reference`,
+    joined by `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share. In a
+    list that names `reference`, the other conditions are shown none.
 
     Raises:
         BucketingError: On anything else.
@@ -134,12 +250,14 @@ def read_condition(text: str) -> ConditionShares:
     """
     terms = [term.strip().partition(":") for term in text.split(",")]
     if len(terms) == 1 and not terms[0][1]:
-        return ConditionShares((_read_parts(terms[0][0], text),), (1.0,))
+        terms = [(terms[0][0], ":", "1")]
     try:
         shares = tuple(float(share) for _, _, share in terms)
     except ValueError:
         raise _unreadable(text) from None
-    return ConditionShares(tuple(_read_parts(name, text) for name, _, _ in terms), shares)
+    conditions = tuple(_read_parts(name, text) for name, _, _ in terms)
+    names_references = any(Part(REFERENCE) in parts for parts in conditions)
+    return ConditionShares(conditions, shares, draws_references=names_references)
 
 
 def _read_parts(name: str, text: str) -> Condition:
@@ -148,7 +266,7 @@ def _read_parts(name: str, text: str) -> Condition:
     parts = []
     for part in name.split("+"):
         matched = _PART.fullmatch(part)
-        if matched is None or matched[1] not in (*FRAMES, BLACK) or (matched[2] and matched[1] not in _LONG):
+        if matched is None or matched[1] not in _KINDS or (matched[2] and matched[1] not in _LONG):
             raise _unreadable(text)
         parts.append(Part(matched[1], int(matched[2]) if matched[2] else None))
     return tuple(parts)
@@ -157,6 +275,6 @@ def _read_parts(name: str, text: str) -> Condition:
 def _unreadable(text: str) -> BucketingError:
     return BucketingError(
         "`condition` must be conditions with their shares, such as first_frame:0.3,prefix:0.2,none:0.5, got "
-        f"{text!r}. A condition is `none`, or one or more of {quoted([*FRAMES, BLACK])} joined by +; {quoted(_LONG)} "
-        "may have a length in latent frames, as in prefix@2."
+        f"{text!r}. A condition is `none`, or one or more of {quoted(_KINDS)} joined by +; {quoted(_LONG)} may have a "
+        "length in latent frames, as in prefix@2."
     )

@@ -14,7 +14,7 @@ from ..loaders.faults import FaultRule
 from ..loaders.workers import worker_options
 from ..losses.names import Reduction
 from ..media.views import ViewRule
-from ..models.conditioning import read_condition
+from ..models.conditioning import read_conditions
 from ..models.experts import TrainedComponent
 from ..models.shift import read_shift
 from ..optimizers.settings import OptimizerConfig
@@ -45,6 +45,7 @@ from .settings.hub import HubConfig
 from .settings.preservation import PreservationConfig
 from .settings.reporting import ReportingConfig
 from .settings.validation import ValidationConfig
+from .source_weights import read_loss_weight
 
 COST_MODEL = "cost_model.json"
 """File in the output folder of a run that holds the measured cost of its steps."""
@@ -239,10 +240,13 @@ class ObjectiveConfig:
             without; in buckets, the share of batches.
         condition (`str`, *optional*): Parts of samples that the model is shown without noise, and the share of samples
             that each is drawn for, such as `first_frame:0.3,prefix:0.2,none:0.5`. A condition is `first_frame`,
-            `last_frame`, `prefix`, `suffix`, `keyframes` or `mask` (what masks leave black), or several of them joined
-            by `+`; `prefix@2` has two latent frames, and `prefix` any number. By default image-to-video models are
+            `last_frame`, `prefix`, `suffix`, `keyframes`, `mask` (what masks leave black) or `reference` (which the
+            others of a list that names it are not shown), or several of them joined by `+`; `prefix@2` has two latent
+            frames, and `prefix` any number. After a semicolon, a source of the data
+            set has shares of its own: `first_frame:0.3,none:0.7;stills=none`. By default image-to-video models are
             shown what their pipelines show, and others nothing.
-
+        loss_weight (`str`, *optional*): Weights of sources of the data set in the loss, such as `stills=0.5,edits=2`:
+            how much a sample counts beside one of another source; 1 where it is not named.
         audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has
             audio; the losses are added.
 
@@ -258,6 +262,7 @@ class ObjectiveConfig:
     caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     condition: str | None = setting(None, on_resume="applied")
+    loss_weight: str | None = setting(None, on_resume="applied")
     audio_weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -266,7 +271,13 @@ class ObjectiveConfig:
         if self.shift is not None:
             read_shift(self.shift)
         if self.condition is not None:
-            read_condition(self.condition)
+            conditions = read_conditions(self.condition)
+            if self.reference_dropout and conditions.draws_references:
+                raise BucketingError(
+                    "`reference_dropout` and `reference` in `condition` both draw who is shown references; give one."
+                )
+        if self.loss_weight is not None:
+            read_loss_weight(self.loss_weight)
         if self.guidance is not None and not 0 <= self.guidance < math.inf:
             raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
         if not 0 < self.audio_weight < math.inf:

@@ -39,10 +39,11 @@ from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
-from ..media.audio import AUDIO, HAS_AUDIO
 from ..media.conditions import REFERENCE
+from ..media.row_audio import RowAudio
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import REGULARIZATION
+from ..models.conditioning import read_conditions
 from ..models.texts import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
@@ -56,6 +57,7 @@ from .config import TrainingConfig
 from .held_out import check_apart, split_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
 from .run_log import log_path
+from .source_weights import read_loss_weight, weights_of_sources
 
 logger = get_logger(__name__)
 
@@ -69,11 +71,13 @@ class TrainingData(RunData):
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's, with those
-            of its references.
+            of its references and of its audio.
         learned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): Tokens of each row that enter the
             loss: those of its own grid.
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
             rows, where samples have some.
+        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
+            trained.
         source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
     """
 
@@ -83,6 +87,7 @@ class TrainingData(RunData):
     num_tokens: npt.NDArray[np.int64]
     learned_tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]]
     references: RowReferences | None = None
+    audio: RowAudio | None = None
     source_ids: npt.NDArray[np.int64] | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
@@ -112,7 +117,8 @@ class TrainingData(RunData):
     def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
         learned = self.learned_tokens(epoch) if callable(self.learned_tokens) else self.learned_tokens
-        return reduction_weights(torch.from_numpy(learned[rows]), self.reduction)
+        weights = reduction_weights(torch.from_numpy(learned[rows]), self.reduction)
+        return weights if self.source_ids is None else self.weigh_sources(weights, self.source_ids[rows])
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the usable rows, each with its number of rows."""
@@ -135,7 +141,9 @@ class TrainingData(RunData):
         lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
         most = int(lengths.argmax())
         rows = plan.batch(most)
-        return LargestStep(self.sizes(rows), int(lengths[most]), self.reference_sizes(rows))
+        return LargestStep(
+            self.sizes(rows), int(lengths[most]), self.reference_sizes(rows), audio=self.audio_tokens(rows)
+        )
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
@@ -198,9 +206,7 @@ class TrainingData(RunData):
     @property
     def with_audio(self) -> int | None:
         """Usable rows that have audio; None where none is trained."""
-        if AUDIO not in self.conditions:
-            return None
-        return int(column_array(self.dataset, HAS_AUDIO)[self.num_tokens > 0].sum())
+        return None if self.audio is None else int(self.audio.present[self.num_tokens > 0].sum())
 
     @property
     def frame_rates(self) -> npt.NDArray[np.float64]:
@@ -219,6 +225,12 @@ class TrainingData(RunData):
     def reference_sizes(self, rows: npt.NDArray[np.int64]) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are counted."""
         return [()] * len(rows) if self.references is None else self.references.select(rows).sizes(self.sizes(rows))
+
+    def audio_tokens(self, rows: npt.NDArray[np.int64]) -> list[int]:
+        """Return the tokens of the audio of each row; an empty list where none is trained."""
+        if self.audio is None:
+            return []
+        return self.audio.select(rows).num_tokens([size.frames for size in self.sizes(rows)]).tolist()
 
     def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
         """Call a function with the numbers of references of the usable rows, and the numbers of these rows."""
@@ -242,6 +254,7 @@ def make_data(
         BucketingError: If the data set was prepared for another model, or holds no usable row.
     """
     prepared = _rows_of(config, config.dataset_dir, spec, prepared)
+    check_named_sources(config, prepared.sources)
     _check_marks(config, prepared)
     if _views_of(prepared) == 1 and not_default(config, "cached_views"):
         raise BucketingError(
@@ -305,7 +318,7 @@ def _data_of(
     evaluation: bool = False,
 ) -> TrainingData:
     batches, dataset = config.batches, prepared.dataset
-    check_reference_dropout(config, prepared, in_front=counting.references_in_front)
+    check_reference_dropout(config, prepared, in_front=counting.references_in_front, evaluation=evaluation)
     spec = prepared.spec
     references = references_of(
         prepared, in_front=counting.references_in_front, text_tokens=counting.reference_text_tokens
@@ -317,8 +330,9 @@ def _data_of(
     if references is not None:
         num_tokens = own_tokens + references.num_tokens(sample_sizes(bucket_ids, table), spec=spec)
     check_audio(config, prepared)
-    if prepared.audio is not None:
-        num_tokens = num_tokens + prepared.audio_tokens(bucket_ids, table)
+    audio = prepared.row_audio
+    if audio is not None:
+        num_tokens = num_tokens + audio.num_tokens(sample_sizes(bucket_ids, table)[:, 0])
     learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     cost_model = make_cost_model(config, width=counting.width)
     resize = None
@@ -336,7 +350,7 @@ def _data_of(
     if batches.batching == "bucket":
         buckets = BucketPlanConfig(**vars(batches.bucket_limits), remainder=batches.remainder, **order)
         sampler = BucketBatchSampler(
-            bucket_ids, table=table, config=buckets, spec=spec, references=references, **common
+            bucket_ids, table=table, config=buckets, spec=spec, references=references, audio=audio, **common
         )
     else:
         sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
@@ -360,7 +374,7 @@ def _data_of(
                 prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
             )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
-    if (references is not None or prepared.audio is not None) and config.faults.on_error == "replace":
+    if (references is not None or audio is not None) and config.faults.on_error == "replace":
         counted = {"num_tokens": num_tokens}  # by which replacements are chosen
         if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
             counted[BUCKET_PART] = sampler.parts.ids
@@ -398,12 +412,14 @@ def _data_of(
         num_tokens=num_tokens,
         learned_tokens=learned,
         references=references,
+        audio=audio,
         text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
         texts=texts,
         conditions=prepared.shown,
         sources=prepared.sources,
+        source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
         source_ids=prepared.source_ids,
     )
 
@@ -441,7 +457,7 @@ def _frames_that_fit(
     rows = np.stack([column_array(prepared.dataset, name) for name in ("num_frames", "height", "width")])
     limits = dataclasses.replace(packs, oversize="own_batch")
     sizes, of_row = np.unique(rows, axis=1, return_inverse=True)
-    spec = prepared.spec
+    spec, audio = prepared.spec, prepared.row_audio
 
     def fitting(max_frames: int) -> int:
         table = dataclasses.replace(prepared.open_table, max_frames=max_frames)
@@ -450,8 +466,8 @@ def _frames_that_fit(
         tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)[of_row.ravel()]
         if references is not None:
             tokens = tokens + references.num_tokens(sample_sizes(ids, table)[of_row.ravel()], spec=spec)
-        if prepared.audio is not None:
-            tokens = tokens + prepared.audio_tokens(ids[of_row.ravel()], table)
+        if audio is not None:
+            tokens = tokens + audio.num_tokens(sample_sizes(ids[of_row.ravel()], table)[:, 0])
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero((tokens > 0) & ~over))
 
@@ -510,35 +526,54 @@ def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
 
 
 def check_reference_dropout(
-    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool, evaluation: bool = False
 ) -> None:
-    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents."""
-    if not config.objective.reference_dropout:
+    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents.
+
+    With `evaluation`, they need not have any.
+    """
+    objective = config.objective
+    if objective.reference_dropout:
+        name = "`reference_dropout`"
+    elif objective.condition is not None and read_conditions(objective.condition).draws_references:
+        name = "`reference` in `condition`"
+    else:
         return
     if REFERENCE not in prepared.conditions:
-        raise BucketingError(f"Omit `reference_dropout`: the samples of {config.dataset_dir} have no references.")
+        if evaluation:
+            return
+        raise BucketingError(f"Omit {name}: the samples of {config.dataset_dir} have no references.")
     if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
         raise BucketingError(
-            "Omit `reference_dropout`: this model's cached texts are those of an encoder that saw the references. "
+            f"Omit {name}: this model's cached texts are those of an encoder that saw the references. "
             "Train from the folder that scripts/prepare_dataset.py wrote."
         )
     if in_front:
         raise BucketingError(
-            "Omit `reference_dropout`: references of this model are frames of a sample's latents, which it is always "
-            "shown."
+            f"Omit {name}: references of this model are frames of a sample's latents, which it is always shown."
         )
 
 
-def check_audio(config: TrainingConfig, prepared: PreparedDataset) -> None:
+def check_named_sources(config: TrainingConfig, sources: Sequence[str]) -> None:
+    """Raise BucketingError if settings name sources that the data set has not; `sources` are none where it has one."""
+    condition, loss_weight = config.objective.condition, config.objective.loss_weight
+    named = {
+        "condition": [] if condition is None else read_conditions(condition).by_source,
+        "loss_weight": [] if loss_weight is None else read_loss_weight(loss_weight),
+    }
+    for setting, names in named.items():
+        if unknown := sorted({*names} - {*sources}):
+            has = f"the sources {quoted(sources)}" if sources else "one source, which has no name"
+            raise BucketingError(f"`{setting}` names {quoted(unknown)}, but {config.dataset_dir} has {has}.")
+
+
+def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStream) -> None:
     """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
     if prepared.audio is None:
         if given := not_default(config, "audio_weight"):
             raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
         return
     faults = {
-        '`batching="bucket"`: audio is trained in packs, as samples of one size have audio of several lengths or none;'
-        ' give `batching="pack"`': config.batches.batching == "bucket",
-        '`max_tokens="auto"`, which tries video alone': config.batches.max_tokens == "auto",
         "`random_resize`": config.batches.random_resize is not None,
         '`frame_picking="uniform"`, by which frames are further apart than their sound': (
             config.views.frame_picking == "uniform"
@@ -592,6 +627,7 @@ def _make_collator(
             seed=config.seed,
             first_view=config.batches.cached_views == "first",
             null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
+            sources=prepared.sources,
         )
     replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))
     return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
@@ -619,7 +655,8 @@ def media_collator(
         "other_roots": prepared.other_roots,
         "conditions": prepared.conditions,
         "references": prepared.references,
-        "audio": prepared.audio if isinstance(prepared, PreparedDataset) else None,
+        "audio": prepared.audio,
+        "sources": prepared.sources,
         "views": config.views,
         "seed": config.seed,
         "replacements": replacements,

@@ -340,7 +340,10 @@ class Trainer:
                 self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, timer=timer)
                 if last:
                     metrics = self.report.finish(factor, grad_norm=norm, stop=self.signals.number)
-                    entry = self._apply_step(metrics, epoch=epoch, step=step)
+                    try:
+                        entry = self._apply_step(metrics, epoch=epoch, step=step)
+                    finally:
+                        self.report.samples()
                 self.trained.optimizer.zero_grad()
             if last:
                 self._finish_step(entry)

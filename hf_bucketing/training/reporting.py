@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
 from ..adapters.lora import SETTINGS
-from ..buckets.arrays import IntArray
+from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE
 from ..devices import DeviceTimer, to_device
@@ -80,6 +80,7 @@ class RunReport:
             groups={"source": data.sources, "target": TARGETS if config.preservation.base_predictions else ()},
         )
         self._window: list[_Batch] = []
+        self._ended: list[tuple[_Batch, FloatArray]] = []
         self._first_seconds: list[float] = []
         self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
 
@@ -166,7 +167,7 @@ class RunReport:
         self._window.append(_Batch(losses.values.detach(), index.tolist(), counted, timer, entry))
 
     def finish(self, factor: float, *, grad_norm: torch.Tensor | float | None, stop: int) -> dict[str, float]:
-        """Log the samples of the batches since the last optimizer step; return the metrics of the one that ends.
+        """Return the metrics of the optimizer step that ends, of which [`samples`][RunReport.samples] logs the rest.
 
         See [`StepMetrics.finish`][hf_bucketing.training.run_log.StepMetrics].
         """
@@ -178,10 +179,19 @@ class RunReport:
             grad_norm=grad_norm,
             stop=stop,
         )
-        for batch, values in zip(window, losses, strict=True):
+        self._ended = list(zip(window, losses, strict=True))
+        for batch, values in self._ended:
             self.skipped.add(batch.rows, values)
-            self.log.write_samples(**batch.entry, loss=values[batch.counted].tolist())
         return metrics
+
+    def samples(self) -> None:
+        """Log the samples of the optimizer step that has ended.
+
+        Call it after the update of the weights is launched: until then the device has nothing to compute.
+        """
+        for batch, values in self._ended:
+            self.log.write_samples(**batch.entry, loss=values[batch.counted].tolist())
+        self._ended = []
 
     def step(self, global_step: int, entry: Mapping[str, Any]) -> None:
         """Log an optimizer step, move the progress bar, and say once how long the run takes."""

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from ..buckets.arrays import FloatArray
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
@@ -85,13 +86,15 @@ class LargestStep(NamedTuple):
 
     Attributes:
         sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
-        tokens (`int`): Tokens of its samples, their references and texts.
+        tokens (`int`): Tokens of its samples, their references, audio and texts.
         references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
+        audio (sequence of `int`): Tokens of each sample's audio, which are among `tokens`; none where none is trained.
     """
 
     sizes: list[Size]
     tokens: int
     references: list[tuple[Size, ...]]
+    audio: Sequence[int] = ()
 
 
 @dataclass(kw_only=True)
@@ -109,6 +112,8 @@ class RunData(ABC):
             come from a cache, by caption; `""` is the null text.
         conditions (tuple of `str`): Names of what the data set has of a sample beside its media and caption.
         sources (tuple of `str`): Names of the sources of its rows, where there are several.
+        source_weights (array of `float64`, shape `(n,)`, *optional*): Weight of each source in the loss, where they
+            differ.
     """
 
     loader: DataLoader[Any]
@@ -120,6 +125,11 @@ class RunData(ABC):
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    source_weights: FloatArray | None = None
+
+    def weigh_sources(self, weights: torch.Tensor, sources: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return the weights of losses `(n,)` times those of the samples' sources, positions in `sources`."""
+        return weights if self.source_weights is None else weights * torch.from_numpy(self.source_weights[sources])
 
     @abstractmethod
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:

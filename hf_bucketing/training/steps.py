@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
-from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
+from ..media.row_audio import AUDIO
+from ..media.rows import SOURCE
 from ..media.sample import frame_rates
-from ..models.conditioning import ConditionShares, read_condition
+from ..models.conditioning import NOTHING_DRAWN, Conditions, Drawn, read_conditions
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
@@ -76,7 +77,7 @@ class Step(ABC):
 
     A share of the captions, `caption_dropout`, is replaced by the null text, for classifier-free guidance; it is drawn
     from the seed, the epoch, the sample's index and its occurrence in the epoch. So is the share of the samples,
-    `reference_dropout`, that are shown no references, and what `condition` shows of each sample. `preservation`
+    `reference_dropout`, that are shown no references, and what `condition` shows each sample. `preservation`
     chooses samples whose target is a prediction of the transformer without its adapters. `texts` are those of a cache,
     for its batches, by caption; `""` is the null text. With `sharded` weights, all processes run each forward pass
     together, whether one of their samples needs it or not.
@@ -86,13 +87,16 @@ class Step(ABC):
     objective: Objective
     caption_dropout: float = 0.0
     reference_dropout: float = 0.0
-    condition: ConditionShares | None = None
+    condition: Conditions | None = None
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
     audio_weight: float = 1.0
     sharded: bool = False
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
+
+    stacks: ClassVar[bool] = False
+    """Whether the samples of a batch are stacked."""
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
@@ -102,8 +106,9 @@ class Step(ABC):
             sample_key(seed=self.seed, epoch=epoch, index=index, occurrence=before)
             for index, before in zip(indices, occurrences, strict=True)
         ]
-        batch = without_references(batch, self._references_dropped(seeds))
-        media = self.media(batch, seeds)
+        drawn = self.draw(batch, seeds, reference_dropout=self.reference_dropout)
+        batch = without_references(batch, drawn)
+        media = self.media(batch, drawn)
         latents = media.pop("latents")
         noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
@@ -128,15 +133,33 @@ class Step(ABC):
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets)
 
-    def media(self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]]) -> dict[str, list[Any]]:
-        """Return [`media_of`] a batch, and what is drawn to be shown of each sample by its key."""
-        if self.condition is None:
+    def draw(
+        self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]], *, reference_dropout: float = 0.0
+    ) -> list[Drawn]:
+        """Draw what each sample of a batch is shown, by its key and its source.
+
+        Samples with references cannot be stacked with others, so that the first sample of a stack decides for all of
+        them whether they are shown theirs.
+        """
+        conditions = self.condition or NOTHING_DRAWN
+        if reference_dropout:
+            conditions = conditions.dropping_references(reference_dropout)
+        drawn: list[Drawn] = []
+        counts, sources = latent_frames_of(batch, self.recipe.spec), batch.get(SOURCE, [None] * len(keys))
+        for key, count, source in zip(keys, counts, sources, strict=True):
+            references = drawn[0].references if drawn and self.stacks else None
+            drawn.append(
+                conditions.of(source).draw(
+                    *key, latent_frames=count, stride=self.recipe.spec.temporal_stride, references=references
+                )
+            )
+        return drawn
+
+    def media(self, batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> dict[str, list[Any]]:
+        """Return [`media_of`] a batch, and the drawn parts of each sample, if the model can be shown any."""
+        if self.condition is None or not self.condition.draws_parts or not self.recipe.drawn_kinds:
             return media_of(self.recipe, batch)
         spec = self.recipe.spec
-        drawn = [
-            self.condition.draw(*key, latent_frames=count, stride=spec.temporal_stride)
-            for key, count in zip(keys, latent_frames_of(batch, spec), strict=True)
-        ]
         frames = [torch.from_numpy(shown.frames) for shown in drawn]
         media = media_of(self.recipe, {**batch, "shown": {**batch.get("shown", {}), SHOWN_FRAMES: frames}})
         weights = media.get(LOSS_MASK, [None] * len(drawn))
@@ -153,11 +176,6 @@ class Step(ABC):
             return None
         latents = [latent.to(noised.latents[0]) for latent in media[AUDIO]]
         return self.objective.audio(latents, timesteps=noised.timesteps, keys=keys)
-
-    def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
-        """Return which samples are shown no references, by the keys of their draws."""
-        share = self.reference_dropout
-        return [generator(Purpose.REFERENCE_DROPOUT, *seed).random() < share for seed in seeds]
 
     @torch.no_grad()
     def _base_predictions(
@@ -196,10 +214,12 @@ class Step(ABC):
     def held_out(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, num_levels: int) -> list[StepLosses]:
         """Return the loss of each held-out sample at each of some noise levels, the least noise first.
 
-        Nothing is drawn from the epoch: no caption and no token is dropped, and
+        Nothing is drawn from the epoch: no caption, no reference and no token is dropped, and
         [`Objective.held_out`][hf_bucketing.models.objectives.Objective.held_out] adds the noise.
         """
-        media = self.media(batch, [(index,) for index in batch["index"]])
+        drawn = self.draw(batch, [(index,) for index in batch["index"]])
+        batch = without_references(batch, drawn)
+        media = self.media(batch, drawn)
         latents = media.pop("latents")
         text = text_of(self.recipe, batch).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
@@ -221,6 +241,13 @@ class Step(ABC):
         There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
         """
 
+    def _with_audio(
+        self, losses: Callable[[Noised], torch.Tensor], audio: NoisedAudio, heard: Sequence[torch.Tensor]
+    ) -> Callable[[Noised], torch.Tensor]:
+        """Return losses of video with those of the audio that was predicted beside it."""
+        of_audio = self.audio_weight * audio.losses(heard)
+        return lambda noised: losses(noised) + of_audio
+
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """Make the transformer usable by its pipeline inside a `with` block."""
@@ -228,19 +255,19 @@ class Step(ABC):
 
 
 class BucketStep(Step):
-    """Run one forward over a stack of samples of one size.
+    """Run one forward over a stack of samples of one size."""
 
-    Samples with references cannot be stacked with others: the first sample of a batch decides whether all drop them.
-    """
-
-    def _references_dropped(self, seeds: Sequence[tuple[int, ...]]) -> list[bool]:
-        return super()._references_dropped(seeds[:1]) * len(seeds)
+    stacks = True
 
     def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
         inputs = self.recipe.model_inputs(samples)
-        output = self.recipe.predict(transformer, samples, inputs)
-        losses = partial(self.objective.losses, output, weights=loss_weights(inputs, samples))
-        return Prediction(partial(list, output), losses)
+        weights = loss_weights(inputs, samples)
+        if samples.audio is None:
+            output = self.recipe.predict(transformer, samples, inputs)
+            return Prediction(partial(list, output), partial(self.objective.losses, output, weights=weights))
+        output, heard = self.recipe.predict_with_audio(transformer, samples, inputs)
+        losses = partial(self.objective.losses, output, weights=weights)
+        return Prediction(partial(list, output), self._with_audio(losses, samples.audio, heard))
 
 
 @dataclass(kw_only=True)
@@ -263,7 +290,7 @@ class PackStep(Step):
             timesteps=inputs.timesteps,
             references=inputs.references,
             conditioning=inputs.conditioning,
-            audio=self.recipe.pack_audio(samples),
+            audio=inputs.audio,
             token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
             **samples.text.pack_kwargs(),
@@ -274,11 +301,8 @@ class PackStep(Step):
             losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
             return Prediction(partial(pack.unpack, output), losses)
         output, heard = packed_forward_with_audio(transformer, pack)
-        of_audio = self.audio_weight * samples.audio.losses(heard)
-        return Prediction(
-            partial(pack.unpack, output),
-            lambda noised: self.objective.packed_losses(output, noised, pack, weights=weights) + of_audio,
-        )
+        losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
+        return Prediction(partial(pack.unpack, output), self._with_audio(losses, samples.audio, heard))
 
 
 def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:
@@ -295,7 +319,7 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "objective": objective,
         "caption_dropout": config.objective.caption_dropout,
         "reference_dropout": config.objective.reference_dropout,
-        "condition": None if config.objective.condition is None else read_condition(config.objective.condition),
+        "condition": None if config.objective.condition is None else read_conditions(config.objective.condition),
         "seed": config.seed,
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
@@ -336,7 +360,9 @@ def check_data(step: Step, data: RunData) -> None:
     data.check_buckets(check)
     step.recipe.check_conditions(data.conditions)
     if step.condition is not None:
-        step.recipe.check_drawn(step.condition, data.conditions, cached=data.cached_batch() is not None)
+        step.condition.check_sources(data.sources)
+        for shares in step.condition.all:
+            step.recipe.check_drawn(shares, data.conditions, cached=data.cached_batch() is not None)
     data.check_references(step.recipe.check_references)
     check_cached(step.recipe, data)
 
@@ -379,15 +405,15 @@ def loss_weights(inputs: ModelInputs, samples: Samples) -> Sequence[torch.Tensor
     return [weights * mask.to(weights) for weights, mask in zip(inputs.weights, masks, strict=True)]
 
 
-def without_references(batch: Mapping[str, Any], dropped: Sequence[bool]) -> Mapping[str, Any]:
-    """Return a batch of any collator in which some samples are shown no references."""
-    if not any(dropped):
+def without_references(batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> Mapping[str, Any]:
+    """Return a batch of any collator in which samples are shown their references if that is drawn."""
+    if all(sample.references for sample in drawn):
         return batch
     changed = dict(batch)
     for part, name in (("shown", REFERENCE), ("conditions", REFERENCES)):
         if name in batch.get(part, {}):
-            pairs = zip(batch[part][name], dropped, strict=True)
-            changed[part] = {**batch[part], name: [() if drop else references for references, drop in pairs]}
+            pairs = zip(batch[part][name], drawn, strict=True)
+            changed[part] = {**batch[part], name: [own if sample.references else () for own, sample in pairs]}
     return changed
 
 

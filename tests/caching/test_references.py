@@ -130,6 +130,8 @@ def test_what_a_cache_of_seeing_texts_cannot_hold_is_refused(
 
     with pytest.raises(BucketingError, match="Omit `reference_dropout`: this model's cached texts"):
         make(reference_dropout=0.1)
+    with pytest.raises(BucketingError, match="Omit `reference` in `condition`: this model's cached texts"):
+        make(condition="reference:0.8,none:0.2")
     with pytest.raises(BucketingError, match="No cache holds the captions `a cat`"):
         make(lora_rank=2, preservation="class", preservation_caption="a cat", preservation_share=0.5)
 

@@ -14,7 +14,7 @@ from hf_bucketing.columns.audio import AudioColumns, describe_audio
 from hf_bucketing.columns.preparation import check_sources
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.media import write_video
-from hf_bucketing.media.audio import HAS_AUDIO
+from hf_bucketing.media.row_audio import HAS_AUDIO
 from hf_bucketing.media.rows import MediaColumns
 from hf_bucketing.media.write import Sound
 
@@ -49,7 +49,6 @@ def test_a_sentence_says_how_many_rows_have_sound() -> None:
     ("others", "streaming", "message"),
     [
         ([SourceConfig(dataset="b", table=TABLE)], False, "`with_audio` must be the same for all sources"),
-        ([], True, "Omit `with_audio`: which files of a stream have sound is not known before they come"),
     ],
 )
 def test_sources_differ_not_in_audio_and_streams_have_none(

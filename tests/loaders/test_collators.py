@@ -205,6 +205,7 @@ def test_all_options_of_a_collator_are_listed_in_its_signature(make) -> None:
         "conditions",
         "references",
         "audio",
+        "sources",
         "views",
         "seed",
         "replacements",

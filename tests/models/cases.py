@@ -326,3 +326,12 @@ def assert_same_gradients(
             assert float((gradient - others[name]).norm() / gradient.norm()) <= limit, name
         else:
             assert others[name].norm() <= 1e-6 * whole, name
+
+
+def embed_time_in_the_dtype_of_the_weights(transformer: Any) -> None:
+    """Let the stock Motif-Video run in float64."""
+
+    def cast(embedder: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (args[0].to(embedder.linear_1.weight.dtype),)
+
+    transformer.time_text_embed.timestep_embedder.register_forward_pre_hook(cast)

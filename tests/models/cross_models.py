@@ -136,21 +136,24 @@ def allegro_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text
     ).sample[0]
 
 
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+    "rope_max_seq_len": 64,
+}
+"""Configuration of a small Wan, which its variants share."""
+
+
 def make_wan(**config: Any) -> WanTransformer3DModel:
-    settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 48,
-        "num_layers": 2,
-        "cross_attn_norm": True,
-        "rope_max_seq_len": 64,
-    }
-    return WanTransformer3DModel(**{**settings, **config})
+    return WanTransformer3DModel(**{**WAN, **config})
 
 
 def wan_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

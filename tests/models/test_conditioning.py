@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketingError
-from hf_bucketing.models.conditioning import FRAMES, read_condition
+from hf_bucketing.models.conditioning import FRAMES, read_condition, read_conditions
 
 
 def latents_shown(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:
@@ -84,3 +84,47 @@ def test_shares_are_those_of_the_setting_and_a_draw_depends_on_its_key_alone() -
 def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(BucketingError, match=message):
         read_condition(text)
+
+
+def test_sources_have_shares_of_their_own() -> None:
+    conditions = read_conditions("first_frame:0.3,none:0.7;my clips=prefix@2;a=b=none")
+    assert conditions.others == read_condition("first_frame:0.3,none:0.7")
+    assert {**conditions.by_source} == {"my clips": read_condition("prefix@2"), "a=b": read_condition("none")}
+    assert [conditions.of(name).shares for name in ("my clips", "others", None)] == [(1.0,), (0.3, 0.7), (0.3, 0.7)]
+    conditions.check_sources(["my clips", "others"])
+    read_conditions("a=none;b=prefix").check_sources(["b", "a"])
+    for sources, message in ((["a", "b"], "no shares for `b`"), ([], "no shares for `the rows`")):
+        with pytest.raises(BucketingError, match=message):
+            read_conditions("a=none").check_sources(sources)
+    for text in ("none;prefix", "a=none;a=prefix"):
+        with pytest.raises(BucketingError, match="gives shares twice"):
+            read_conditions(text)
+    with pytest.raises(BucketingError, match="must be conditions with their shares"):
+        read_conditions("none;a=")
+
+
+def test_references_are_drawn_with_other_parts() -> None:
+    shares = read_condition("first_frame+reference:0.25,reference:0.25,prefix@1:0.25,none:0.25")
+    drawn = [shares.draw(index, latent_frames=3, stride=1) for index in range(2000)]
+    counts = Counter((bool(each.frames.any()), each.references) for each in drawn)
+    assert counts.keys() == {(shown, references) for shown in (True, False) for references in (True, False)}
+    assert min(counts.values()) > 430
+    for references in (True, False):
+        fixed = [shares.draw(index, latent_frames=3, stride=1, references=references) for index in range(400)]
+        assert {each.references for each in fixed} == {references}
+        assert 150 < sum(each.frames.any() for each in fixed) < 250
+    always = read_condition("first_frame:0.5,none:0.5")
+    assert all(always.draw(index, latent_frames=3, stride=1).references for index in range(50))
+    assert not always.draw(0, latent_frames=3, stride=1, references=False).references, "as the first of its stack"
+
+
+def test_dropping_references_is_drawn_beside_each_condition() -> None:
+    dropping = read_condition("first_frame:0.4,none:0.6").dropping_references(0.25)
+    counts = Counter()
+    for index in range(4000):
+        drawn = dropping.draw(index, latent_frames=3, stride=1)
+        counts[bool(drawn.frames.any()), drawn.references] += 1
+    shares = {key: count / 4000 for key, count in counts.items()}
+    expected = {(True, True): 0.3, (True, False): 0.1, (False, True): 0.45, (False, False): 0.15}
+    assert shares == pytest.approx(expected, abs=0.03)
+    assert not read_condition("none").dropping_references(1.0).draw(0, latent_frames=3, stride=1).references

@@ -149,7 +149,7 @@ def normalised(transformer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         del rest["fps"]
     if "sigma" in rest and not modulates_text(transformer):  # then LTX-2 reads it for sound alone
         del rest["sigma"]
-    if "image_embeds" in rest and not rest["image_embeds"].any():  # which mean no image
+    if rest.get("image_embeds") is not None and not rest["image_embeds"].any():  # which mean no image
         del rest["image_embeds"]
     return {name: value for name, value in rest.items() if value is not None and value != {}}
 

@@ -16,10 +16,12 @@ from hf_bucketing import Size
 from hf_bucketing.models import rendering
 from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.motif_video.recipe import MotifVideoRecipe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.rendering import Call, render_together
 from hf_bucketing.packing import PackedBatch
+from tests.models.cases import embed_time_in_the_dtype_of_the_weights
 
 SIZES = (Size(9, 32, 64), Size(17, 32, 32), Size(9, 64, 32))
 PROMPTS = ('a square that says "red"', "x", "a large blue circle on grey")
@@ -48,6 +50,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "ltx-i2v": {"guidance_scale": 3.0},
     "lumina2": {"guidance_scale": 3.0, "negative_prompt": "grey"},
     "mochi": {"guidance_scale": 1.0},
+    "motif-video": {"guidance_scale": 3.0},
     "ovis-image": {"guidance_scale": 3.0},
     "pixart-alpha": {"guidance_scale": 3.0},
     "pixart-sigma": {"guidance_scale": 1.0},
@@ -69,6 +72,7 @@ ONE_BY_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "flux-kontext": ("tokens where its size has", {"image": PICTURE, "max_area": 32 * 48, "_auto_resize": False}),
     "ideogram4": ("tokens where its size has", {}),
     "kandinsky5": ("passes no visual_cond", {}),
+    "kandinsky6": ("passes no visual_cond", {}),
     "ltx-condition": ("passes no rope_interpolation_scale", {}),
     "ltx2": ("passes num_frames", {}),
     "ltx2-i2v": ("passes num_frames", {"image_crf": 0}),
@@ -82,7 +86,9 @@ def loaded(folder: Path) -> Recipe:
     recipe.pipeline.set_progress_bar_config(disable=True)
     for component in recipe.pipeline.components.values():
         if isinstance(component, torch.nn.Module):
-            component.to(torch.float32 if "kandinsky5" in str(folder) else torch.float64).eval()
+            component.to(torch.float32 if "kandinsky" in str(folder) else torch.float64).eval()
+    if isinstance(recipe, MotifVideoRecipe):
+        embed_time_in_the_dtype_of_the_weights(recipe.transformer)
     return recipe
 
 

@@ -15,7 +15,7 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from hf_bucketing import BucketingError
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import read_condition
+from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -43,8 +43,12 @@ OPTIONS: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 
 
 
 def step_of(recipe: Recipe, condition: str | None, kind: Callable[..., Step] = BucketStep, **options: Any) -> Any:
-    shares = None if condition is None else read_condition(condition)
+    shares = None if condition is None else read_conditions(condition)
     return kind(recipe=recipe, objective=recipe.objective(**OPTIONS), condition=shares, **options)
+
+
+def media_of(step: Step, batch: dict[str, Any]) -> dict[str, Any]:
+    return step.media(batch, step.draw(batch, [(index,) for index in batch["index"]]))
 
 
 def ltx(frames: list[Any]) -> dict[str, Any]:
@@ -108,7 +112,7 @@ def test_a_recipe_shows_frames_as_the_stock_pipeline_does(
     call = {**case.render, **recipe.size_arguments(size), "prompt": case.captions[0], **arguments(frames)}
     call |= {rate: FPS for rate in ("fps", "frame_rate") if rate in recipe.call_parameters()}
     passed = arguments_of(pipeline, **call)
-    media = step_of(recipe, condition).media({"pixel_values": pixels[None]}, [(0,)])
+    media = media_of(step_of(recipe, condition), {"pixel_values": pixels[None], "index": [0]})
     clean = media.pop("latents")
     zeros = [torch.zeros_like(latent) for latent in clean]
     level = LEVELS["cosmos2"](pipeline.scheduler) if name.startswith("cosmos2") else pipeline.scheduler.timesteps[0]
@@ -166,6 +170,7 @@ def losses(step: Step, batch: dict[str, Any], *, epoch: int = 1) -> torch.Tensor
     [
         ("ltx", MIXED),
         ("ltx", "mask:0.5,prefix+mask:0.5"),
+        ("ltx", "first_frame+reference:0.3,reference:0.4,prefix:0.3"),
         pytest.param("ltx2-in-context", MIXED, marks=pytest.mark.slow),
         pytest.param("ltx2", MIXED, marks=pytest.mark.slow),
         pytest.param("wan-2.2-ti2v", "mask:0.5,last_frame:0.5", marks=pytest.mark.slow),
@@ -223,6 +228,16 @@ def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(recip
     assert not torch.isclose(values, nothing, rtol=1e-3).any()
 
 
+@pytest.mark.parametrize("recipe", ["ltx"], indirect=True)
+def test_each_source_has_its_own_conditions_in_one_batch(recipe: Recipe) -> None:
+    batch, step = make_batch(recipe, stacked=True), step_of(recipe, "prefix;stills=none;ends=last_frame")
+    single = [losses(step_of(recipe, condition), batch) for condition in ("prefix", "none", "last_frame")]
+    batch["source"] = ["clips", "stills", "ends", "stills", "others"]
+    expected = [single[number][row] for row, number in enumerate((0, 1, 2, 1, 0))]
+    assert torch.equal(losses(step, batch), torch.stack(expected))
+    assert len({*expected}) == 5
+
+
 @pytest.mark.parametrize("recipe", ["ltx-i2v"], indirect=True)
 def test_an_image_to_video_model_is_shown_its_first_frame_unless_others_are_drawn(recipe: Recipe) -> None:
     batch = make_batch(recipe, stacked=True)
@@ -248,7 +263,7 @@ def test_held_out_samples_are_shown_the_same_whatever_the_seed(recipe: Recipe) -
 @torch.no_grad()
 def test_channels_hold_the_drawn_frames_and_grey_ones(recipe: Recipe) -> None:
     batch = make_batch(recipe, stacked=True)
-    media = step_of(recipe, "prefix@2").media(batch, [(index,) for index in batch["index"]])
+    media = media_of(step_of(recipe, "prefix@2"), batch)
     clips = batch["pixel_values"].clone()
     clips[:, :, 5:] = 0
     noised = Noised(media["latents"], media["latents"], torch.ones(5), media["latents"])
@@ -266,7 +281,7 @@ def test_channels_hold_the_drawn_frames_and_grey_ones(recipe: Recipe) -> None:
 def test_channels_of_a_first_frame_that_is_not_drawn_are_zero(recipe: Recipe) -> None:
     batch, shown = make_batch(recipe, stacked=True), []
     for condition in ("none", "first_frame"):
-        media = step_of(recipe, condition).media(batch, [(index,) for index in batch["index"]])
+        media = media_of(step_of(recipe, condition), batch)
         noised = Noised(media["latents"], media["latents"], torch.ones(5), media["latents"])
         text = recipe.encode_text(["x"])
         samples = Samples(noised=noised, text=text, fps=torch.full((5,), 8.0), conditions=media)
@@ -279,7 +294,7 @@ def test_channels_of_a_first_frame_that_is_not_drawn_are_zero(recipe: Recipe) ->
 def test_diffusion_forcing_keeps_the_levels_of_frames_that_are_not_shown(recipe: Recipe) -> None:
     batch, step = make_batch(recipe, stacked=True), step_of(recipe, "prefix@2")
     assert isinstance(step.objective, DiffusionForcing)
-    media = step.media(batch, [(index,) for index in batch["index"]])
+    media = media_of(step, batch)
     latents = media.pop("latents")
     noised = step.objective(latents, indices=batch["index"], epoch=0)
     text = recipe.encode_text(batch["caption"])
@@ -292,7 +307,7 @@ def test_diffusion_forcing_keeps_the_levels_of_frames_that_are_not_shown(recipe:
 @pytest.mark.parametrize(
     ("recipe", "condition", "cached", "message"),
     [
-        ("wan", "prefix", False, "WanPipeline of this configuration takes none"),
+        ("wan", "prefix:0.5,reference:0.5", False, "`prefix`, but a WanPipeline of this configuration takes none"),
         ("flux2", "first_frame", False, "takes none; omit it"),
         ("chronoedit", "none:0.5,prefix:0.5", False, "takes none; omit it"),
         ("cogvideox-i2v", "prefix:0.5,none:0.5", False, "shows the model `prefix`.* takes `first_frame` alone"),

@@ -20,6 +20,7 @@ from hf_bucketing.models.samples import SHOWN_FRAMES
 from hf_bucketing.models.wan_animate.recipe import KNOWN
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.estimate import _random_batch
+from hf_bucketing.training.run_data import LargestStep
 from hf_bucketing.training.steps import media_of
 from tests.models.cases import CASES, Samples, largest_difference
 from tests.models.families.wan_animate import CASES as ANIMATE, SIDE
@@ -161,7 +162,8 @@ def test_the_pipeline_is_given_the_background_without_what_the_mask_replaces(rec
 def test_a_step_that_is_tried_out_has_faces(recipe: Recipe) -> None:
     size, names = Size(1, 32, 48), ("control", "face", "mask", "reference")
     table = BucketTable.parse("32,48", frames=[1])
-    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names)
-    batch = _random_batch([size] * 2, [(size,)] * 2, recipe, torch.device("cpu"), data=data)
+    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names, audio=None)
+    largest = LargestStep([size] * 2, tokens=0, references=[(size,)] * 2)
+    batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert {*recipe.blank_conditions(media["latents"][0])} <= {*media}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import LTX2VideoTransformer3DModel
 from safetensors.torch import load_file
 from synthetic.media import Clip, render
@@ -17,9 +19,12 @@ from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset, preparation
+from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.loaders import resume
 from hf_bucketing.media import MediaSource, probe, write_video
-from hf_bucketing.media.audio import AUDIO, HAS_AUDIO, AudioRule, read_audio
+from hf_bucketing.media.audio import read_audio
+from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.media.write import Sound
 from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
@@ -27,6 +32,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run, run_card
 
@@ -39,7 +45,9 @@ PACKS: dict[str, Any] = {
     "max_sequence_length": TEXT_TOKENS,
     "learning_rate": 1e-3,
 }
+BUCKETS: dict[str, Any] = {"train_batch_size": 3, "max_sequence_length": TEXT_TOKENS, "learning_rate": 1e-3}
 RULE = AudioRule(rate=16000, samples_per_token=640)
+OWN_TOKENS = 96
 TOKENS = 28
 """Tokens of the sound of nine frames at eight a second."""
 
@@ -133,6 +141,32 @@ def test_losses_of_both_modalities_are_those_by_hand(
     assert batch["shown"][AUDIO][1].shape == (2, 0)
 
 
+def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
+    prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    config = in_process(pipeline, prepared, tmp_path, **BUCKETS, audio_weight=0.5)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    plan = data.sampler.plan(0)
+    batches = [plan.batch(number).tolist() for number in range(plan.num_batches)]
+    assert all((1 in rows) == (rows == [1]) for rows in batches), "the silent clip is stacked with none that has sound"
+    assert sorted(row for rows in batches for row in rows) == [0, 1, 2, 3]
+    step = make_step(config, recipe)
+    for rows in ([0, 2, 3], [1]):
+        batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+        losses = step(recipe.transformer, batch, epoch=0).values
+        with torch.no_grad():
+            expected = [loss_by_hand(recipe, step, batch, row, weight=0.5) for row in range(len(rows))]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+        recipe.transformer.zero_grad()
+        losses.sum().backward()
+        lacking = [
+            name
+            for name, weight in recipe.transformer.named_parameters()
+            if weight.requires_grad and weight.grad is None
+        ]
+        assert lacking == [], "another process may wait for them"
+
+
 def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float) -> float:
     pipeline = recipe.pipeline
     pixels, waveform = batch["pixel_values"][row], batch["shown"][AUDIO][row]
@@ -207,6 +241,79 @@ def test_training_from_a_cache_is_training_from_files(
     assert same == [], "audio and attention between both are trained too"
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_buckets_train_all_weights_and_resume_exactly(
+    checkpointing: bool, prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    settings = {**BUCKETS, "max_train_steps": 4, "checkpointing_steps": 3, "gradient_checkpointing": checkpointing}
+    whole = run(in_process(pipeline, prepared, tmp_path, **settings))
+    again = run(in_process(pipeline, prepared, tmp_path, **settings, resume_from_checkpoint="latest"))
+    assert again[-1] == whole[-1]
+    trained, before = (
+        LTX2VideoTransformer3DModel.from_pretrained(folder, subfolder="transformer").state_dict()
+        for folder in (tmp_path, pipeline)
+    )
+    assert [name for name, values in trained.items() if torch.equal(values, before[name])] == []
+
+
+@pytest.fixture(scope="module")
+def stream(clips: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(clips, pipeline, tmp_path_factory.mktemp("stream") / "audio", "--with_audio", "--streaming")
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_streams_hold_the_samples_of_rows_and_count_their_audio(
+    batches: dict[str, Any], stream: Path, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    described = PreparedStream.load(stream)
+    assert (described.audio, described.sample.audio_fps, described.shown) == (RULE, CLIP.fps, (AUDIO,))
+    views = {"random_crop": False, "frame_picking": "start"}
+    settings = {**batches, **views, "streaming": True, "max_train_steps": 4}
+    for folder in (stream, prepared):
+        config = in_process(pipeline, folder, tmp_path, **settings)
+        accelerator = Accelerator(cpu=True)
+        opened = open_stream(config, accelerator)
+        data = make_streamed_data(config, recipe.spec, ModelTokens.of(recipe), opened=opened)
+        found: dict[str, int] = {}
+        loader = resume(accelerator, data.loader)
+        for batch in itertools.islice(loader, 4):
+            counted = data.rows_of(loader, batch, epoch=0).tokens.tolist()
+            lengths = [waveform.shape[1] // RULE.samples_per_token for waveform in batch["shown"][AUDIO]]
+            assert counted == [OWN_TOKENS + length for length in lengths]
+            assert sum(counted) <= 160 or batches is BUCKETS
+            assert len({*lengths}) == 1 or batches is PACKS
+            found |= dict(zip(batch["caption"], lengths, strict=True))
+        assert found == {f"a {color} circle": TOKENS for color in ("red", "blue", "white")} | {"a green circle": 0}
+        largest = data.largest_step()
+        assert largest.tokens == len(largest.audio) * (OWN_TOKENS + TOKENS)
+        assert {*largest.audio} == {TOKENS}
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_a_stream_with_audio_resumes_exactly(
+    batches: dict[str, Any], stream: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    settings = {**batches, "streaming": True, "max_train_steps": 4, "checkpointing_steps": 3, "lora_rank": 2}
+    whole = run(in_process(pipeline, stream, tmp_path, **settings))
+    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    assert any(".audio_attn1." in name and bool(values.any()) for name, values in weights.items())
+    again = run(in_process(pipeline, stream, tmp_path, **settings, resume_from_checkpoint="latest"))
+    assert again == whole
+    card = (tmp_path / "README.md").read_text()
+    assert "Video and its audio are trained together" in card
+
+
+@pytest.mark.slow
+def test_tokens_that_fit_are_searched_with_audio(
+    prepared: Path, cached: Path, pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, folder in (("files", prepared), ("cache", cached)):
+        settings = {**PACKS, "max_tokens": "auto", "max_train_steps": 1}
+        assert len(run(in_process(pipeline, folder, tmp_path / name, **settings))) == 1
+        found = int(capfd.readouterr().out.split("--max_tokens auto found ")[1].split()[0])
+        assert found >= 3 * (OWN_TOKENS + TOKENS), "the whole data set fits"
+
+
 @pytest.mark.slow
 def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,11 +371,9 @@ def check_sound(path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batching": "bucket", "max_tokens": None, "strip_length": 64}, "audio is trained in packs"),
         ({"frame_picking": "uniform"}, "by which frames are further apart than their sound"),
         ({"random_resize": 32}, "`random_resize`"),
         ({"context_parallel_degree": 2}, "`context_parallel_degree`"),
-        ({"max_tokens": "auto"}, "which tries video alone"),
         ({"preservation": "prior", "preservation_share": 0.5, "lora_rank": 2}, "whose targets are video alone"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
@@ -104,3 +106,39 @@ def test_a_stack_drops_the_references_of_all_its_samples_or_of_none(recipe) -> N
         drawn = losses(replace(stacked, reference_dropout=0.5), batch, epoch=epoch)
         counts.add(int(torch.isclose(drawn, losses(stacked, none, epoch=epoch), rtol=1e-9).sum()))
     assert counts == {0, 3}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_share_without_references_is_a_condition_like_others(stacked: bool, recipe, step) -> None:
+    batch = make_batch(2, 2, 2)
+    kind: Step = BucketStep(recipe=recipe, objective=step.objective) if stacked else step
+    batch = batch if stacked else as_pack(batch)
+    with step.unpacked() if stacked else nullcontext():
+        for epoch in range(4):
+            dropped = losses(replace(kind, reference_dropout=0.5), batch, epoch=epoch)
+            drawn = replace(kind, condition=read_conditions("reference:0.5,none:0.5"))
+            assert torch.equal(losses(drawn, batch, epoch=epoch), dropped)
+        for text in ("reference", "none"):  # a list that does not name references shows them
+            always = losses(replace(kind, condition=read_conditions(text)), batch)
+            assert torch.equal(always, losses(kind, batch))
+
+
+def test_each_source_shows_references_by_its_own_shares(step) -> None:
+    batch = {**as_pack(make_batch(2, 1, 2, 1)), "source": ["edits", "stills", "edits", "stills"]}
+    kept, none = losses(step, batch), losses(step, {**batch, "shown": {"reference": [()] * 4}})
+    step = replace(step, condition=read_conditions("reference;stills=none:0.999999,reference:0.000001"))
+    assert torch.allclose(losses(step, batch), torch.stack([kept[0], none[1], kept[2], none[3]]), rtol=1e-9)
+
+
+def test_held_out_samples_are_shown_the_references_that_conditions_draw_for_them(step) -> None:
+    batch = as_pack(make_batch(2, 2, 2, 2, 2, 2))
+    drawn = replace(step, condition=read_conditions("reference:0.5,none:0.5"))
+    first, again, whole, dropping = (
+        torch.stack([loss.values for loss in each.held_out(each.recipe.transformer, batch, num_levels=2)])
+        for each in (drawn, replace(drawn, seed=3), step, replace(step, reference_dropout=1.0))
+    )
+    assert torch.equal(first, again)
+    assert torch.equal(whole, dropping), "nothing is dropped"
+    changed = ~torch.isclose(first, whole, rtol=1e-9)
+    assert torch.equal(changed[0], changed[1])
+    assert {*changed[0].tolist()} == {True, False}

@@ -198,21 +198,30 @@ def test_data_whose_references_a_model_does_not_take_is_refused(several: Path, t
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("`reference_dropout`", {"reference_dropout": 0.2}),
+        ("`reference` in `condition`", {"condition": "reference:0.8,none:0.2"}),
+    ],
+)
 def test_references_that_cannot_be_dropped_are_refused(
-    streaming: bool, several: Path, prepared_dir: Path, tmp_path
+    name: str, settings: dict[str, Any], streaming: bool, several: Path, prepared_dir: Path, tmp_path
 ) -> None:
     def make(folder: Path, counting: ModelTokens) -> object:
-        config = in_process(tmp_path, folder, tmp_path, **MODES["pack"], reference_dropout=0.2, streaming=streaming)
+        config = in_process(tmp_path, folder, tmp_path, **MODES["pack"], **settings, streaming=streaming)
         spec = PreparedDataset.load(folder).spec
         if streaming:
             return make_streamed_data(config, spec, counting, opened=open_stream(config, Accelerator(cpu=True)))
         return make_data(config, spec, counting)
 
     make(several, GRIDS)
-    with pytest.raises(BucketingError, match=r"Omit `reference_dropout`: the samples of .* have no references"):
+    with pytest.raises(BucketingError, match=rf"Omit {name}: the samples of .* have no references"):
         make(prepared_dir, GRIDS)
-    with pytest.raises(BucketingError, match="Omit `reference_dropout`: references of this model are frames"):
+    with pytest.raises(BucketingError, match=f"Omit {name}: references of this model are frames"):
         make(several, COUNTING)
+    with pytest.raises(BucketingError, match="both draw who is shown references"):
+        in_process(tmp_path, several, tmp_path, condition="reference:0.8,none:0.2", reference_dropout=0.2)
 
 
 def in_strips(tokens: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
@@ -258,7 +267,7 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
         data = make_data(config, recipe.spec, COUNTING)
         loader = resume(accelerator, accelerator.prepare(data.loader))
         memory = plan_of_run(open_run(config, accelerator), data)
-        sizes, tokens, references = data.largest_step()
+        sizes, tokens, references, _ = data.largest_step()
         assert memory.shape.tokens == tokens <= 640
         assert memory.shape.pixels == sum(math.prod(size) for size in itertools.chain(sizes, *references))
     else:

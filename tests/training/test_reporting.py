@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_bucketing.training import TrainingConfig, reporting
+from hf_bucketing.training import TrainingConfig, reporting, run_log
+from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.run_log import RunLog
 from hf_bucketing.training.run_page import PAGE, write_live_page
 from tests.training.training_cases import in_process, run
 
@@ -65,3 +69,24 @@ def test_the_page_of_a_run_is_written_while_it_trains_and_at_its_end(
     assert not refreshes
     run(in_process(pipeline_dir, prepared_dir, tmp_path / "with", page_steps=2))
     assert refreshes == [True, False]
+
+
+def test_between_the_read_of_a_step_and_its_update_nothing_is_written(
+    pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(in_process(pipeline_dir, prepared_dir, tmp_path, gradient_accumulation_steps=2))
+    events: list[str] = []
+
+    def noting(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(run_log, "read", noting("read", run_log.read))
+    monkeypatch.setattr(trainer.trained, "update", noting("update", trainer.trained.update))
+    monkeypatch.setattr(RunLog, "_write", noting("write", RunLog._write))
+    trainer.run()
+    of_steps = events[events.index("read") :]
+    assert of_steps == ["read", "update", "write", "write", "write"] * 3  # two batches, and the loss

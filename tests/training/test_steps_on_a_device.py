@@ -18,10 +18,10 @@ from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.devices import DeviceTimer, to_device
-from hf_bucketing.media.audio import AUDIO
+from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.conditioning import read_condition
+from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -112,7 +112,7 @@ def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(batching: 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder_of) -> None:
     case, stacked = RECIPES["ltx"], batching == "bucket"
-    batch, shares = batch_of(case, ("mask",), stacked=stacked), read_condition("prefix+mask:0.5,keyframes:0.5")
+    batch, shares = batch_of(case, ("mask",), stacked=stacked), read_conditions("prefix+mask:0.5,keyframes:0.5")
     step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
     step.condition = step_there.condition = shares
     check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
@@ -213,6 +213,7 @@ def train(step: Step, batch: Mapping[str, Any], *, device: torch.device) -> dict
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         logged = report.finish(1.0, grad_norm=norm, stop=0)
         optimizer.step()
+        report.samples()
         report.log.close()
     assert logged["samples"] == 2 * number - 1
     return {name: value for name, value in logged.items() if "second" not in name}

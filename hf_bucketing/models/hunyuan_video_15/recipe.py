@@ -20,7 +20,21 @@ IMAGE_LATENTS = "image_latents"
 """Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
 
 
-class HunyuanVideo15Recipe(Recipe):
+class GuiderRecipe(Recipe):
+    """Recipe of pipelines with a guider, whose models are shown parts of a clip as channels; see [`Recipe`]."""
+
+    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
+        """Return what the model is shown of each sample and a mask of it, `(C + 1, f, h, w)`: here nothing."""
+        return [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in samples.noised.latents]
+
+    def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
+        """Call the pipeline, whose guider holds the scale of guidance; see [`Recipe.render`]."""
+        if guidance_scale is not None:
+            self.pipeline.guider.guidance_scale = guidance_scale
+        return super().render(prompt, size, **options)
+
+
+class HunyuanVideo15Recipe(GuiderRecipe):
     """Recipe of `HunyuanVideo15Pipeline`; see [`Recipe`].
 
     The words that a caption quotes are encoded once more, by their letters (ByT5).
@@ -50,19 +64,13 @@ class HunyuanVideo15Recipe(Recipe):
         """Return also the image tokens."""
         return {**super().conditioning(samples), IMAGE: self.image_tokens(samples)}
 
-    def added_channels(self, samples: Samples) -> list[torch.Tensor]:
-        """Return what the model is shown of each sample and a mask of it, `(C + 1, f, h, w)`: here nothing."""
-        return [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in samples.noised.latents]
-
     def image_tokens(self, samples: Samples) -> torch.Tensor:
         """Return the image tokens of the samples, here none, which equals the pipeline's masked zeros."""
         text = samples.text.values
         return text.new_zeros(len(text), 0, self.transformer.config.image_embed_dim)
 
-    def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
-        """Call the pipeline, whose guider holds the scale of guidance; see [`Recipe.render`]."""
-        if guidance_scale is not None:
-            self.pipeline.guider.guidance_scale = guidance_scale
+    def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
+        """Call the pipeline, which has the length of texts as an attribute; see [`Recipe.render`]."""
         self.pipeline.tokenizer_max_length = self.max_sequence_length
         return super().render(prompt, size, **options)
 

@@ -12,7 +12,19 @@ from ..texts import TextEmbeddings
 from .packing import CONDITION, FAMILY, SCALE
 
 
-class Kandinsky5Recipe(Recipe):
+class KandinskyRecipe(Recipe):
+    """Recipe of Kandinsky's models, of which some take a visual condition; see [`Recipe`]."""
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the pooled captions, and zeros for the visual condition, as the pipelines pass them."""
+        conditioning = super().conditioning(samples)
+        if self.transformer.config.visual_cond:
+            latents = samples.noised.latents
+            conditioning[CONDITION] = [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in latents]
+        return conditioning
+
+
+class Kandinsky5Recipe(KandinskyRecipe):
     """Recipe of `Kandinsky5T2VPipeline`; see [`Recipe`].
 
     The transformer attends to all text that it gets, so a stack holds captions of one length; packs may mix them.
@@ -34,18 +46,12 @@ class Kandinsky5Recipe(Recipe):
         return text.padded(self.max_sequence_length)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the pooled captions, the scale of positions that the pipeline chooses for each size, and zeros.
-
-        These are the visual condition of models that take one, as the pipeline passes them.
-        """
+        """Return also the scale of positions that the pipeline chooses for each size."""
         stride, latents = self.spec.spatial_stride, samples.noised.latents
         scales = [
             self.pipeline._get_scale_factor(latent.shape[-2] * stride, latent.shape[-1] * stride) for latent in latents
         ]
-        conditioning = {**super().conditioning(samples), SCALE: torch.tensor(scales)}
-        if self.transformer.config.visual_cond:
-            conditioning[CONDITION] = [latent.new_zeros(len(latent) + 1, *latent.shape[1:]) for latent in latents]
-        return conditioning
+        return {**super().conditioning(samples), SCALE: torch.tensor(scales)}
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of captions of several lengths, because the model would attend to their padding."""

@@ -102,6 +102,32 @@ VISION_TOKENS = {
 """Tokens around a picture and of its parts in a prompt of Qwen2.5-VL."""
 
 
+def causal_encoder(kind: Any, tokenizer: Any) -> Any:
+    """Return a text encoder of three layers, of a class of transformers such as `Qwen3Model`, for a tokenizer."""
+    config = kind.config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_DIM,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.1,
+    )
+    return kind(config).eval()
+
+
+def chat_components(kind: Any, before: str, count: int) -> dict[str, Any]:
+    """Return a tokenizer with the chat of Qwen3, and a text encoder of three layers, of a class such as `Qwen3Model`.
+
+    `before` stands before each prompt; with the chat's own words it is `count` tokens.
+    """
+    user, reply = "<|im_start|>user\n", "<|im_end|>\n"
+    chat = "{% for message in messages %}" + user + "{{ message['content'] }}" + reply + "{% endfor %}"
+    tokenizer = template_tokenizer(user + before, count, chat_template=chat)
+    return {"tokenizer": tokenizer, "text_encoder": causal_encoder(kind, tokenizer)}
+
+
 def qwen_components(pipeline: Any) -> dict[str, Any]:
     """Return a tokenizer for the template of a pipeline's class, and a Qwen2.5-VL of three layers.
 
@@ -114,18 +140,22 @@ def qwen_components(pipeline: Any) -> dict[str, Any]:
     vision_tokens = VISION_TOKENS if "processor" in empty.components else None
     tokenizer = template_tokenizer(prefix, empty.prompt_template_encode_start_idx, special_tokens=vision_tokens)
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in (vision_tokens or {}).items()}
+    processor = {} if vision_tokens is None else {"processor": _picture_processor(tokenizer)}
+    return {"tokenizer": tokenizer, "text_encoder": qwen_encoder(len(tokenizer), **ids), **processor}
+
+
+def qwen_encoder(vocab_size: int, **ids: int) -> Qwen2_5_VLForConditionalGeneration:
+    """Return a Qwen2.5-VL of three layers, with the numbers of the tokens around a picture."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1, "rope_parameters": rope}
     shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
     config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": len(tokenizer), **shape, **heads},
+        text_config={"vocab_size": vocab_size, **shape, **heads},
         vision_config={**vision, "fullatt_block_indexes": [0]},
         **ids,
     )
-    encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
-    processor = {} if vision_tokens is None else {"processor": _picture_processor(tokenizer)}
-    return {"tokenizer": tokenizer, "text_encoder": encoder, **processor}
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def _picture_processor(tokenizer: PreTrainedTokenizerFast) -> Any:

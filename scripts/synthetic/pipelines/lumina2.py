@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
-from transformers import Gemma2Config, Gemma2Model
+from transformers import Gemma2Model
 
-from .components import CHANNELS, TEXT_DIM, empty_pipeline, image_vae, template_tokenizer
+from .components import CHANNELS, TEXT_DIM, causal_encoder, empty_pipeline, image_vae, template_tokenizer
 
 
 def _text_to_image() -> DiffusionPipeline:
     empty = empty_pipeline(Lumina2Pipeline)
     tokenizer = template_tokenizer(empty.system_prompt, 1)
-    config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_DIM,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.1,
-    )
     return Lumina2Pipeline(
         tokenizer=tokenizer,
-        text_encoder=Gemma2Model(config).eval(),
+        text_encoder=causal_encoder(Gemma2Model, tokenizer),
         vae=image_vae(shift_factor=0.1),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
         transformer=Lumina2Transformer2DModel(

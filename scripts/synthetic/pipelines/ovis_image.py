@@ -8,32 +8,17 @@ from diffusers import (
     OvisImagePipeline,
     OvisImageTransformer2DModel,
 )
-from transformers import Qwen3Config, Qwen3Model
+from transformers import Qwen3Model
 
 from hf_bucketing.models.flux.packing import BLOCK
 
-from .components import CHANNELS, TEXT_DIM, empty_pipeline, image_vae, template_tokenizer
-
-_USER, _REPLY = "<|im_start|>user\n", "<|im_end|>\n"
+from .components import CHANNELS, TEXT_DIM, chat_components, empty_pipeline, image_vae
 
 
 def _text_to_image() -> DiffusionPipeline:
     empty = empty_pipeline(OvisImagePipeline)
-    chat = "{% for message in messages %}" + _USER + "{{ message['content'] }}" + _REPLY + "{% endfor %}"
-    tokenizer = template_tokenizer(_USER + empty.system_prompt, empty.user_prompt_begin_id, chat_template=chat)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_DIM,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.1,
-    )
     return OvisImagePipeline(
-        tokenizer=tokenizer,
-        text_encoder=Qwen3Model(config).eval(),
+        **chat_components(Qwen3Model, empty.system_prompt, empty.user_prompt_begin_id),
         vae=image_vae(shift_factor=0.1),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         transformer=OvisImageTransformer2DModel(

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-from transformers import Qwen3Config, Qwen3Model
+from transformers import Qwen3Model
 
-from .components import CHANNELS, TEXT_DIM, image_vae, template_tokenizer
-
-_USER, _REPLY = "<|im_start|>user\n", "<|im_end|>\n"
+from .components import CHANNELS, TEXT_DIM, chat_components, image_vae
 
 
 def _text_to_image() -> DiffusionPipeline:
-    chat = "{% for message in messages %}" + _USER + "{{ message['content'] }}" + _REPLY + "{% endfor %}"
-    tokenizer = template_tokenizer(_USER, 1, chat_template=chat)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_DIM,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.1,
-    )
     return ZImagePipeline(
-        tokenizer=tokenizer,
-        text_encoder=Qwen3Model(config).eval(),
+        **chat_components(Qwen3Model, "", 1),
         vae=image_vae(shift_factor=0.1),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=ZImageTransformer2DModel(

@@ -12,21 +12,7 @@ from tests.models.families.wan import IMAGE_TO_VIDEO
 
 
 def make(**config: Any) -> ChronoEditTransformer3DModel:
-    settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 6,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 48,
-        "num_layers": 2,
-        "cross_attn_norm": True,
-        "rope_max_seq_len": 64,
-        "image_dim": 8,
-        "added_kv_proj_dim": 24,
-    }
+    settings = {**cross_models.WAN, "in_channels": 6, "image_dim": 8, "added_kv_proj_dim": 24}
     return ChronoEditTransformer3DModel(**{**settings, **config})
 
 

@@ -8,6 +8,7 @@ import torch
 from diffusers import Kandinsky6Transformer3DModel
 
 from tests.models.cases import VIDEO_SIZES, FamilyCase
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def in_float32(rotary: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -76,5 +77,38 @@ CASES = {
             "av_modulation.",
         ),
         lora_targets=("to_query", "to_key", "to_value"),
+    )
+}
+
+
+@torch.no_grad()
+def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    vae, sigma, noise = pipeline.vae, drawn.timestep / 1000, drawn.noise[None]
+    clean = vae.encode(drawn.pixels[None]).latent_dist.mode() * vae.config.scaling_factor
+    noisy = ((1 - sigma) * clean + sigma * noise).permute(0, 2, 3, 4, 1)
+    embeds, pooled, mask, *_ = pipeline.encode_prompt(
+        drawn.caption, do_classifier_free_guidance=False, max_sequence_length=drawn.max_sequence_length
+    )
+    output = pipeline.transformer(
+        hidden_states=torch.cat([noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[..., :1])], -1),
+        encoder_hidden_states=embeds,
+        pooled_projections=pooled,
+        timestep=drawn.timestep[None],
+        encoder_attention_mask=mask,
+    ).sample
+    return (output.permute(0, 4, 1, 2, 3) - (noise - clean)).square().mean()
+
+
+RECIPES = {
+    "kandinsky6": RecipeCase(
+        tiny="kandinsky6",
+        loss=text_to_video_loss,
+        render={
+            "num_inference_steps": 2,
+            "guidance_scale": 1.0,
+            "num_frames": 5,
+            "sample_audio": False,
+            "max_sequence_length": 64,
+        },
     )
 }

@@ -10,20 +10,18 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.models.cases import FamilyCase
-
-
-def _in_the_dtype_of_the_weights(embedder: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    return (args[0].to(embedder.linear_1.weight.dtype),)
+from tests.models.cases import FamilyCase, embed_time_in_the_dtype_of_the_weights
+from tests.models.families.wan import clean_latent
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 class MotifVideoTransformer3DModel(diffusers.MotifVideoTransformer3DModel):
-    """The stock model, which runs in float64 only if its embedding of time takes its weights' dtype."""
+    """The stock model, which also runs in float64."""
 
     @functools.wraps(diffusers.MotifVideoTransformer3DModel.__init__)
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        self.time_text_embed.timestep_embedder.register_forward_pre_hook(_in_the_dtype_of_the_weights)
+        embed_time_in_the_dtype_of_the_weights(self)
 
 
 def make(**config: Any) -> MotifVideoTransformer3DModel:
@@ -64,3 +62,25 @@ CASES["motif-video decoder"] = replace(
     ),
     empty_text=False,
 )
+
+
+def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
+    noisy = (1 - sigma) * clean + sigma * noise
+    embeds, _, mask, _ = pipeline.encode_prompt(drawn.caption, max_sequence_length=drawn.max_sequence_length)
+    velocity = pipeline.transformer(
+        hidden_states=torch.cat([noisy, torch.zeros_like(noisy), torch.zeros_like(noisy[:, :1])], 1),
+        timestep=drawn.timestep[None],
+        encoder_hidden_states=embeds,
+        encoder_attention_mask=mask,
+    ).sample
+    return (velocity - (noise - clean)).square().mean()
+
+
+RECIPES = {
+    "motif-video": RecipeCase(
+        tiny="motif-video",
+        loss=text_to_video_loss,
+        render={"num_inference_steps": 2, "num_frames": 5, "max_sequence_length": 64},
+    )
+}

@@ -15,20 +15,7 @@ from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make(**config: Any) -> SkyReelsV2Transformer3DModel:
-    settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 48,
-        "num_layers": 2,
-        "cross_attn_norm": True,
-        "rope_max_seq_len": 64,
-    }
-    return SkyReelsV2Transformer3DModel(**{**settings, **config})
+    return SkyReelsV2Transformer3DModel(**{**cross_models.WAN, **config})
 
 
 def alone(

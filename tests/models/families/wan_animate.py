@@ -8,7 +8,7 @@ import torch
 from diffusers import WanAnimateTransformer3DModel
 from PIL import Image
 
-from tests.models import cases
+from tests.models import cases, cross_models
 from tests.models.families.wan import clean_latent, masked_mean, noisy_latent, picture, prompt_embeds
 from tests.models.recipe_cases import Drawn, RecipeCase
 
@@ -19,17 +19,10 @@ SIZES = ((3, 4, 6), (2, 8, 4), (5, 6, 6), (2, 2, 2), (3, 4, 6), (2, 10, 6))
 
 def make(**config: Any) -> WanAnimateTransformer3DModel:
     settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
+        **cross_models.WAN,
         "in_channels": 12,
         "latent_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 48,
         "num_layers": 4,
-        "cross_attn_norm": True,
         "image_dim": 8,
         "added_kv_proj_dim": 24,
         "rope_max_seq_len": 65,

@@ -8,7 +8,7 @@ import torch
 from diffusers import WanVACETransformer3DModel
 from PIL import Image
 
-from tests.models import cases
+from tests.models import cases, cross_models
 from tests.models.families.wan import RENDER, clean_latent, masked_mean, noisy_latent, picture, prompt_embeds
 from tests.models.recipe_cases import Drawn, RecipeCase
 
@@ -16,21 +16,7 @@ CONTROL_CHANNELS, LAYERS = 5, [0, 2]
 
 
 def make(**config: Any) -> WanVACETransformer3DModel:
-    settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 48,
-        "num_layers": 3,
-        "cross_attn_norm": True,
-        "rope_max_seq_len": 64,
-        "vace_layers": LAYERS,
-        "vace_in_channels": CONTROL_CHANNELS,
-    }
+    settings = {**cross_models.WAN, "num_layers": 3, "vace_layers": LAYERS, "vace_in_channels": CONTROL_CHANNELS}
     return WanVACETransformer3DModel(**{**settings, **config})
 
 

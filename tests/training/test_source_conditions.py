@@ -1,0 +1,170 @@
+"""Runs on several sources, each with conditions and a weight in the loss of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from synthetic.media import Clip, make_media_dataset
+
+from hf_bucketing import BucketingError
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.loaders.resume import resume
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.data import make_data, make_held_out_data
+from hf_bucketing.training.logs import Logs
+from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.run_data import ModelTokens
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
+from tests.conftest import run_script_here
+from tests.training.training_cases import in_process, run
+
+PIPELINE = "wan-2.2-ti2v"
+PACK = {"batching": "pack", "max_tokens": 300, "strip_length": 16, "train_batch_size": 4}
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bucket": ("prepared", {}),
+    "pack": ("prepared", PACK),
+    "cached": ("cached", PACK),
+    "stream": ("stream", {"streaming": True}),
+    "streamed-packs": ("stream", {"streaming": True, **PACK}),
+}
+each_mode = pytest.mark.parametrize("mode", MODES)
+WEIGHTS = {"clips": 1.0, "stills": 0.25}
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Videos, and images beside videos, prepared together as rows and as a stream, and cached."""
+    folder = tmp_path_factory.mktemp("sources")
+    made = {name: folder / name for name in ("prepared", "cached", "stream")} | {PIPELINE: tiny_folder(PIPELINE)}
+    make_media_dataset(folder / "clips", num_samples=4, clips=(Clip(9, 64, 96, 8), Clip(5, 64, 64, 8)))
+    make_media_dataset(folder / "stills", num_samples=4, clips=(Clip(9, 64, 96, 8), Clip(1, 64, 64)))
+    for output, flags in {"prepared": {}, "stream": {"streaming": True}}.items():
+        run_script_here(
+            "prepare_dataset.py",
+            "--dataset",
+            folder / "clips",
+            folder / "stills",
+            pretrained_model_name_or_path=made[PIPELINE],
+            output_dir=made[output],
+            target_fps=8,
+            bucket_frames="1,5,9",
+            buckets="64,96;64,64",
+            **flags,
+        )
+    run_script_here(
+        "cache_latents.py",
+        dataset_dir=made["prepared"],
+        pretrained_model_name_or_path=made[PIPELINE],
+        cache_dir=folder / "cache",
+        output_dir=made["cached"],
+        batching="pack",
+    )
+    return made
+
+
+def settings_of(mode: str, folders: dict[str, Path], output: Path, **settings: Any) -> TrainingConfig:
+    data, flags = MODES[mode]
+    return in_process(folders[PIPELINE], folders[data], output, **{"lora_rank": 2, **flags, **settings})
+
+
+def make(config: TrainingConfig, pipeline: Path) -> Any:
+    spec = recipe_of(str(pipeline)).read_spec(str(pipeline))
+    tokens = ModelTokens(width=96)
+    if config.stream.streaming:
+        return make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
+    return make_data(config, spec, tokens)
+
+
+@each_mode
+def test_batches_name_the_source_of_each_sample_whose_loss_has_its_weight(mode, folders, tmp_path: Path) -> None:
+    config = settings_of(mode, folders, tmp_path, loss_weight="stills=0.25")
+    data = make(config, folders[PIPELINE])
+    sources = PreparedDataset.load(folders["prepared"]).source_ids
+    accelerator = Accelerator(cpu=True)
+    planned = mode in ("bucket", "pack", "cached")
+    loader = resume(accelerator, accelerator.prepare(data.loader) if planned else data.loader)
+    seen = []
+    for batch in loader:
+        rows = data.rows_of(loader, batch, epoch=0)
+        assert batch["source"] == [data.sources[number] for number in rows.sources]
+        assert rows.weights.tolist() == [WEIGHTS[name] for name in batch["source"]]
+        if planned:
+            assert batch["source"] == [("clips", "stills")[sources[index]] for index in batch["index"]]
+            assert rows.total == rows.weights.sum()
+        seen += batch["source"]
+    assert sorted(seen) == ["clips"] * 4 + ["stills"] * 4
+
+
+@pytest.mark.slow
+@each_mode
+def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(mode, folders, tmp_path: Path) -> None:
+    """Images, plain videos, first frames and prefixes meet in a step."""
+    settings = {
+        "max_train_steps": 4,
+        "checkpointing_steps": 2,
+        "condition": "first_frame:0.5,prefix:0.5;stills=none",
+        "loss_weight": "stills=0.25",
+        "num_train_epochs": 2,
+    }
+    config = settings_of(mode, folders, tmp_path / "out", **settings)
+    whole = run(config)
+    logs = Logs(tmp_path / "out")
+    batches = {line["batch"]: line for line in logs.batches}
+    for step, loss in enumerate(whole):
+        weights = np.array([[1.0, 0.25][source] for source in batches[step]["sources"]])
+        assert loss == pytest.approx(np.average(batches[step]["loss"], weights=weights), rel=1e-5)
+    again = settings_of(mode, folders, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
+    assert run(again) == whole
+    unnamed = {**settings, "condition": "first_frame:0.5,prefix:0.5"}
+    assert run(settings_of(mode, folders, tmp_path / "unnamed", **unnamed)) != whole
+    unweighted = {**settings, "loss_weight": None}
+    first = run(settings_of(mode, folders, tmp_path / "unweighted", **unweighted))[0]
+    assert first == pytest.approx(np.mean(batches[0]["loss"]), rel=1e-5)
+
+
+def test_held_out_samples_weigh_as_in_training(folders, tmp_path: Path) -> None:
+    config = settings_of("bucket", folders, tmp_path, loss_weight="stills=0.25", validation_split=0.5)
+    spec = recipe_of(str(folders[PIPELINE])).read_spec(str(folders[PIPELINE]))
+    held_out = make_held_out_data(config, spec, ModelTokens(width=96))
+    assert held_out is not None
+    rows = np.arange(len(held_out.dataset))
+    weights = held_out.loss_weights(rows, epoch=0).tolist()
+    assert weights == [(1.0, 0.25)[source] for source in held_out.source_ids]
+    assert {*weights} == {1.0, 0.25}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"condition": "none;faces=prefix"}, "`condition` names `faces`, but .* the sources `clips`, `stills`"),
+        ({"loss_weight": "faces=2"}, "`loss_weight` names `faces`"),
+        ({"condition": "clips=prefix"}, "no shares for `stills`"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["bucket", "stream"])
+def test_sources_that_are_not_there_are_refused(settings, message: str, mode: str, folders, tmp_path: Path) -> None:
+    with pytest.raises(BucketingError, match=message):
+        Trainer(settings_of(mode, folders, tmp_path / "out", **settings))
+
+
+def test_a_data_set_of_one_source_has_no_names(folders, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(folders["prepared"])
+    single = prepared.dataset.remove_columns(["source"])
+    config = settings_of("bucket", folders, tmp_path / "out", loss_weight="clips=2")
+    spec = recipe_of(str(folders[PIPELINE])).read_spec(str(folders[PIPELINE]))
+    with pytest.raises(BucketingError, match="has one source, which has no name"):
+        make_data(config, spec, ModelTokens(width=96), prepared=dataclasses.replace(prepared, dataset=single))
+
+
+@pytest.mark.parametrize("text", ["stills", "stills=0", "stills=x", "a=1,a=2", "a=inf", "a=-1"])
+def test_weights_that_cannot_be_read_are_refused(text: str, folders, tmp_path: Path) -> None:
+    with pytest.raises(BucketingError, match="must be sources with their weights above 0"):
+        settings_of("bucket", folders, tmp_path, loss_weight=text)
