@@ -158,9 +158,9 @@ class ConditionShares:
         shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
         silent = np.array([Part(NO_AUDIO) in parts for parts in self.conditions])
         shares = np.array(self.shares)
-        for kinds, wanted in ((shown, references), (silent, no_audio)):
-            if wanted is not None and shares[kinds == wanted].any():
-                shares[kinds != wanted] = 0
+        for has, wanted in ((shown, references), (silent, no_audio)):
+            if wanted is not None and shares[has == wanted].any():
+                shares[has != wanted] = 0
         chosen = int(random.choice(len(shares), p=shares / shares.sum()))
         drawn = self.conditions[chosen]
         frames = np.zeros((latent_frames - 1) * stride + 1, bool)

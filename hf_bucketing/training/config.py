@@ -244,8 +244,8 @@ class ObjectiveConfig:
             others of a list that names it are not shown), or several of them joined by `+`; `prefix@2` has two latent
             frames, and `prefix` any number. Where audio is trained, `video` shows a sample's video and `audio` its
             audio, so that the other is generated, and `no_audio` trains its video alone. After a semicolon, a source
-            of the data set has shares of its own: `first_frame:0.3,none:0.7;stills=none`. By default image-to-video models are
-            shown what their pipelines show, and others nothing.
+            of the data set has shares of its own: `first_frame:0.3,none:0.7;stills=none`. By default image-to-video
+            models are shown what their pipelines show, and others nothing.
         loss_weight (`str`, *optional*): Weights of sources of the data set in the loss, such as `stills=0.5,edits=2`:
             how much a sample counts beside one of another source; 1 where it is not named.
         audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has
