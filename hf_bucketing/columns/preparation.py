@@ -277,8 +277,7 @@ def prepare(
             only some sources have a `weight`.
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
-    if configs[0].with_audio and audio is None:
-        raise BucketingError("Omit `with_audio`: the model makes video without audio.")
+    audio = shared_audio(configs, audio)
     checked = check_sources(
         configs,
         spec=spec,
@@ -316,8 +315,21 @@ def prepare(
         other_roots=rows.other_roots,
         conditions=rows.conditions,
         references=shared_rule(configs, spec, taken),
-        audio=audio if configs[0].with_audio else None,
+        audio=audio,
     )
+
+
+def shared_audio(configs: Sequence[SourceConfig], audio: AudioRule | None) -> AudioRule | None:
+    """Return the rule of the audio of all sources, that of the model, or None where none is trained.
+
+    Raises:
+        BucketingError: If audio is trained, but the model makes none.
+    """
+    if not configs[0].with_audio:
+        return None
+    if audio is None:
+        raise BucketingError("Omit `with_audio`: the model makes video without audio.")
+    return audio
 
 
 def shared_rule(

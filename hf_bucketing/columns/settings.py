@@ -333,7 +333,7 @@ class RowsConfig:
     reference_column: list[str] | None = None
     reference_pixels: int | None = None
     reference_downscale_factor: int | None = None
-    with_audio: bool = setting(False, needs_rows="which files of a stream have sound is not known before they come")
+    with_audio: bool = False
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import LTX2VideoTransformer3DModel
 from safetensors.torch import load_file
 from synthetic.media import Clip, render
@@ -17,7 +19,9 @@ from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset, preparation
+from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.loaders import resume
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.media.audio import read_audio
 from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
@@ -28,6 +32,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run, run_card
 
@@ -42,6 +47,7 @@ PACKS: dict[str, Any] = {
 }
 BUCKETS: dict[str, Any] = {"train_batch_size": 3, "max_sequence_length": TEXT_TOKENS, "learning_rate": 1e-3}
 RULE = AudioRule(rate=16000, samples_per_token=640)
+OWN_TOKENS = 96
 TOKENS = 28
 """Tokens of the sound of nine frames at eight a second."""
 
@@ -250,6 +256,53 @@ def test_buckets_train_all_weights_and_resume_exactly(
     assert [name for name, values in trained.items() if torch.equal(values, before[name])] == []
 
 
+@pytest.fixture(scope="module")
+def stream(clips: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(clips, pipeline, tmp_path_factory.mktemp("stream") / "audio", "--with_audio", "--streaming")
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_streams_hold_the_samples_of_rows_and_count_their_audio(
+    batches: dict[str, Any], stream: Path, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    described = PreparedStream.load(stream)
+    assert (described.audio, described.sample.audio_fps, described.shown) == (RULE, CLIP.fps, (AUDIO,))
+    views = {"random_crop": False, "frame_picking": "start"}
+    settings = {**batches, **views, "streaming": True, "max_train_steps": 4}
+    for folder in (stream, prepared):
+        config = in_process(pipeline, folder, tmp_path, **settings)
+        accelerator = Accelerator(cpu=True)
+        opened = open_stream(config, accelerator)
+        data = make_streamed_data(config, recipe.spec, ModelTokens.of(recipe), opened=opened)
+        found: dict[str, int] = {}
+        loader = resume(accelerator, data.loader)
+        for batch in itertools.islice(loader, 4):
+            counted = data.rows_of(loader, batch, epoch=0).tokens.tolist()
+            lengths = [waveform.shape[1] // RULE.samples_per_token for waveform in batch["shown"][AUDIO]]
+            assert counted == [OWN_TOKENS + length for length in lengths]
+            assert sum(counted) <= 160 or batches is BUCKETS
+            assert len({*lengths}) == 1 or batches is PACKS
+            found |= dict(zip(batch["caption"], lengths, strict=True))
+        assert found == {f"a {color} circle": TOKENS for color in ("red", "blue", "white")} | {"a green circle": 0}
+        largest = data.largest_step()
+        assert largest.tokens == len(largest.audio) * (OWN_TOKENS + TOKENS)
+        assert {*largest.audio} == {TOKENS}
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_a_stream_with_audio_resumes_exactly(
+    batches: dict[str, Any], stream: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    settings = {**batches, "streaming": True, "max_train_steps": 4, "checkpointing_steps": 3, "lora_rank": 2}
+    whole = run(in_process(pipeline, stream, tmp_path, **settings))
+    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    assert any(".audio_attn1." in name and bool(values.any()) for name, values in weights.items())
+    again = run(in_process(pipeline, stream, tmp_path, **settings, resume_from_checkpoint="latest"))
+    assert again == whole
+    card = (tmp_path / "README.md").read_text()
+    assert "Video and its audio are trained together" in card
+
+
 @pytest.mark.slow
 def test_tokens_that_fit_are_searched_with_audio(
     prepared: Path, cached: Path, pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -258,7 +311,7 @@ def test_tokens_that_fit_are_searched_with_audio(
         settings = {**PACKS, "max_tokens": "auto", "max_train_steps": 1}
         assert len(run(in_process(pipeline, folder, tmp_path / name, **settings))) == 1
         found = int(capfd.readouterr().out.split("--max_tokens auto found ")[1].split()[0])
-        assert found >= 3 * (32 + TOKENS), "the whole data set fits"
+        assert found >= 3 * (OWN_TOKENS + TOKENS), "the whole data set fits"
 
 
 @pytest.mark.slow
