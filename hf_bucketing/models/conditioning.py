@@ -20,8 +20,8 @@ BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
 VIDEO, AUDIO, NO_AUDIO = "video", "audio", "no_audio"
-"""Conditions of samples with audio: their video is shown, so that their audio alone is generated; their audio is shown, so
-that their video alone is; or their audio is absent."""
+"""Conditions of samples with audio: their video is shown, so that their audio alone is generated; their audio is
+shown, so that their video alone is; or their audio is absent."""
 MODALITIES = (VIDEO, AUDIO, NO_AUDIO)
 
 _KINDS = (*FRAMES, BLACK, REFERENCE, *MODALITIES)
