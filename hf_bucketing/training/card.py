@@ -23,6 +23,7 @@ from ..buckets.sizes import Size
 from ..files import complete_file
 from ..media.conditions import FRAME_BY_FRAME
 from ..models.calls import IMAGES
+from ..models.conditioning import AUDIO, NO_AUDIO, VIDEO, read_conditions
 from ..models.experts import transformers_of
 from ..models.loading import dtypes
 from ..models.recipe import Recipe
@@ -124,11 +125,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
         "of the base model applies.\n",
-        *(
-            ["Video and its audio are trained together; samples without a track of sound train video alone.\n"]
-            if recipe.audio
-            else []
-        ),
+        *([f"{' '.join(_of_audio(config))}\n"] if recipe.audio else []),
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
@@ -141,6 +138,23 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"Versions: {', '.join(f'{name} {_version(name)}' for name in _VERSIONS)}.\n",
     ]
     return "\n".join(parts)
+
+
+def _of_audio(config: TrainingConfig) -> list[str]:
+    """Return sentences on how audio is trained."""
+    said = ["Video and its audio are trained together; samples without a track of sound train video alone."]
+    condition = config.objective.condition
+    shares = () if condition is None else read_conditions(condition).all
+    kinds = {kind for share in shares for kind in share.kinds}
+    shown = [text for kind, text in _SHOWN_MODALITIES.items() if kind in kinds]
+    return [*said, *([f"Some samples train {' or '.join(shown)} (`condition`)."] if shown else [])]
+
+
+_SHOWN_MODALITIES = {
+    VIDEO: "sound for their video",
+    AUDIO: "video for their sound",
+    NO_AUDIO: "video without their sound",
+}
 
 
 def _comfyui_files(config: TrainingConfig) -> str:
