@@ -149,8 +149,8 @@ def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "billions"), [("flux", 11.9), ("hunyuan-video", 12.8)])
-def test_a_published_model_with_two_kinds_of_blocks_has_its_published_weights(
+@pytest.mark.parametrize(("name", "billions"), [("flux", 11.9), ("hunyuan-video", 12.8), ("wan-animate", 17.3)])
+def test_a_published_model_with_several_kinds_of_blocks_has_its_published_weights(
     name: str, billions: float, tmp_path: Path
 ) -> None:
     write_published_configs(tmp_path, name)
