@@ -161,6 +161,8 @@ class BesideConfig:
             become the column control (default: none).
         mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
             (default: none).
+        face_folder (`Path`, *optional*): Folder of faces with the names of the media, which become the column face
+            (default: none).
         reference_folder (`list` of `Path`, *optional*): Folders of references with the names of the media, or with
             these names and a number, as clip_0.png and clip_1.png; their files become the lists of the column
             reference, in the order of the folders, then of the numbers (default: none).
@@ -170,12 +172,13 @@ class BesideConfig:
     missing_caption: str | None = None
     control_folder: Path | None = None
     mask_folder: Path | None = None
+    face_folder: Path | None = None
     reference_folder: list[Path] | None = None
 
     @property
     def companions(self) -> dict[str, list[str]]:
         """Folders of each column that is added; that of references may have several, all others have one."""
-        single = {"control": self.control_folder, "mask": self.mask_folder}
+        single = {"control": self.control_folder, "mask": self.mask_folder, "face": self.face_folder}
         folders = {column: [str(folder)] for column, folder in single.items() if folder is not None}
         shown = [str(folder) for folder in self.reference_folder or []]
         return {**folders, REFERENCE: shown} if shown else folders
@@ -275,6 +278,8 @@ class RowsConfig:
             frame.
         mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
             without a mask is learned as a whole.
+        face_column (`str`, *optional*): Column of videos or images of a face in each sample, cut out of its frames and
+            of a size of their own, for models that animate one.
         reference_column (`list` of `str`, *optional*): Columns of references: images, and for videos also videos,
             which the model is shown beside the sample. A cell holds a file, a list of files or none; the files of
             several columns follow one another (default: none).
@@ -332,6 +337,7 @@ class RowsConfig:
     last_frame_column: str | None = None
     control_column: str | None = None
     mask_column: str | None = None
+    face_column: str | None = None
     reference_column: list[str] | None = None
     reference_pixels: int | None = None
     reference_downscale_factor: int | None = None

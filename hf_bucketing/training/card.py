@@ -21,6 +21,7 @@ from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
+from ..media.conditions import FRAME_BY_FRAME
 from ..models.calls import IMAGES
 from ..models.conditioning import AUDIO, NO_AUDIO, VIDEO, read_conditions
 from ..models.experts import transformers_of
@@ -176,13 +177,23 @@ def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
     return ["diffusers", "transformers", "accelerate", *(["peft"] if adapted else []), *videos]
 
 
+def _loaded(recipe: Recipe) -> dict[str, str]:
+    """Return the images and videos without which the pipeline cannot be called, as code that loads them."""
+    images = IMAGES[: recipe.num_images(recipe.config)] if recipe.takes_image else ()
+    loaded = {image: f'load_image("{image}.png")' for image in images}
+    for name in recipe.required:
+        moving = name in FRAME_BY_FRAME and not recipe.family.images_only
+        loaded[recipe.shown_as[name]] = f'load_video("{name}.mp4")' if moving else f'load_image("{name}.png")'
+    return loaded
+
+
 def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
     size = trained_sizes(run.data)[0][0]
-    images = IMAGES[: recipe.num_images(recipe.config)]
+    loaded = _loaded(recipe)
     writer = "encode_video" if recipe.audio else "export_to_video"
-    tools = [*(["load_image"] if images else []), *([] if makes_images(recipe) else [writer])]
+    tools = [*{call.partition("(")[0] for call in loaded.values()}, *([] if makes_images(recipe) else [writer])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
     if adapted and not config.adapters.has_pairs:
@@ -212,7 +223,7 @@ def _code(run: Run, *, name: str, base: str) -> str:
     prompt = next(iter(run.samples.values()), "what it shows")
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
-        **{image: f'load_image("{image}.png")' for image in images},
+        **loaded,
         **recipe.size_arguments(size),
         **({"frame_rate": frame_rate(run.data)} if recipe.audio else {}),
     }
