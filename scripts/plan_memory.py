@@ -64,7 +64,8 @@ def main(args: argparse.Namespace) -> None:
     rows = plan_options(name, config, gpu_memory=memory, progress=show)
     plan = rows[0].plan
     shape = plan.shape
-    text = f", and {shape.text_tokens} of text" if shape.text_tokens else ""
+    text = f", {shape.audio_tokens} of audio" if shape.audio_tokens else ""
+    text += f", and {shape.text_tokens} of text" if shape.text_tokens else ""
     print(f"{shape.samples} x {shape.size} per process and step: {shape.tokens} tokens{text}")
     for phase, parts in plan.phases.items():
         print(f"  as given, {phase}: {parts}")

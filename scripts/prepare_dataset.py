@@ -6,6 +6,7 @@ python scripts/prepare_dataset.py --dataset demo/media --pretrained_model_name_o
 
 import argparse
 from dataclasses import replace
+from textwrap import fill
 from typing import Any
 
 from hf_bucketing.buckets.table import BucketTable
@@ -23,6 +24,7 @@ from hf_bucketing.report import (
     describe_sources,
     measure_references,
 )
+from hf_bucketing.report.text import NO_BUCKET
 from hf_bucketing.training.script_settings import settings_of_scripts
 
 SIZES = ("num_frames", "height", "width")
@@ -106,7 +108,7 @@ def main(args: argparse.Namespace) -> None:
         print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")
     if not (columns["bucket_id"] >= 0).any():
-        print("No row has a bucket, so that nothing can be trained from it: see the reasons above.")
+        print(fill(NO_BUCKET, width=118))
 
 
 if __name__ == "__main__":

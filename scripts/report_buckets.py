@@ -19,6 +19,7 @@ from hf_bucketing.buckets.ladders import BUCKET_FRAMES
 from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
+from hf_bucketing.media.row_audio import RowAudio
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.media.rows import CLIP_START
 from hf_bucketing.media.source import MediaSource
@@ -156,8 +157,13 @@ def read_captions(prepared: "PreparedDataset", rows: list[int]) -> dict[int, str
     return {row: texts_of(caption, column)[0] for row, caption in zip(rows, captions, strict=True)}
 
 
-def plan_of_memory(model: str | None, report: Report, references: RowReferences | None) -> tuple[str, list[MemoryRow]]:
-    """Plan the memory of a step of the most expensive bucket, if a pipeline is named, with the most references."""
+def plan_of_memory(
+    model: str | None, report: Report, references: RowReferences | None, audio: RowAudio | None
+) -> tuple[str, list[MemoryRow]]:
+    """Plan the memory of a step of the most expensive bucket, if a pipeline is named, with most references and audio.
+
+    Audio is longest at the lowest frame rate.
+    """
     buckets = report.buckets.used
     if model is None or not buckets:
         return "", []
@@ -170,6 +176,7 @@ def plan_of_memory(model: str | None, report: Report, references: RowReferences 
     base = PlanConfig(
         sample_size=[*largest.size],
         reference_sizes=as_reference_sizes(shown),
+        audio_fps=None if audio is None else audio.slowest,
         train_batch_size=samples,
         cached="all",
     )
@@ -199,7 +206,9 @@ def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Re
     ]
     thumbnails, faults = read_pictures(prepared, crops, draw_middle)
     samples, more_faults = read_pictures(prepared, random, draw_sample)
-    model, memory = plan_of_memory(args.pretrained_model_name_or_path, report, prepared.row_references())
+    model, memory = plan_of_memory(
+        args.pretrained_model_name_or_path, report, prepared.row_references(), prepared.row_audio
+    )
     page = bucket_page(
         report,
         Beside(
@@ -242,6 +251,7 @@ def main(args: argparse.Namespace) -> None:
         assigned=assigned,
         max_frames=max_frames,
         references=prepared.row_references(),
+        audio=prepared.row_audio,
     )
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
     print(f"Rows {origin}.")

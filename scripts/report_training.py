@@ -22,7 +22,9 @@ def make_parser() -> FlagParser:
         "--by_bucket", action="store_true", help="Print the mean loss of each bucket, trained on and held out."
     )
     parser.add_argument(
-        "--min_fall", type=float, default=1 / 3, help="Smallest fall of the loss that passes, as a share."
+        "--min_fall",
+        type=float,
+        help="Smallest fall of the loss that passes, as a share; below 0, how far it may rise (default: by half).",
     )
     parser.add_config("report_training", others=settings_of_scripts, names={"runs": ("output_dir",)})
     return parser
@@ -34,6 +36,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training.held_out_review import describe_held_out
     from hf_bucketing.training.logs import Logs
     from hf_bucketing.training.review import (
+        MIN_FALL,
         loss_charts,
         losses_by_bucket,
         review_experts,
@@ -43,13 +46,14 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.training.run_page import run_page
 
     check_writable(args.figure, args.html)
+    min_fall = MIN_FALL if args.min_fall is None else args.min_fall
     if args.html:
-        page = render_page(run_page(args.runs, min_fall=args.min_fall))
+        page = render_page(run_page(args.runs, min_fall=min_fall))
         with complete_file(args.html) as partial:
             partial.write_text(page, encoding="utf-8")
         print(f"Page: {args.html}")
     runs = [Logs(folder) for folder in args.runs]
-    reviews = [review_run(run, min_fall=args.min_fall) for run in runs]
+    reviews = [review_run(run, min_fall=min_fall) for run in runs]
     if args.figure:
         save_charts(args.figure, loss_charts(runs), columns=2)
         print(f"Loss curves: {args.figure}")

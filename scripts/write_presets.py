@@ -48,6 +48,8 @@ MODELS = {
     "wan-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
     "hunyuan-video-1.5": "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
     "flux.2": "black-forest-labs/FLUX.2-dev",
+    "krea-2": "krea/Krea-2-Raw",
+    "minimax-h3": "MiniMaxAI/MiniMax-H3",
 }
 """Pipelines on the hub by the name of their published configuration."""
 

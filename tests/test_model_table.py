@@ -10,8 +10,8 @@ import diffusers
 import pytest
 from packaging.version import Version
 
-from hf_bucketing.media.audio import AUDIO
 from hf_bucketing.media.conditions import CONDITIONS
+from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE
 from tests.conftest import ROOT

@@ -100,8 +100,12 @@ def test_a_table_file_and_the_limits_of_assignment_are_used(media_dir, pipeline_
     table = BucketTable(sizes=(Size(1, 256, 128), Size(1, 224, 224)))
     (tmp_path / "table.json").write_text(table.to_json())
     flags = ("--table", tmp_path / "table.json", "--target_fps", 8)
-    prepare(media_dir, pipeline_dir, tmp_path / "never", *flags)
-    prepare(media_dir, pipeline_dir, tmp_path / "larger", *flags, "--max_upscale", 2)
+    none, some = (
+        prepare(media_dir, pipeline_dir, tmp_path / name, *flags, *more).stdout
+        for name, more in {"never": (), "larger": ("--max_upscale", 2)}.items()
+    )
+    assert "No row has a bucket" in none, "and which packs still take"
+    assert "No row has a bucket" not in some
     prepare(media_dir, pipeline_dir, tmp_path / "nearer", *flags, "--max_upscale", 2, "--max_aspect_error", 0.1)
     kept = [PreparedDataset.load(tmp_path / name).dataset["bucket_id"] for name in ("never", "larger", "nearer")]
     assert PreparedDataset.load(tmp_path / "never").table == table

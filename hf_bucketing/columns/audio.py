@@ -8,7 +8,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..media.audio import HAS_AUDIO, has_audio
+from ..media.audio import has_audio
+from ..media.row_audio import HAS_AUDIO
 from ..media.rows import MediaColumns
 from .arrays import column_array
 

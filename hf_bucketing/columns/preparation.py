@@ -13,9 +13,9 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
-from ..media.audio import AudioRule
 from ..media.conditions import REFERENCE, all_columns
 from ..media.references import ReferenceRule
+from ..media.row_audio import AudioRule
 from ..media.rows import REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns

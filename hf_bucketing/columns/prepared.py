@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, load_from_disk
 
@@ -22,11 +21,11 @@ from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
-from ..media.audio import HAS_AUDIO, AudioRule
 from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
-from ..media.row_references import RowReferences, sample_sizes
+from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
+from ..media.row_references import RowReferences
 from ..media.rows import SOURCE, MediaColumns
 from .apply import undecoded
 from .arrays import column_array, column_batches
@@ -99,8 +98,8 @@ class PreparedDataset:
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
             have, and the sizes in which they are shown.
-        audio ([`AudioRule`][hf_bucketing.media.audio.AudioRule], *optional*): Rule of the audio of the samples; None
-            if they have none.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of the samples;
+            None if they have none.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -131,13 +130,13 @@ class PreparedDataset:
             audio=self.audio,
         )
 
-    def audio_tokens(self, bucket_ids: npt.NDArray[np.int64], table: BucketTable | OpenTable) -> IntArray:
-        """Return the tokens of the audio of each row, `(n,)`, in the buckets of a table; 0 where it has none."""
+    @property
+    def row_audio(self) -> RowAudio | None:
+        """Audio of the rows; None if the data set was prepared without."""
         if self.audio is None:
-            return np.zeros(len(bucket_ids), np.int64)
-        frames = sample_sizes(bucket_ids, table)[:, 0]
-        tokens = self.audio.num_tokens(frames, column_array(self.dataset, "fps"))
-        return np.where(column_array(self.dataset, HAS_AUDIO), tokens, 0)
+            return None
+        present, fps = (column_array(self.dataset, name) for name in (HAS_AUDIO, "fps"))
+        return RowAudio(rule=self.audio, present=present, fps=fps)
 
     @property
     def shown(self) -> tuple[str, ...]:

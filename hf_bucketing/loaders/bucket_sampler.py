@@ -16,7 +16,8 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import PlanError, explains_arguments
-from ..media.row_references import BucketParts, RowReferences
+from ..media.row_audio import RowAudio
+from ..media.row_references import BucketParts, RowReferences, bucket_parts
 from ..plans.buckets import BucketPlanConfig, plan_buckets, row_weights
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
@@ -53,11 +54,13 @@ class BucketBatchSampler(PlannedBatchSampler):
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
             rows, whose tokens count like the sample's own. A batch then holds rows of one bucket whose references have
             equal sizes too. Needs `spec`.
+        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, whose tokens count
+            likewise. A batch then holds rows whose audio is equally long too, or that have none. Needs `spec`.
 
     Raises:
         PlanError: On settings that `BucketPlanConfig` refuses, a setting beside `config`, if the ids are another
             table's, one is not in the table, a sample exceeds a limit, `weights` names a bucket that the table lacks,
-            or `remainder="catch_all"` has no base bucket, one of too many frames, or references of several sizes.
+            or `remainder="catch_all"` has no base bucket, one of too many frames, or references or audio.
     """
 
     config: BucketPlanConfig
@@ -80,6 +83,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         longest_first: bool = False,
         rejection: npt.ArrayLike | None = None,
         references: RowReferences | None = None,
+        audio: RowAudio | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
@@ -88,7 +92,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
         check_at_least(0, self, "text_tokens", error=PlanError)
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
-        self.parts = None if references is None else self._divided(references)
+        self.parts = None if references is None and audio is None else self._divided(references, audio)
         config = chosen_config(
             BucketPlanConfig,
             config,
@@ -103,8 +107,8 @@ class BucketBatchSampler(PlannedBatchSampler):
         if config.base is not None or config.remainder == "catch_all":
             if self.parts is not None:
                 raise PlanError(
-                    '`remainder="catch_all"` stacks what is left of all buckets, but references of several sizes '
-                    'cannot be stacked; give `remainder="short"`.'
+                    '`remainder="catch_all"` stacks what is left of all buckets, but audio and references of several '
+                    'sizes cannot be stacked; give `remainder="short"`.'
                 )
             if config.base not in (None, self._base()):
                 raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
@@ -138,16 +142,22 @@ class BucketBatchSampler(PlannedBatchSampler):
         by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
         return replace(config, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
 
-    def _divided(self, references: RowReferences) -> BucketParts:
-        """Return the buckets divided by the sizes of references."""
+    def _divided(self, references: RowReferences | None, audio: RowAudio | None) -> BucketParts:
+        """Return the buckets divided by the sizes of references and the lengths of audio."""
         if self.spec is None:
-            raise PlanError("`references` counts tokens: pass spec=LatentSpec(…).")
-        if len(references.counts) != len(self.bucket_ids):
-            raise PlanError(
-                f"`references` are those of {len(references.counts)} rows, but there are {len(self.bucket_ids)} "
-                "`bucket_ids`; give both for the same rows."
-            )
-        return references.parts(self.bucket_ids, table=self.table, spec=self.spec)
+            raise PlanError("`references` and `audio` count tokens: pass spec=LatentSpec(…).")
+        rows = len(self.bucket_ids)
+        counts = {
+            "references": rows if references is None else len(references.counts),
+            "audio": rows if audio is None else len(audio.present),
+        }
+        for name, count in counts.items():
+            if count != rows:
+                raise PlanError(
+                    f"`{name}` are those of {count} rows, but there are {rows} `bucket_ids`; give both for the same "
+                    "rows."
+                )
+        return bucket_parts(self.bucket_ids, table=self.table, spec=self.spec, references=references, audio=audio)
 
     @property
     def _planned_ids(self) -> IntArray:
@@ -161,10 +171,10 @@ class BucketBatchSampler(PlannedBatchSampler):
         return np.unique(ids[has_bucket(ids)])
 
     def _of_parts(self, parts: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the buckets of parts, and the tokens of a row's references in each."""
+        """Return the buckets of parts, and the tokens beside a row's own in each."""
         if self.parts is None:
             return parts, np.zeros_like(parts)
-        return self.parts.bucket_ids[parts], self.parts.shown_tokens[parts]
+        return self.parts.bucket_ids[parts], self.parts.beside_tokens[parts]
 
     def _base(self) -> int:
         """Return the bucket of mixed batches; every sample must have as many frames as it."""

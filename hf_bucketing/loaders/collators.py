@@ -16,8 +16,8 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
-from ..media.audio import AudioRule
 from ..media.references import ReferenceRule
+from ..media.row_audio import AudioRule
 from ..media.rows import REGULARIZATION, SOURCE, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
@@ -28,7 +28,7 @@ from .random_resize import RandomResize
 from .state import epoch_number
 
 BUCKET_PART = "bucket_part"
-"""Column of the part of its bucket that a row belongs to, where the sizes of references divide buckets."""
+"""Column of the part of its bucket that a row belongs to, where references or audio divide buckets."""
 
 PLANNED = "planned_index"
 """List of a batch whose unreadable samples are replaced: the `index` of each row that the sampler drew."""
@@ -66,8 +66,8 @@ class MediaCollator:
             with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
             shown.
-        audio ([`AudioRule`][hf_bucketing.media.audio.AudioRule], *optional*): Rule of the audio that is loaded with
-            each sample, as `audio` in `shown`; by default none is.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio that is loaded
+            with each sample, as `audio` in `shown`; by default none is.
         sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
             `source`, of the name of each sample's.
         views ([`ViewRule`][hf_bucketing.ViewRule]): Frames, crop, flip and decoder of each sample.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import av
 import numpy as np
@@ -13,58 +12,15 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 
-from ..buckets.arrays import IntArray
-from ..errors import BucketingError, MediaError, explains_arguments
+from ..errors import MediaError
 from .probe import open_video, video_stream
 from .source import MediaSource
-
-AUDIO = "audio"
-"""Name of a sample's audio among what a collator returns as `shown`, and among the encoded conditions of a sample."""
-
-HAS_AUDIO = "has_audio"
-"""Column of whether a row's file has a track of sound."""
 
 CHANNELS = 2
 """Channels of audio as it is read, left and right."""
 
 Waveform = npt.NDArray[np.float32]
 """Sound of shape `(2, samples)`, in [−1, 1]."""
-
-
-@explains_arguments()
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AudioRule:
-    """Rate and length of the audio of a sample, by the model that is trained on it.
-
-    Args:
-        rate (`int`): Samples of sound per second.
-        samples_per_token (`int`): Samples of sound per token.
-
-    Raises:
-        BucketingError: If a number is below 1.
-    """
-
-    rate: int
-    samples_per_token: int
-
-    def __post_init__(self) -> None:
-        if min(self.rate, self.samples_per_token) < 1:
-            raise BucketingError(f"Audio needs a rate and samples per token of at least 1, got {self}.")
-
-    def num_tokens(self, frames: npt.ArrayLike, fps: npt.ArrayLike) -> IntArray:
-        """Return the tokens of the audio beside some frames, as many as the pipeline of LTX-2 makes; 0 for images.
-
-        Args:
-            frames (array of `int`): Frames of each sample.
-            fps (array of `float`): Frames per second of each sample; 0 for an image.
-
-        Example:
-            >>> AudioRule(rate=16000, samples_per_token=640).num_tokens([121, 25, 1], [24.0, 12.0, 0.0]).tolist()
-            [126, 52, 0]
-        """
-        rates = np.asarray(fps, np.float64)
-        seconds = np.where(rates > 0, np.asarray(frames) / np.where(rates > 0, rates, 1.0), 0.0)
-        return np.round(seconds * (self.rate / self.samples_per_token)).astype(np.int64)
 
 
 def has_audio(source: MediaSource) -> bool:

@@ -1,4 +1,4 @@
-"""References of the rows of a data set: the tokens that they take, and which rows are shown grids of equal sizes."""
+"""References of the rows of a data set: the tokens that they take, and which rows can be stacked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from .references import ReferenceRule
+from .row_audio import RowAudio
 
 _COUNTED = 2**20
 """References whose grids are computed at once, so that those of 100 million rows fit in memory."""
@@ -25,17 +26,17 @@ _SIDE = 21
 
 
 class BucketParts(NamedTuple):
-    """Buckets divided so that the rows of a part can be stacked: references included, all have equal sizes.
+    """Buckets divided so that the rows of a part can be stacked: references and audio included, all have equal sizes.
 
     Attributes:
         ids (`int64`, shape `(n,)`): Part of each row, numbered from 0; rejected rows keep their bucket id.
         bucket_ids (`int64`, shape `(k,)`): Bucket of each part.
-        shown_tokens (`int64`, shape `(k,)`): Tokens of the references of a row of each part.
+        beside_tokens (`int64`, shape `(k,)`): Tokens of the references and of the audio of a row of each part.
     """
 
     ids: IntArray
     bucket_ids: IntArray
-    shown_tokens: IntArray
+    beside_tokens: IntArray
 
     def buckets_of(self, labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return labels of batches with the bucket in place of each part; other labels stay what they are."""
@@ -129,25 +130,6 @@ class RowReferences:
             keys.append(key)
         return keys
 
-    def parts(self, bucket_ids: npt.ArrayLike, *, table: BucketTable | OpenTable, spec: LatentSpec) -> BucketParts:
-        """Divide buckets by the grids of references.
-
-        Args:
-            bucket_ids (array of `int`, shape `(n,)`): Bucket of each row, negative for a rejected one.
-            table ([`BucketTable`] or [`OpenTable`]): Their table.
-            spec ([`LatentSpec`]): Strides and patch of the model.
-        """
-        ids = np.asarray(bucket_ids, np.int64)
-        samples = sample_sizes(ids, table)
-        numbers = self._numbers(samples, spec)
-        usable = has_bucket(ids)
-        signatures = self._signatures(numbers)[usable]
-        keys = ids[usable] * (signatures.max(initial=0) + 1) + signatures
-        _, first, of_row = np.unique(keys, return_index=True, return_inverse=True)
-        parts = ids.copy()
-        parts[usable] = of_row.ravel()
-        return BucketParts(parts, ids[usable][first], self._sums(numbers, samples)[usable][first])
-
     def _numbers(self, samples: npt.ArrayLike, spec: LatentSpec) -> IntArray:
         """Return a number for the token grid of each reference, `(k,)`."""
         targets = np.maximum(np.asarray(samples, np.int64).reshape(-1, 3), 1)
@@ -200,6 +182,40 @@ def tokens_of_key(key: int, *, text_tokens: int = 0) -> int:
         numbers.append(key & (1 << 3 * _SIDE) - 1)
         key >>= 3 * _SIDE
     return int(_sides(np.array(numbers, np.int64)).prod(1).sum()) + len(numbers) * text_tokens
+
+
+def bucket_parts(
+    bucket_ids: npt.ArrayLike,
+    *,
+    table: BucketTable | OpenTable,
+    spec: LatentSpec,
+    references: RowReferences | None = None,
+    audio: RowAudio | None = None,
+) -> BucketParts:
+    """Divide buckets by the grids of references and by the tokens of audio.
+
+    Args:
+        bucket_ids (array of `int`, shape `(n,)`): Bucket of each row, negative for a rejected one.
+        table ([`BucketTable`] or [`OpenTable`]): Their table.
+        spec ([`LatentSpec`]): Strides and patch of the model.
+        references ([`RowReferences`], *optional*): References of the rows.
+        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows.
+    """
+    ids = np.asarray(bucket_ids, np.int64)
+    usable, samples = has_bucket(ids), sample_sizes(ids, table)
+    keys, tokens = ids.copy(), np.zeros_like(ids)
+    if references is not None:
+        signatures = references.signatures(samples, spec=spec)
+        keys = keys * (signatures.max(initial=0) + 1) + signatures
+        tokens += references.num_tokens(samples, spec=spec)
+    if audio is not None:
+        heard = audio.num_tokens(samples[:, 0])
+        keys = keys * (heard.max(initial=0) + 1) + heard
+        tokens += heard
+    _, first, of_row = np.unique(keys[usable], return_index=True, return_inverse=True)
+    parts = ids.copy()
+    parts[usable] = of_row.ravel()
+    return BucketParts(parts, ids[usable][first], tokens[usable][first])
 
 
 def sample_sizes(bucket_ids: npt.ArrayLike, table: BucketTable | OpenTable) -> IntArray:

@@ -14,11 +14,12 @@ from PIL import Image
 from ..buckets.sizes import CropBox, Size
 from ..devices import to_device
 from ..errors import BucketingError, MediaError
-from .audio import AUDIO, CHANNELS, read_audio
+from .audio import CHANNELS, read_audio
 from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
 from .images import is_image, shown_part
 from .references import ReferenceRule
+from .row_audio import AUDIO
 from .rows import FileSample
 from .source import MediaSource
 from .views import View

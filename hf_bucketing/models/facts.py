@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ..buckets.sizes import LatentSpec
-from ..media.audio import AUDIO, AudioRule
 from ..media.conditions import REFERENCE
 from ..media.references import ReferenceRule
+from ..media.row_audio import AUDIO, AudioRule
 from ..packing.family import Family
 from .index import PipelineIndex
 from .loading import call_parameters, read_configs, strides_of

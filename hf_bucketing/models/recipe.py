@@ -20,8 +20,8 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
-from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
+from ..media.row_audio import AUDIO
 from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import freeze_unused
@@ -339,8 +339,8 @@ class Recipe(RecipeCalls):
         """
         raise NotImplementedError
 
-    def pack_audio(self, samples: Samples) -> Audio | None:
-        """Return the audio of samples as a pack takes it; None where none is trained.
+    def audio_inputs(self, samples: Samples) -> Audio | None:
+        """Return the audio of samples as the model takes it; None where none is trained.
 
         Audio has the noise level of its video, as in the pipeline's call, and its text is that of the same caption.
         """
@@ -478,6 +478,7 @@ class Recipe(RecipeCalls):
             timesteps=timesteps,
             conditioning=self.conditioning(samples),
             references=self.references(samples),
+            audio=self.audio_inputs(samples),
         )
         parts = self.clean_parts(samples)
         return inputs if parts is None else inputs.showing(parts, clean=noised.clean, patch=self.spec.patch)
@@ -531,6 +532,30 @@ class Recipe(RecipeCalls):
         Raises:
             BucketingError: If the model cannot run these samples as one stack.
         """
+        return self.family.run(self.transformer, self._stack(samples, inputs), wrapped=transformer)
+
+    def predict_with_audio(
+        self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run a stack of samples of one size as [`predict`], with audio of one length or none.
+
+        Returns:
+            `tuple`: `torch.Tensor` of shape `(B, C_out, f, h, w)`, and a list of one of shape `(tokens, channels)` per
+            sample.
+
+        Raises:
+            BucketingError: If the samples have audio of several lengths; and as [`predict`].
+        """
+        assert inputs.audio is not None, "audio is trained"
+        if len(set(inputs.audio.lengths)) > 1 and not self.family.runs_alone:
+            raise BucketingError(
+                f"The samples of a stack must have audio of one length, or none; got {inputs.audio.lengths} tokens. "
+                "Train packs, or let the plan group samples by their audio."
+            )
+        return self.family.run_with_audio(self.transformer, self._stack(samples, inputs), wrapped=transformer)
+
+    def _stack(self, samples: Samples, inputs: ModelInputs) -> Rows:
+        """Return samples of one size as batch rows; raises as [`predict`]."""
         if reason := self.refusal(samples):
             raise BucketingError(reason)
         text = samples.text.trimmed() if self.trims_text else samples.text
@@ -546,7 +571,7 @@ class Recipe(RecipeCalls):
             timesteps = torch.stack(
                 [token_timesteps(levels, grid, sample=row) for row, levels in enumerate(timesteps)]
             )
-        stack = Rows(
+        return Rows(
             latents=torch.stack(list(inputs.latents)),
             timesteps=timesteps,
             text=text.values,
@@ -557,5 +582,5 @@ class Recipe(RecipeCalls):
                 name: values if isinstance(values, torch.Tensor) else torch.stack(list(values))
                 for name, values in inputs.conditioning.items()
             },
+            audio=inputs.audio,
         )
-        return self.family.run(self.transformer, stack, wrapped=transformer)

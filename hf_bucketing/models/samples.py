@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..packing.audio import Audio
 from .objectives import Noised, NoisedAudio
 from .texts import TextEmbeddings
 
@@ -48,6 +49,7 @@ class ModelInputs:
             frame.
         references (sequence of sequences of `(C_in, f, h, w)`, *optional*): Clean latents of each sample's references,
             see `Packing.pack`.
+        audio ([`Audio`][hf_bucketing.packing.Audio], *optional*): Audio of the samples; None where none is trained.
     """
 
     latents: Sequence[torch.Tensor]
@@ -55,6 +57,7 @@ class ModelInputs:
     conditioning: Mapping[str, Any] = field(default_factory=dict)
     weights: Sequence[torch.Tensor] | None = None
     references: Sequence[Sequence[torch.Tensor]] | None = None
+    audio: Audio | None = None
 
     def showing(
         self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]

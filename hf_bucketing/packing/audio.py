@@ -40,6 +40,16 @@ class Audio:
         """Tokens of each sample."""
         return tuple(map(len, self.latents))
 
+    def select(self, sample: int) -> Audio:
+        """Return the audio of one sample."""
+        some = slice(sample, sample + 1)
+        return Audio(
+            latents=self.latents[some],
+            timesteps=self.timesteps[some],
+            video_timesteps=self.video_timesteps[some],
+            text=self.text[some],
+        )
+
     def masked(self, rule: TextRule, mask: torch.Tensor | None) -> Audio:
         """Return this audio with texts whose padding, where `mask` is zero, is as the pipeline has it."""
         return replace(self, text=apply_text_mask(rule, self.text, mask=mask))

@@ -32,6 +32,8 @@ class Rows:
             for what a family adds to a pack; like the mask, of unpacked samples they may lie on the CPU.
         references (sequence of `torch.Tensor` of shape `(rows, channels, f, h, w)`): References of unpacked samples,
             one tensor for the first reference of each row, and so on.
+        audio ([`Audio`], *optional*): Audio of unpacked samples, with as many tokens in each row that the model runs
+            together.
     """
 
     latents: torch.Tensor
@@ -41,6 +43,7 @@ class Rows:
     text_mask: torch.Tensor | None = None
     conditioning: Mapping[str, Any] = field(default_factory=dict)
     references: Sequence[torch.Tensor] = ()
+    audio: Audio | None = None
 
     @property
     def grid(self) -> Grid:
@@ -83,6 +86,7 @@ class Rows:
                 patch=self.patch,
                 conditioning={name: values[row : row + 1] for name, values in self.conditioning.items()},
                 references=[reference[row : row + 1] for reference in self.references],
+                audio=None if self.audio is None else self.audio.select(row),
             )
             for row, text in enumerate(self.texts)
         ]

@@ -53,6 +53,11 @@ def active_layout() -> PackedLayout:
     return layout
 
 
+def layout_in_use() -> PackedLayout | None:
+    """Return the layout that [`use_layout`] makes active; None where none is."""
+    return _active.layout
+
+
 @contextmanager
 def use_layout(layout: PackedLayout) -> Iterator[None]:
     """Make `layout` the active one inside a `with` block, for callers of the transformer's own forward."""

@@ -381,7 +381,7 @@ class Family:
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
     def audio_rows(self, result: Any) -> torch.Tensor:
-        """Return the prediction of audio, `(rows, row_length, channels)`, among what a forward of a pack returns."""
+        """Return the prediction of audio, `(rows, tokens, channels)`, among what a forward returns."""
         raise NotImplementedError
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
@@ -398,6 +398,20 @@ class Family:
         """
         if self.runs_alone and (len(rows.latents) > 1 or rows.text_mask is not None):
             return torch.cat([self.run(transformer, row, wrapped=wrapped) for row in rows.one_by_one()])
+        return self._run(transformer, rows, wrapped)[0]
+
+    def run_with_audio(
+        self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run samples as [`run`], and return with their output the prediction of their audio, `(tokens, channels)`."""
+        if self.runs_alone and len(rows.latents) > 1:
+            outputs = [self.run_with_audio(transformer, row, wrapped=wrapped) for row in rows.one_by_one()]
+            return torch.cat([output for output, _ in outputs]), [heard for _, (heard,) in outputs]
+        output, result = self._run(transformer, rows, wrapped)
+        return output, list(self.audio_rows(result))
+
+    def _run(self, transformer: Transformer, rows: Rows, wrapped: Any) -> tuple[torch.Tensor, Any]:
+        """Return the output as latents, and all that the forward returned."""
         if rows.references:
             rows = self.with_references(transformer, rows)
         kwargs = {**self.inputs(rows), **self.unpacked_inputs(transformer, rows)}
@@ -410,7 +424,7 @@ class Family:
         output = output_of(result)
         if rows.references:
             output = output[:, : math.prod(rows.grid)]
-        return self.restored(output, rows.grid, rows.patch)
+        return self.restored(output, rows.grid, rows.patch), result
 
     def with_references(self, transformer: Transformer, rows: Rows) -> Rows:
         """Check the references of unpacked samples, and give them timesteps where each token has one."""

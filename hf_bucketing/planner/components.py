@@ -14,6 +14,7 @@ import torch
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
+from ..media.row_audio import AudioRule
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.index import IndexEntry, read_index
 from ..models.loading import part_of
@@ -68,6 +69,8 @@ class Components:
         others (`tuple` of `(name, Component)`): What else encodes texts and media, such as an image encoder.
         second ([`Component`], *optional*): Transformer that is trained in the same run.
         settings (mapping of `str` to any): Settings of the pipeline.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio that it makes with
+            video; None if it makes none.
     """
 
     recipe: type[Recipe]
@@ -78,6 +81,7 @@ class Components:
     others: tuple[tuple[str, Component], ...] = ()
     second: Component | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    audio: AudioRule | None = None
 
 
 def read_components(name_or_path: str, *, trained: TrainedComponent = "transformer") -> Components:
@@ -103,6 +107,7 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
             text_encoders=tuple(read[name] for name in of_text),
             others=tuple((name, read[name]) for name in encoding if name not in ("vae", *of_text)),
             settings=index.settings,
+            audio=recipe.read_audio_rule(name_or_path),
         )
 
 

@@ -171,6 +171,7 @@ class StepShape:
         text_tokens (`int`): Tokens of the texts in their sequences.
         pixels (`int`): Pixels of all samples and references, frames times height times width.
         references (`tuple` of [`Size`][hf_bucketing.Size]): Sizes of the references of the sample that has most.
+        audio_tokens (`int`): Tokens of the audio of all samples.
     """
 
     size: Size
@@ -179,6 +180,7 @@ class StepShape:
     text_tokens: int
     pixels: int
     references: tuple[Size, ...] = ()
+    audio_tokens: int = 0
 
     @classmethod
     def of(
@@ -187,6 +189,7 @@ class StepShape:
         *,
         tokens: int,
         text_tokens: int = 0,
+        audio_tokens: int = 0,
         references: Sequence[tuple[Size, ...]] = (),
     ) -> StepShape:
         """Return the shape of a step of samples of these sizes, with these references of each."""
@@ -197,12 +200,13 @@ class StepShape:
             text_tokens=text_tokens,
             pixels=sum(math.prod(size) for size in chain(sizes, *references)),
             references=max(references, key=lambda shown: sum(map(math.prod, shown)), default=()),
+            audio_tokens=audio_tokens,
         )
 
     @property
     def length(self) -> int:
-        """Tokens that count for `max_tokens`: those of the samples and of the texts in their sequences."""
-        return self.tokens + self.text_tokens
+        """Tokens that count for `max_tokens`: those of the samples, their audio and the texts in their sequences."""
+        return self.tokens + self.audio_tokens + self.text_tokens
 
 
 def plan_components(components: Components, config: PlanConfig, shape: StepShape | None = None) -> MemoryPlan:
@@ -232,6 +236,19 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     return MemoryPlan(phases=phases, shape=shape, blocks=round(traced.blocks), experts=(traced, *idle))
 
 
+def audio_tokens(components: Components, config: PlanConfig, size: Size) -> int:
+    """Return the tokens of the audio of a sample of a size; 0 where no audio is trained.
+
+    Raises:
+        BucketingError: If the settings name audio, and the model makes none.
+    """
+    if config.audio_fps is None:
+        return 0
+    if components.audio is None:
+        raise BucketingError(f"Omit `audio_fps`: a {components.recipe.pipeline_class} makes no audio.")
+    return int(components.audio.num_tokens(size.frames, config.audio_fps))
+
+
 def _shape(components: Components, config: PlanConfig) -> StepShape:
     spec = components.spec
     if config.sample_size is None:
@@ -246,14 +263,19 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
     if recipe.references_in_front:
         shown = (size._replace(frames=1),) * len(shown)
     per_sample = sum(map(spec.num_tokens, (size, *shown)))  # raises if one does not divide into tokens
+    heard = audio_tokens(components, config, size)
     if config.batching == "pack":
-        per_sample = strip_tokens(per_sample, config.strip_length)
+        per_sample = strip_tokens(per_sample + heard, config.strip_length) - heard
     text = recipe.text_tokens(config.max_sequence_length, references=len(shown))
     samples = config.train_batch_size
     if config.max_tokens is not None:
-        samples = max(1, config.max_tokens // (per_sample + text))
+        samples = max(1, config.max_tokens // (per_sample + heard + text))
     return StepShape.of(
-        [size] * samples, tokens=samples * per_sample, text_tokens=samples * text, references=[shown] * samples
+        [size] * samples,
+        tokens=samples * per_sample,
+        text_tokens=samples * text,
+        audio_tokens=samples * heard,
+        references=[shown] * samples,
     )
 
 
@@ -280,6 +302,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         offload_activations=memory.offload_activations,
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
         base_predictions=config.base_predictions,
+        audio_length=-(-shape.audio_tokens // shape.samples),
         token_timesteps=recipe.has_clean_parts(components.settings, draws=draws_parts(config.condition)),
     )
 

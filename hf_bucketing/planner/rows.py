@@ -16,6 +16,7 @@ from ..columns.arrays import column_array
 from ..columns.captions import all_texts
 from ..columns.prepared import PreparedDataset
 from ..errors import BucketingError, MediaError
+from ..media.row_audio import RowAudio
 from ..media.rows import CLIP_START
 from ..media.sample import load
 from ..media.views import ViewRule
@@ -42,6 +43,8 @@ class DataRows:
         decoding (`float`, *optional*): Seconds that one process takes for a million pixels of the files' frames; None
             if it was not measured.
         notes (`tuple` of `str`): Sentences on what was sampled or is not known.
+        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
+            trained.
     """
 
     sizes: Sizes
@@ -49,6 +52,7 @@ class DataRows:
     caption_characters: float | None = None
     decoding: float | None = None
     notes: tuple[str, ...] = ()
+    audio: RowAudio | None = None
 
     @property
     def share(self) -> float:
@@ -84,6 +88,7 @@ class DataRows:
             caption_characters=characters,
             decoding=decoding,
             notes=(*notes, *([fault] if fault else [])),
+            audio=None if prepared.row_audio is None else prepared.row_audio.select(rows),
         )
 
     @classmethod
@@ -119,7 +124,7 @@ def measure_decoding(prepared: PreparedDataset) -> tuple[float | None, str]:
     columns = [name for name in names if name in prepared.dataset.column_names]
     rows = undecoded(prepared.dataset.select_columns(columns).select(readable[chosen]), [prepared.column])
     views, seconds, pixels = ViewRule(random_crop=False), 0.0, 0
-    files = replace(prepared.files, conditions={})
+    files = replace(prepared.files, conditions={}, audio=None)
     for row in rows:
         frames, height, width = (int(row[name]) for name in ("num_frames", "height", "width"))
         size = prepared.spec.snap(Size(max(1, min(frames, _PIXELS // (height * width))), height, width))

@@ -27,6 +27,8 @@ class PlanConfig:
             frames, or as many as the model takes, at the model's own smallest size.
         reference_sizes (`str`, *optional*): Sizes in which each sample's references are shown, as
             `height,width;height,width`, with the frames of a clip before them, in pixels; by default it has none.
+        audio_fps (`float`, *optional*): Frames per second of samples whose audio is trained too, which is as long as
+            their frames; by default none is.
         train_batch_size (`int`): Samples per process and step.
         max_tokens (`int`, *optional*): Tokens per process and step instead, those of text in the sequence of its
             sample included: as many samples as fit, at least one.
@@ -56,6 +58,7 @@ class PlanConfig:
 
     sample_size: list[int] | None = setting(None, common=True)
     reference_sizes: str | None = None
+    audio_fps: float | None = None
     train_batch_size: int = setting(1, common=True)
     max_tokens: int | None = setting(None, common=True)
     batching: Literal["bucket", "pack"] = setting("bucket", common=True)
@@ -89,6 +92,8 @@ class PlanConfig:
                 f"`sample_size` must be frames, height and width, three positive numbers; got {self.sample_size}."
             )
         self.references()
+        if self.audio_fps is not None and not self.audio_fps > 0:
+            raise BucketingError(f"`audio_fps` must be above 0 frames per second, got {self.audio_fps}.")
         if self.condition is not None:
             read_conditions(self.condition)
         check_combination(

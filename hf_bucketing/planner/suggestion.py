@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..buckets.assignment import AssignmentRule, count_rejections, has_bucket
+from ..buckets.assignment import AssignmentRule, count_rejections
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.settings import TableConfig
 from ..errors import BucketingError
+from ..media.row_references import bucket_parts
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
@@ -28,7 +29,7 @@ from ..settings import changed
 from ..units import format_bytes
 from .components import Components
 from .host import DiskPlan, HostPlan, check_host, plan_disk, plan_host
-from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, plan_components, verdict_on
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, audio_tokens, plan_components, verdict_on
 from .options import iter_plans
 from .rows import DataRows
 from .settings import MachineConfig, PlanConfig
@@ -259,7 +260,8 @@ class Suggester:
     ) -> None:
         self.components, self.rows, self.machine = components, rows, machine
         self.speed, self.measured = speed, measured
-        self.base = replace(base, num_processes=machine.num_gpus)
+        audio_fps = None if rows.audio is None else rows.audio.slowest
+        self.base = replace(base, num_processes=machine.num_gpus, audio_fps=audio_fps)
         self.num_workers = num_workers
         self.text_tokens = components.recipe.text_tokens(base.max_sequence_length)
         self.pixels = np.prod([column.astype(np.float64) for column in rows.sizes], axis=0) * rows.readable
@@ -276,6 +278,7 @@ class Suggester:
         candidates: list[Candidate] = []
         refused = []
         for way in ways:
+            way = way._replace(targets=way.targets.beside(audio=self.rows.audio, spec=self.components.spec))
             try:
                 candidates += self._candidates_of(way)
             except BucketingError as error:
@@ -308,25 +311,30 @@ class Suggester:
         Memory is a line through the smallest sample and the largest, which were traced for their operations.
         """
         text, length = self.text_tokens, plan.shape.length
-        of_epoch = float((way.targets.num_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
+        of_epoch = float((way.targets.all_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
         at_most = min(of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
         tokens = self.components.spec.num_tokens(smallest)
-        small = plan_components(self.components, config, StepShape.of([smallest], tokens=tokens, text_tokens=text))
+        heard = audio_tokens(self.components, config, smallest)
+        shape = StepShape.of([smallest], tokens=tokens, text_tokens=text, audio_tokens=heard)
+        small = plan_components(self.components, config, shape)
         room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
         most = min(_tokens_that_fit(small, plan, room), at_most)
         if most >= _MORE_TOKENS * length:
-            more = plan_components(self.components, config, self._shape(way, plan.shape.size, int(most)))
+            more = plan_components(self.components, config, self._shape(way, config, plan.shape.size, int(most)))
             if more.total > room:  # another moment of the step is its highest, and each token adds more to it
                 most = min(_tokens_that_fit(plan, more, room), most)
         if way.batching == "bucket":
             most -= most % length  # more hold no further sample of the largest bucket
         return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
 
-    def _shape(self, way: Way, size: Size, max_tokens: int) -> StepShape:
+    def _shape(self, way: Way, config: PlanConfig, size: Size, max_tokens: int) -> StepShape:
         """Return the shape of a step of as many of the largest samples as the tokens hold."""
         tokens, text = int(way.targets.num_tokens.max()), self.text_tokens
-        samples = max(1, max_tokens // (tokens + text))
-        return StepShape.of([size] * samples, tokens=samples * tokens, text_tokens=samples * text)
+        heard = audio_tokens(self.components, config, size)
+        samples = max(1, max_tokens // (tokens + heard + text))
+        return StepShape.of(
+            [size] * samples, tokens=samples * tokens, text_tokens=samples * text, audio_tokens=samples * heard
+        )
 
     def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
@@ -357,9 +365,9 @@ class Suggester:
     def _plan(self, way: Way, size: Size, config: PlanConfig, flops: BatchCost, *, processes: int) -> Candidate:
         """Plan an epoch of a way, its memory and its time."""
         assert config.max_tokens is not None, "every candidate has tokens"
-        tokens = way.targets.num_tokens
+        tokens = way.targets.all_tokens
         plan, computed = self._epoch(way, config, processes=processes)
-        memory = plan_components(self.components, config, self._shape(way, size, config.max_tokens))
+        memory = plan_components(self.components, config, self._shape(way, config, size, config.max_tokens))
         encoding = self.speed.seconds(encoding_flops(self.components, config, size))
         step = self.measured
         if step is None:
@@ -400,18 +408,19 @@ class Suggester:
 
     def _epoch(self, way: Way, config: PlanConfig, *, processes: int) -> tuple[EpochPlan, IntArray]:
         """Return the plan of an epoch, and the tokens that are computed for each of its samples."""
-        tokens, text = way.targets.num_tokens, self.text_tokens
+        tokens, text = way.targets.all_tokens, self.text_tokens
         assert config.max_tokens is not None, "every candidate has tokens"
         if way.batching == "pack":
             packs = PackPlanConfig(max_tokens=config.max_tokens, strip_length=config.strip_length)
             plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text)
             return plan, strip_tokens(tokens[plan.indices], config.strip_length) + text
-        ids = way.targets.bucket_id.astype(np.int64)
-        present = np.unique(ids[has_bucket(ids)])
+        spec = self.components.spec
+        parts = bucket_parts(way.targets.bucket_id, table=way.table, spec=spec, audio=self.rows.audio)
         limits = BucketPlanConfig(max_tokens=config.max_tokens)
-        sizes = limits.solved_sizes(present, table=way.table, spec=self.components.spec, text_tokens=text)
-        by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True))
-        plan = plan_buckets(ids, BucketPlanConfig(batch_size=by_bucket), epoch=0, num_processes=processes)
+        beside = parts.beside_tokens + text
+        sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=beside)
+        by_part = dict(enumerate(sizes.tolist()))
+        plan = plan_buckets(parts.ids, BucketPlanConfig(batch_size=by_part), epoch=0, num_processes=processes)
         return plan, tokens[plan.indices] + text
 
     def _kept_pixels(self, targets: Targets) -> FloatArray:
@@ -446,7 +455,10 @@ class Suggester:
         latents = 4 * values * int(tokens.sum()) / self.rows.share
         most = config.max_sequence_length or components.recipe.default_sequence_length
         length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)
-        width = components.recipe.family.text_dim(components.transformer.build())
+        transformer, family = components.transformer.build(), components.recipe.family
+        width = family.text_dim(transformer)
+        if self.base.audio_fps is not None:
+            width += family.audio_text_dim(transformer)
         half = 4 if config.mixed_precision == "no" else 2
         return round(latents + half * length * width * (self.rows.total or 0))
 

@@ -19,7 +19,7 @@ from ..units import format_seconds
 from .components import Components
 from .encoding import encode_media, encode_texts
 from .gpus import TimeConfig
-from .memory import StepShape, plan_components
+from .memory import StepShape, audio_tokens, plan_components
 from .settings import PlanConfig
 
 _TRACED_SIZES = 3
@@ -100,7 +100,9 @@ def training_flops(components: Components, config: PlanConfig, sizes: Sequence[S
     by_tokens = {components.spec.num_tokens(size): size for size in sizes}
     lengths, flops = [], []
     for tokens in _spread(sorted(by_tokens)):
-        shape = StepShape.of([by_tokens[tokens]], tokens=tokens, text_tokens=text)
+        size = by_tokens[tokens]
+        heard = audio_tokens(components, config, size)
+        shape = StepShape.of([size], tokens=tokens, text_tokens=text, audio_tokens=heard)
         lengths.append(shape.length)
         flops.append(plan_components(components, alone, shape).flops)
     scale = max(lengths)  # so that the powers are of one order

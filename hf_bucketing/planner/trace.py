@@ -32,6 +32,7 @@ from ..adapters.lora import add_adapters
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
 from ..models.registry import families
+from ..packing.audio import Audio
 from ..packing.batch import Rows, has_latent_size
 from ..packing.context import bind_checkpoints
 from ..packing.family import freeze_unused, output_of
@@ -62,6 +63,7 @@ class TracedStep:
         latent_sizes (`tuple` of `(f, h, w)`): Latent frames, rows and columns of each sample, the same for all.
         reference_sizes (`tuple` of `(f, h, w)`): Those of the references of each sample.
         text_length (`int`): Text tokens of each.
+        audio_length (`int`): Audio tokens of each; 0 where no audio is trained.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
         trained_dtype (`"float32"` or `"bf16"`): Precision of what is trained.
         adapters ([`AdapterConfig`]): LoRA, if there is a rank.
@@ -86,6 +88,7 @@ class TracedStep:
     base_predictions: int = 0
     reference_sizes: tuple[Grid, ...] = ()
     token_timesteps: bool = False
+    audio_length: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,12 +189,13 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         **{name: list(range(count)) if name in PLACED_LAYERS else count for name, count in layers}
     )
     family = families()[type(model).__name__]
-    freeze_unused(family, model)
+    audio = step.audio_length > 0
+    freeze_unused(family, model, audio=audio)
     if step.quantize_base is not None:
         _quantize(model, step.quantize_base)
     if step.adapters.lora_rank is not None:
         with torch.device("meta"):
-            add_adapters(model, step.adapters)
+            add_adapters(model, step.adapters, audio=audio)
         for layer in model.modules():
             if hasattr(layer, "module_dropout"):  # of LoHa and LoKr, which read a number that they draw in training
                 layer.eval()
@@ -291,9 +295,14 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
             with torch.no_grad(), base_model(model):
                 of_base = [output_of(model(**inputs, return_dict=False)) for _ in range(step.base_predictions)]
                 of_base = [torch.stack(of_base).sum(0)] if of_base else []
-            output = output_of(model(**inputs, return_dict=False))
+            result = model(**inputs, return_dict=False)
+        output = output_of(result)
         target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
-        return (output.float() - target).square().mean(), sum(waiting)
+        loss = (output.float() - target).square().mean()
+        if step.audio_length:
+            heard = families()[type(model).__name__].audio_rows(result).float()
+            loss = loss + (heard - torch.empty_like(heard)).square().mean()
+        return loss, sum(waiting)
 
 
 @torch.no_grad()
@@ -339,10 +348,23 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
         text_mask=torch.ones(count, length) if family.text.padding == "masked" else None,
         conditioning=conditioning,
         references=[torch.empty(count, channels, *size, device="meta") for size in step.reference_sizes],
+        audio=_audio(model, step, text_length=length) if step.audio_length else None,
     )
     if rows.references:
         rows = family.with_references(model, rows)
     return {**family.inputs(rows), **family.unpacked_inputs(model, rows)}
+
+
+def _audio(model: Any, step: TracedStep, *, text_length: int) -> Audio:
+    """Return the audio of the samples, without storage."""
+    family, count = families()[type(model).__name__], len(step.latent_sizes)
+    levels, channels = torch.empty(count, device="meta"), model.config.audio_in_channels
+    return Audio(
+        latents=list(torch.empty(count, step.audio_length, channels, device="meta")),
+        timesteps=levels,
+        video_timesteps=levels,
+        text=torch.empty(count, text_length, family.audio_text_dim(model), device="meta"),
+    )
 
 
 def _materialise(model: torch.nn.Module, step: TracedStep) -> None:

@@ -17,6 +17,7 @@ from .references import describe_references
 from .sources import SourceUse, source_cells
 from .text import (
     BESIDE_REFERENCES,
+    NO_BUCKET,
     bucket_cells,
     bucket_note,
     describe_cut_samples,
@@ -114,9 +115,7 @@ def _overview(report: Report, beside: Beside) -> list[Block]:
     short_batches = sum(bucket.short_batches for bucket in buckets.used)
     batches = sum(bucket.batches for bucket in buckets.used)
     if not buckets.used:
-        blocks.append(
-            Paragraphs(texts=["No sample has a bucket: nothing can be trained with this table."], warning=True)
-        )
+        blocks.append(Paragraphs(texts=[NO_BUCKET], warning=True))
     elif short_batches > batches / 4:
         blocks.append(
             Paragraphs(

@@ -15,6 +15,7 @@ from ..buckets.ladders import COMMON_RATIOS
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..media.row_audio import RowAudio
 from ..media.row_references import RowReferences
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
@@ -153,6 +154,7 @@ def make_report(
     assigned: AssignedColumns | None = None,
     max_frames: int | None = None,
     references: RowReferences | None = None,
+    audio: RowAudio | None = None,
 ) -> Report:
     """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
 
@@ -167,6 +169,7 @@ def make_report(
             [`OpenTable`][hf_bucketing.OpenTable] that packs are trained with; by default a sample keeps all.
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
             rows.
+        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
@@ -181,6 +184,7 @@ def make_report(
         assigned=assigned,
         max_frames=max_frames,
         references=references,
+        audio=audio,
     )
     return Report(
         config=config,
@@ -232,7 +236,7 @@ def _padding(subject: Subject) -> _Epoch:
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
     table = open_table(subject.spec)
     padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec) + config.text_tokens
-    padded = padded + np.maximum.reduceat(targets.shown_tokens[plan.indices], plan.offsets[:-1])
+    padded = padded + np.maximum.reduceat(targets.beside_tokens[plan.indices], plan.offsets[:-1])
     counts = np.diff(plan.offsets)
     return _Epoch("padding", targets, plan, padded * counts, config.costs.cost(padded) * counts)
 

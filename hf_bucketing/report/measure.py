@@ -17,7 +17,8 @@ from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
-from ..media.row_references import BucketParts, RowReferences
+from ..media.row_audio import RowAudio
+from ..media.row_references import BucketParts, RowReferences, bucket_parts
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig
@@ -135,7 +136,7 @@ class Targets(NamedTuple):
             of 100×200 that covers a square target keeps a half.
         kept_frames: Share of the sample's frames that its target has.
         scale: Factor by which cover-resize scales the sample's sides; above 1 it enlarges.
-        shown_tokens: Tokens of the sample's references beside it, 0 for a rejected sample.
+        beside_tokens: Tokens of the sample's references and of its audio, 0 for a rejected sample.
     """
 
     bucket_id: npt.NDArray[np.int32]
@@ -145,25 +146,30 @@ class Targets(NamedTuple):
     kept_area: FloatArray
     kept_frames: FloatArray
     scale: FloatArray
-    shown_tokens: IntArray
+    beside_tokens: IntArray
 
     @property
     def all_tokens(self) -> IntArray:
-        """Tokens of each sample and of its references."""
-        return self.num_tokens + self.shown_tokens
+        """Tokens of each sample, of its references and of its audio."""
+        return self.num_tokens + self.beside_tokens
 
-    def beside(self, references: RowReferences | None, *, spec: LatentSpec) -> Targets:
-        """Return these targets with the tokens of references."""
-        if references is None:
-            return self
+    def beside(
+        self, references: RowReferences | None = None, audio: RowAudio | None = None, *, spec: LatentSpec
+    ) -> Targets:
+        """Return these targets with the tokens of references and audio."""
         sizes = np.where(has_bucket(self.bucket_id)[:, None], np.stack(self.sizes, 1), 0)
-        return self._replace(shown_tokens=references.num_tokens(sizes, spec=spec))
+        tokens = np.zeros(len(sizes), np.int64)
+        if references is not None:
+            tokens += references.num_tokens(sizes, spec=spec)
+        if audio is not None:
+            tokens += audio.num_tokens(sizes[:, 0])
+        return self._replace(beside_tokens=tokens)
 
 
 class Subject(NamedTuple):
     """Everything that a report is computed from: the samples in their buckets and at their own size, and settings.
 
-    `parts` are buckets divided by the sizes of references, if samples have some.
+    `parts` are buckets divided by the sizes of references and the lengths of audio, if samples have some.
     """
 
     sizes: Sizes
@@ -221,6 +227,7 @@ def read_subject(
     assigned: AssignedColumns | None = None,
     max_frames: int | None = None,
     references: RowReferences | None = None,
+    audio: RowAudio | None = None,
 ) -> Subject:
     """Read the columns and find the targets of all samples; raises what `make_report` raises."""
     sizes = read_sizes(columns)
@@ -231,8 +238,10 @@ def read_subject(
             sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
         )
     own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
-    parts = None if references is None else references.parts(bucketed.bucket_id, table=table, spec=spec)
-    bucketed, own = (targets.beside(references, spec=spec) for targets in (bucketed, own))
+    parts = None
+    if references is not None or audio is not None:
+        parts = bucket_parts(bucketed.bucket_id, table=table, spec=spec, references=references, audio=audio)
+    bucketed, own = (targets.beside(references, audio, spec=spec) for targets in (bucketed, own))
     return Subject(sizes, bucketed, own, table, spec, config, parts)
 
 
@@ -312,7 +321,7 @@ def _targets(
         kept_area=np.minimum(across, down) / np.maximum(np.maximum(across, down), 1),
         kept_frames=targets.frames / frames,
         scale=np.maximum(targets.heights / heights, targets.widths / widths),
-        shown_tokens=np.zeros_like(num_tokens),
+        beside_tokens=np.zeros_like(num_tokens),
     )
 
 

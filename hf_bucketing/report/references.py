@@ -10,7 +10,7 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import has_bucket
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..media.row_references import RowReferences
+from ..media.row_references import RowReferences, bucket_parts
 from .measure import ReportConfig, plan_batches
 
 _FILLED = 0.9
@@ -70,8 +70,8 @@ def measure_references(
     usable = has_bucket(ids)
     if references is None or not references.counts[usable].any():
         return None
-    parts = references.parts(ids, table=table, spec=spec)
-    shown = int(parts.shown_tokens[parts.ids[usable]].sum())
+    parts = bucket_parts(ids, table=table, spec=spec, references=references)
+    shown = int(parts.beside_tokens[parts.ids[usable]].sum())
     own = int(table.num_tokens(ids, spec=spec).sum())
     (full, steps), (full_without, steps_without) = (_filled(groups, config) for groups in (parts.ids, ids))
     return ReferenceReport(

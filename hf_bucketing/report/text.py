@@ -41,6 +41,15 @@ BESIDE_REFERENCES = (
 )
 
 
+NO_BUCKET = (
+    "No row has a bucket, so that nothing can be trained in buckets of this table. Packs (--batching pack) take rows "
+    "at their own sizes, if these could be read."
+)
+
+_NAMED_BUCKETS = 20
+"""Most buckets without a sample that are named."""
+
+
 def format_report(report: Report) -> str:
     """Return the report as text: its verdict, the data in the table, used buckets, any references, the strategies."""
     verdict = "\n".join(fill(text, width=118) for text in (str(choose_way(report)), RULE))
@@ -152,7 +161,8 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
         f"{bucket.bucket_id}:\u00a0{size_label(bucket.size)}" for bucket in report.buckets if not bucket.num_samples
     ]
     if empty:
-        text = f"{len(empty)} buckets without a sample: {', '.join(empty)}"
+        more = f", and {len(empty) - _NAMED_BUCKETS:,} more (--json, --html)" if len(empty) > _NAMED_BUCKETS else ""
+        text = f"{len(empty)} buckets without a sample: {', '.join(empty[:_NAMED_BUCKETS])}{more}"
         lines.append(fill(text, width=118, subsequent_indent="  ").replace("\u00a0", " "))
     return "\n".join(lines)
 

@@ -39,8 +39,8 @@ from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
-from ..media.audio import AUDIO, HAS_AUDIO
 from ..media.conditions import REFERENCE
+from ..media.row_audio import RowAudio
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import REGULARIZATION
 from ..models.conditioning import read_conditions
@@ -71,11 +71,13 @@ class TrainingData(RunData):
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's, with those
-            of its references.
+            of its references and of its audio.
         learned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): Tokens of each row that enter the
             loss: those of its own grid.
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
             rows, where samples have some.
+        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
+            trained.
         source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
     """
 
@@ -85,6 +87,7 @@ class TrainingData(RunData):
     num_tokens: npt.NDArray[np.int64]
     learned_tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]]
     references: RowReferences | None = None
+    audio: RowAudio | None = None
     source_ids: npt.NDArray[np.int64] | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
@@ -138,7 +141,9 @@ class TrainingData(RunData):
         lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
         most = int(lengths.argmax())
         rows = plan.batch(most)
-        return LargestStep(self.sizes(rows), int(lengths[most]), self.reference_sizes(rows))
+        return LargestStep(
+            self.sizes(rows), int(lengths[most]), self.reference_sizes(rows), audio=self.audio_tokens(rows)
+        )
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
@@ -201,9 +206,7 @@ class TrainingData(RunData):
     @property
     def with_audio(self) -> int | None:
         """Usable rows that have audio; None where none is trained."""
-        if AUDIO not in self.conditions:
-            return None
-        return int(column_array(self.dataset, HAS_AUDIO)[self.num_tokens > 0].sum())
+        return None if self.audio is None else int(self.audio.present[self.num_tokens > 0].sum())
 
     @property
     def frame_rates(self) -> npt.NDArray[np.float64]:
@@ -222,6 +225,12 @@ class TrainingData(RunData):
     def reference_sizes(self, rows: npt.NDArray[np.int64]) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are counted."""
         return [()] * len(rows) if self.references is None else self.references.select(rows).sizes(self.sizes(rows))
+
+    def audio_tokens(self, rows: npt.NDArray[np.int64]) -> list[int]:
+        """Return the tokens of the audio of each row; an empty list where none is trained."""
+        if self.audio is None:
+            return []
+        return self.audio.select(rows).num_tokens([size.frames for size in self.sizes(rows)]).tolist()
 
     def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
         """Call a function with the numbers of references of the usable rows, and the numbers of these rows."""
@@ -321,8 +330,9 @@ def _data_of(
     if references is not None:
         num_tokens = own_tokens + references.num_tokens(sample_sizes(bucket_ids, table), spec=spec)
     check_audio(config, prepared)
-    if prepared.audio is not None:
-        num_tokens = num_tokens + prepared.audio_tokens(bucket_ids, table)
+    audio = prepared.row_audio
+    if audio is not None:
+        num_tokens = num_tokens + audio.num_tokens(sample_sizes(bucket_ids, table)[:, 0])
     learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     cost_model = make_cost_model(config, width=counting.width)
     resize = None
@@ -340,7 +350,7 @@ def _data_of(
     if batches.batching == "bucket":
         buckets = BucketPlanConfig(**vars(batches.bucket_limits), remainder=batches.remainder, **order)
         sampler = BucketBatchSampler(
-            bucket_ids, table=table, config=buckets, spec=spec, references=references, **common
+            bucket_ids, table=table, config=buckets, spec=spec, references=references, audio=audio, **common
         )
     else:
         sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
@@ -364,7 +374,7 @@ def _data_of(
                 prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
             )
             raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
-    if (references is not None or prepared.audio is not None) and config.faults.on_error == "replace":
+    if (references is not None or audio is not None) and config.faults.on_error == "replace":
         counted = {"num_tokens": num_tokens}  # by which replacements are chosen
         if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
             counted[BUCKET_PART] = sampler.parts.ids
@@ -402,6 +412,7 @@ def _data_of(
         num_tokens=num_tokens,
         learned_tokens=learned,
         references=references,
+        audio=audio,
         text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
@@ -446,7 +457,7 @@ def _frames_that_fit(
     rows = np.stack([column_array(prepared.dataset, name) for name in ("num_frames", "height", "width")])
     limits = dataclasses.replace(packs, oversize="own_batch")
     sizes, of_row = np.unique(rows, axis=1, return_inverse=True)
-    spec = prepared.spec
+    spec, audio = prepared.spec, prepared.row_audio
 
     def fitting(max_frames: int) -> int:
         table = dataclasses.replace(prepared.open_table, max_frames=max_frames)
@@ -455,8 +466,8 @@ def _frames_that_fit(
         tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)[of_row.ravel()]
         if references is not None:
             tokens = tokens + references.num_tokens(sample_sizes(ids, table)[of_row.ravel()], spec=spec)
-        if prepared.audio is not None:
-            tokens = tokens + prepared.audio_tokens(ids[of_row.ravel()], table)
+        if audio is not None:
+            tokens = tokens + audio.num_tokens(sample_sizes(ids[of_row.ravel()], table)[:, 0])
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero((tokens > 0) & ~over))
 
@@ -563,9 +574,6 @@ def check_audio(config: TrainingConfig, prepared: PreparedDataset) -> None:
             raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
         return
     faults = {
-        '`batching="bucket"`: audio is trained in packs, as samples of one size have audio of several lengths or none;'
-        ' give `batching="pack"`': config.batches.batching == "bucket",
-        '`max_tokens="auto"`, which tries video alone': config.batches.max_tokens == "auto",
         "`random_resize`": config.batches.random_resize is not None,
         '`frame_picking="uniform"`, by which frames are further apart than their sound': (
             config.views.frame_picking == "uniform"

@@ -17,10 +17,13 @@ from accelerate.utils.memory import should_reduce_batch_size
 from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
 from ..errors import BucketingError
+from ..media.audio import CHANNELS
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
+from ..media.row_audio import AUDIO
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
 from ..models.samples import REFERENCES
+from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.settings import Precision
@@ -35,7 +38,7 @@ from .config import TrainingConfig
 from .data import TrainingData, make_data
 from .experts import Experts
 from .opened import OpenedRun
-from .run_data import ModelTokens, RunData
+from .run_data import LargestStep, ModelTokens, RunData
 
 logger = get_logger(__name__)
 
@@ -82,10 +85,13 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     Raises:
         BucketingError: As [`config_of_run`].
     """
-    sizes, tokens, references = data.largest_step()
+    sizes, tokens, references, audio = data.largest_step()
     pictures = opened.recipe.reference_text_tokens * sum(map(len, references))
     text = data.text_tokens * len(sizes) + pictures
-    shape = StepShape.of(sizes, tokens=tokens - text, text_tokens=text, references=references)
+    heard = sum(audio)
+    shape = StepShape.of(
+        sizes, tokens=tokens - text - heard, text_tokens=text, audio_tokens=heard, references=references
+    )
     return plan_components(_components(opened), config_of_run(opened), shape)
 
 
@@ -176,14 +182,17 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     rows = np.array([tokens.argmax()])
     (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
-    largest = _planned_tokens(opened, size, shown, at_most=share, recipe=recipe)
+    fps = None
+    if whole.audio is not None and whole.audio.present[rows[0]]:
+        fps = float(whole.audio.fps[rows[0]])
+    largest = _planned_tokens(opened, size, shown, audio_fps=fps, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         rows = plan.batch(int(costs.argmax()))
-        sizes, references = data.sizes(rows), data.reference_sizes(rows)
+        largest = LargestStep(data.sizes(rows), 0, data.reference_sizes(rows), audio=data.audio_tokens(rows))
         beside = [expert.transformer for expert in recipe.experts[1:]]
         optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
         set_training(optimizer)
@@ -191,7 +200,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
             group["lr"] *= 0
         for step in experts.steps:
             step.texts = data.texts
-            batch = _random_batch(sizes, references, step.recipe, accelerator.device, data=data)
+            batch = _random_batch(largest, step.recipe, accelerator.device, data=data)
             with accelerator.autocast():
                 losses = step(step.recipe.transformer, batch, epoch=0)
             losses.values.sum().backward()
@@ -205,16 +214,24 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
 
 
 def _planned_tokens(
-    opened: OpenedRun, size: Size, references: tuple[Size, ...], *, at_most: int, recipe: Recipe
+    opened: OpenedRun,
+    size: Size,
+    references: tuple[Size, ...],
+    *,
+    audio_fps: float | None = None,
+    at_most: int,
+    recipe: Recipe,
 ) -> int:
     """Return somewhat more tokens than a plan says that fit, from which to search down.
 
-    Samples are of a size, with these references each.
+    Samples are of a size, with these references each, and with audio of as many frames per second, if any.
     """
     held = _held_bytes([expert.transformer for expert in recipe.experts])
     try:
         shown = as_reference_sizes(references)
-        planned = dataclasses.replace(config_of_run(opened), sample_size=list(size), reference_sizes=shown)
+        planned = dataclasses.replace(
+            config_of_run(opened), sample_size=list(size), reference_sizes=shown, audio_fps=audio_fps
+        )
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
         return largest_tokens(_components(opened), planned, memory=memory, at_most=at_most)
     except Exception as error:  # as in describe_memory
@@ -264,18 +281,9 @@ def _blank(condition: str, size: Size, device: torch.device) -> torch.Tensor:
     return torch.ones(1 if condition == MASK else 3, frames, size.height, size.width, device=device)
 
 
-def _random_batch(
-    sizes: list[Size],
-    references: list[tuple[Size, ...]],
-    recipe: Recipe,
-    device: torch.device,
-    *,
-    data: TrainingData,
-) -> dict[str, Any]:
-    """Return a batch of the run's kind with random media or, where the run reads a cache, random latents.
-
-    `references` are the sizes of each sample's references.
-    """
+def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
+    """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
+    sizes, references = largest.sizes, largest.references
     batch: dict[str, Any] = {
         "caption": ["a " * data.text_tokens] * len(sizes),  # as long as a caption can be where its length matters
         "index": list(range(len(sizes))),
@@ -299,7 +307,11 @@ def _random_batch(
         batch["shown"] = {
             condition: shown if condition == REFERENCE else [_blank(condition, size, device) for size in sizes]
             for condition in data.conditions
+            if condition != AUDIO
         }
+        if data.audio is not None:
+            each = data.audio.rule.samples_per_token
+            batch["shown"][AUDIO] = [torch.rand(CHANNELS, each * count, device=device) for count in largest.audio]
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
@@ -307,6 +319,9 @@ def _random_batch(
             batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
+        if data.audio is not None:
+            channels = transformer.config.audio_in_channels
+            batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]
     if not recipe.modules("text_encoders"):
         words = recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
         shape = len(sizes), words + recipe.reference_text_tokens * max(map(len, references))
@@ -316,4 +331,7 @@ def _random_batch(
         batch["text_others"] = {
             name: values.to(device) for name, values in drawn.items() if not has_latent_size(values)
         }
+        if recipe.audio:
+            text_dim = family.audio_text_dim(transformer)
+            batch["text_others"][AUDIO_TEXT] = torch.randn(*shape, text_dim, device=device)
     return batch

@@ -17,6 +17,9 @@ from .logs import Logs, StepLog
 from .recount import Leg, Recount, recount
 from .run_log import read_log
 
+MIN_FALL = -0.5
+"""Smallest fall of the loss that passes: a model that is trained already hardly falls, and one that diverges rises."""
+
 FEWEST_STEPS = 10
 """Fewest optimizer steps that have tenths."""
 
@@ -78,12 +81,13 @@ class RunReview(NamedTuple):
         return "\n".join([f"{self.name}:", *map(str, self.checks)])
 
 
-def review_run(logs: Logs, *, min_fall: float = 1 / 3) -> RunReview:
+def review_run(logs: Logs, *, min_fall: float = MIN_FALL) -> RunReview:
     """Recount the logs of a run, and compare them with its plans.
 
     Args:
         logs ([`Logs`][hf_bucketing.training.logs.Logs]): Logs of the run.
-        min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
+        min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss; below 0, how far it
+            may rise.
 
     Raises:
         BucketingError: If the run left no logs, or those of an earlier release.
@@ -110,7 +114,8 @@ def _check_fall(lines: Sequence[Mapping[str, Any]], *, of: str, min_fall: float)
         return Check(True, f"{len(lines)} optimizer steps{of}, too few to compare tenths of the loss")
     first, last = summarise_losses([line["train_loss"] for line in lines])
     fall = 1 - last / first
-    said = f"loss{of} {first:.4f} in the first tenth, {last:.4f} in the last: {fall:.0%} less"
+    change = f"{abs(fall):.0%} {'more' if fall < 0 else 'less'}"
+    said = f"loss{of} {first:.4f} in the first tenth, {last:.4f} in the last: {change}"
     return Check(fall >= min_fall, said)
 
 

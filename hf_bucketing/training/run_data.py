@@ -86,13 +86,15 @@ class LargestStep(NamedTuple):
 
     Attributes:
         sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
-        tokens (`int`): Tokens of its samples, their references and texts.
+        tokens (`int`): Tokens of its samples, their references, audio and texts.
         references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
+        audio (sequence of `int`): Tokens of each sample's audio, which are among `tokens`; none where none is trained.
     """
 
     sizes: list[Size]
     tokens: int
     references: list[tuple[Size, ...]]
+    audio: Sequence[int] = ()
 
 
 @dataclass(kw_only=True)

@@ -27,6 +27,7 @@ from .held_out_review import held_out_changes
 from .logs import Logs, StepLog
 from .review import (
     FEWEST_STEPS,
+    MIN_FALL,
     describe_end,
     duration,
     loss_charts,
@@ -68,12 +69,13 @@ def write_live_page(folder: Path) -> None:
             partial.write_text(render_page(run_page([folder], live=True)), encoding="utf-8")
 
 
-def run_page(folders: Sequence[Path], *, min_fall: float = 1 / 3, live: bool = False) -> Page:
+def run_page(folders: Sequence[Path], *, min_fall: float = MIN_FALL, live: bool = False) -> Page:
     """Lay out the logs of runs as a page.
 
     Args:
         folders (sequence of `Path`): Output folders of runs.
-        min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss.
+        min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss; below 0, how far it
+            may rise.
         live (`bool`): Whether the page refreshes itself while a run trains. It then omits what needs the log of every
             sample, which takes long to read: checks, and losses by bucket and by source.
 

@@ -38,6 +38,7 @@ SUGGESTED = NOT_PLANNED | {
     "context_parallel_degree",
     "base_predictions",
     "reference_sizes",
+    "audio_fps",
 }
 """Settings of a plan that are no flags of scripts/suggest_run.py: it chooses them, or does without."""
 

@@ -20,8 +20,8 @@ from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
-from ..media.audio import AUDIO
 from ..media.conditions import MASK, REFERENCE
+from ..media.row_audio import AUDIO
 from ..media.rows import SOURCE
 from ..media.sample import frame_rates
 from ..models.conditioning import NOTHING_DRAWN, Conditions, Drawn, read_conditions
@@ -241,6 +241,13 @@ class Step(ABC):
         There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
         """
 
+    def _with_audio(
+        self, losses: Callable[[Noised], torch.Tensor], audio: NoisedAudio, heard: Sequence[torch.Tensor]
+    ) -> Callable[[Noised], torch.Tensor]:
+        """Return losses of video with those of the audio that was predicted beside it."""
+        of_audio = self.audio_weight * audio.losses(heard)
+        return lambda noised: losses(noised) + of_audio
+
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """Make the transformer usable by its pipeline inside a `with` block."""
@@ -254,9 +261,13 @@ class BucketStep(Step):
 
     def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
         inputs = self.recipe.model_inputs(samples)
-        output = self.recipe.predict(transformer, samples, inputs)
-        losses = partial(self.objective.losses, output, weights=loss_weights(inputs, samples))
-        return Prediction(partial(list, output), losses)
+        weights = loss_weights(inputs, samples)
+        if samples.audio is None:
+            output = self.recipe.predict(transformer, samples, inputs)
+            return Prediction(partial(list, output), partial(self.objective.losses, output, weights=weights))
+        output, heard = self.recipe.predict_with_audio(transformer, samples, inputs)
+        losses = partial(self.objective.losses, output, weights=weights)
+        return Prediction(partial(list, output), self._with_audio(losses, samples.audio, heard))
 
 
 @dataclass(kw_only=True)
@@ -279,7 +290,7 @@ class PackStep(Step):
             timesteps=inputs.timesteps,
             references=inputs.references,
             conditioning=inputs.conditioning,
-            audio=self.recipe.pack_audio(samples),
+            audio=inputs.audio,
             token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
             **samples.text.pack_kwargs(),
@@ -290,11 +301,8 @@ class PackStep(Step):
             losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
             return Prediction(partial(pack.unpack, output), losses)
         output, heard = packed_forward_with_audio(transformer, pack)
-        of_audio = self.audio_weight * samples.audio.losses(heard)
-        return Prediction(
-            partial(pack.unpack, output),
-            lambda noised: self.objective.packed_losses(output, noised, pack, weights=weights) + of_audio,
-        )
+        losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
+        return Prediction(partial(pack.unpack, output), self._with_audio(losses, samples.audio, heard))
 
 
 def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:

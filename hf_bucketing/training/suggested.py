@@ -15,6 +15,7 @@ from ..planner.memory import PLAN_ERROR, verdict_on
 from ..planner.rows import DataRows
 from ..planner.settings import MachineConfig
 from ..planner.suggestion import MOST_DROPPED, Candidate, Suggestion
+from ..report.text import align
 from ..units import format_bytes, format_seconds
 from .script_settings import launcher, training_settings
 
@@ -118,14 +119,14 @@ def _commands(candidate: Candidate, file: Path, *, prepared: bool, streaming: bo
 
 
 def describe_suggestion(suggestion: Suggestion, *, machine: MachineConfig, price_per_hour: float | None) -> str:
-    """Return the ranked runs as a table in Markdown, with what speaks against each, and more about the first."""
+    """Return the ranked runs with what speaks against each, a table of them, and more about the first."""
+    best, *others = suggestion.candidates
+    text = [f"1: {best.name}"]
+    for rank, candidate in enumerate(others, start=2):
+        text.append(f"{rank}: {candidate.name}; {suggestion.reason_against(candidate)}")
     rows = [_row(candidate, machine, price_per_hour) for candidate in suggestion.candidates]
-    lines = [[str(rank), *row.values()] for rank, row in enumerate(rows, start=1)]
-    titles = ["", *rows[0]]
-    cells = [titles, ["---"] * len(titles), *lines]
-    text = ["\n".join(f"| {' | '.join(line)} |" for line in cells), ""]
-    for rank, candidate in enumerate(suggestion.candidates[1:], start=2):
-        text.append(f"{rank}: {suggestion.reason_against(candidate)}.")
+    cells = [("", *rows[0]), *((str(rank), *row.values()) for rank, row in enumerate(rows, start=1))]
+    text += ["", align(cells), ""]
     text += [f"Not possible: {way.name}: {way.reason.rstrip('.')}." for way in suggestion.refused]
     return "\n".join([*text, "", *_about_best(suggestion, machine)])
 
@@ -134,7 +135,6 @@ def _row(candidate: Candidate, machine: MachineConfig, price_per_hour: float | N
     time, total = candidate.time, candidate.memory.total
     verdict = verdict_on(total, machine.gpu_memory * 2**30)
     row = {
-        "run": candidate.name,
         f"in {machine.gpu_memory:g} GiB": f"{format_bytes(total)}, {verdict}",
         "machine": format_bytes(candidate.host.total),
         "pixels kept": f"{candidate.kept:.1%}",

@@ -31,7 +31,6 @@ REPLACEMENTS = {
     "--height 480 --width 832 --num_frames 81": "--height 64 --width 96 --num_frames 17",
     "--num_train_epochs 20": "--num_train_epochs 4",  # in which the loss falls by less than the pages say
     "--min_fall 0.1": "--min_fall -9",
-    "--html training.html": "--html training.html --min_fall -9",
     "--output_dir clips": "--output_dir demo-clips",  # the folder `clips` is there
 }
 OTHER_TESTS = {

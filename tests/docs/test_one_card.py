@@ -14,7 +14,6 @@ from tests.docs.test_model_pages import FASTER, on_small_weights
 PAGE = PAGES["docs/one-card.md"]
 ON_A_CPU = {
     "suggest_run.py": ["--gpu_memory", 1, "--device", "cpu", "--mixed_precision", "no", "--target_fps", 8],
-    "report_training.py": ["--min_fall", -9],
     **FASTER,
 }
 

@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.media.references import ReferenceRule
-from hf_bucketing.media.row_references import RowReferences, sample_sizes, tokens_of_key
+from hf_bucketing.media.row_audio import AudioRule, RowAudio
+from hf_bucketing.media.row_references import RowReferences, bucket_parts, sample_sizes, tokens_of_key
 
 IMAGES = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 VIDEOS = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -71,10 +72,25 @@ def test_parts_divide_buckets_by_the_grids_of_references() -> None:
     table = BucketTable.parse("64,64;64,96", frames=[1])
     lists = [[], [(1, 64, 64)], [(1, 60, 60)], [(1, 64, 64)], [(1, 64, 64), (1, 64, 64)], []]
     ids = [0, 0, 1, 0, 0, -1]
-    parts = references_of(lists).parts(ids, table=table, spec=IMAGES)
+    parts = bucket_parts(ids, table=table, spec=IMAGES, references=references_of(lists))
     assert parts.ids.tolist() == [0, 1, 3, 1, 2, -1]
     assert parts.bucket_ids.tolist() == [0, 0, 0, 1]
-    assert parts.shown_tokens.tolist() == [0, 16, 32, 9]
+    assert parts.beside_tokens.tolist() == [0, 16, 32, 9]
+
+
+def test_parts_divide_buckets_by_the_length_of_audio_too() -> None:
+    table, spec = (
+        BucketTable.parse("64,64", frames=[1, 9]),
+        LatentSpec(temporal_stride=8, spatial_stride=32, patch=(1, 1, 1)),
+    )
+    rule = AudioRule(rate=16000, samples_per_token=640)
+    audio = RowAudio(rule=rule, present=np.array([1, 0, 1, 1, 1], bool), fps=np.array([8.0, 8, 24, 0, 8]))
+    references = references_of([[], [], [], [], [(9, 32, 32)]])
+    ids = table.assign([9, 9, 9, 1, 9], [64] * 5, [64] * 5).bucket_id.tolist()
+    parts = bucket_parts(ids, table=table, spec=spec, references=references, audio=audio)
+    assert len({*parts.ids.tolist()}) == 5, "28 tokens, none, 9, an image, and 28 with a reference"
+    assert parts.beside_tokens[parts.ids].tolist() == [28, 0, 9, 0, 28 + 2]
+    assert parts.bucket_ids[parts.ids].tolist() == ids
 
 
 def test_rejected_rows_count_nothing_and_rows_can_be_selected() -> None:

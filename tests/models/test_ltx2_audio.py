@@ -15,6 +15,7 @@ from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.ltx2.packing import FAMILY
 from hf_bucketing.packing import packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
+from hf_bucketing.packing.batch import Rows
 from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference
 from tests.models.families import CASES
 from tests.pretended_device import module_on_device, on_cpu, on_device, pretended_device
@@ -118,6 +119,49 @@ def test_recomputed_blocks_read_the_audio_of_their_own_pack() -> None:
     samples.model.enable_gradient_checkpointing()
     samples.model.train()
     assert_same_gradients(plain, gradients(samples.model, loss_of(*samples.packed())), 1e-9, without_gradient=UNUSED)
+
+
+STACKED = (0, 4)
+"""Samples of one size whose texts are equally long."""
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+@pytest.mark.parametrize("name", ["ltx2", "ltx2.3", "ltx2.5"])
+def test_a_stack_is_what_its_samples_are_alone_also_recomputed(name: str, length: int) -> None:
+    samples = AudioSamples(name, lengths=(length,) * len(LENGTHS))
+    videos, audios = zip(*map(samples.one_alone, STACKED), strict=True)
+    expected = gradients(samples.model, loss_of(videos, audios))
+    rows = stack_of(samples)
+    for checkpointing in (False, True):
+        if checkpointing:
+            samples.model.enable_gradient_checkpointing()
+            samples.model.train()
+        output, heard = FAMILY.run_with_audio(samples.model, rows)
+        assert largest_difference(videos, output) <= 1e-11
+        assert [len(audio) for audio in heard] == [length] * len(STACKED)
+        if length:
+            assert largest_difference(audios, heard) <= 1e-11
+        found = gradients(samples.model, loss_of(output, heard) + sum(audio.sum() * 0 for audio in heard))
+        lacking = [name for name, parameter in samples.model.named_parameters() if parameter.grad is None]
+        assert [name for name in lacking if not any(part in name for part in UNUSED)] == []
+        assert largest_difference(expected.values(), found.values()) <= 1e-9
+
+
+def stack_of(samples: AudioSamples) -> Rows:
+    chosen, audio = list(STACKED), samples.audio
+    return Rows(
+        latents=torch.stack([samples.latents[row] for row in chosen]),
+        timesteps=samples.timesteps[chosen],
+        text=torch.stack([samples.text[row] for row in chosen]),
+        patch=FAMILY.patch(samples.model.config),
+        conditioning={name: values[chosen] for name, values in samples.conditioning.items()},
+        audio=Audio(
+            latents=[audio.latents[row] for row in chosen],
+            timesteps=audio.timesteps[chosen],
+            video_timesteps=audio.video_timesteps[chosen],
+            text=[audio.text[row] for row in chosen],
+        ),
+    )
 
 
 def test_a_pack_with_audio_waits_for_no_device() -> None:

@@ -148,7 +148,7 @@ def test_a_suggested_run_prepares_caches_and_trains_as_written(
     done = run_script_here(
         "suggest_run.py", *common, dataset=media_dir, target_fps=8, output_dir=tmp_path, num_train_epochs=2
     )
-    assert "| 1 | " in done.stdout
+    assert "\n1: " in done.stdout
     assert "price of an epoch" in done.stdout
     assert "rtx-" in done.stdout, "a guess is named"
     file = tmp_path / "1" / "config.yaml"

@@ -130,7 +130,7 @@ def test_a_page_of_few_rows_or_none_that_can_be_trained_on_is_whole(sides: list[
     files = {row: f"{row}.png" for row in range(len(sides))}
     page = check_complete(render_page(bucket_page(report, Beside(name="few", assignment="", files=files))))
     assert len(page.tables.get("Buckets in use, the fullest first", [[]])) - 1 == used
-    assert ("nothing can be trained with this table" in page.text) == (used == 0)
+    assert ("nothing can be trained in buckets of this table" in page.text) == (used == 0)
 
 
 def test_the_worst_crops_are_those_that_keep_least_of_their_frame() -> None:

@@ -14,6 +14,7 @@ from datasets import Sequence, Value
 from hf_bucketing import BucketTable, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
+from hf_bucketing.media.row_audio import AudioRule, RowAudio
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.planner import MemoryParts, PlanConfig, memory
 from hf_bucketing.report import ReportConfig, SizeColumns, describe_references, make_report, measure_references
@@ -65,6 +66,27 @@ def test_padding_buckets_and_packs_count_references_as_computed_by_hand() -> Non
     assert (report.buckets.num_steps, without.buckets.num_steps) == (3, 2)
     (use,) = report.buckets.used
     assert (use.batches, use.short_batches, use.num_tokens) == (3, 3, 16)
+
+
+def test_padding_buckets_and_packs_count_audio_as_computed_by_hand() -> None:
+    spec, table = (
+        LatentSpec(temporal_stride=8, spatial_stride=16, patch=(1, 1, 1)),
+        BucketTable.parse("64,64", frames=[9]),
+    )
+    rule = AudioRule(rate=16000, samples_per_token=640)
+    audio = RowAudio(rule=rule, present=np.array([1, 1, 0, 0], bool), fps=np.full(4, 25.0))  # 9, 9, 0 and 0 tokens
+    report = make_report(
+        SizeColumns([9] * 4, [64] * 4, [64] * 4),
+        table,
+        spec=spec,
+        config=replace(CONFIG, batch_size=4, strip_length=1, max_tokens=100),
+        audio=audio,
+    )
+    padding, bucketing, packing = report.strategies
+    assert [strategy.real_tokens for strategy in report.strategies] == [4 * 32 + 2 * 9] * 3
+    assert padding.computed_tokens == 4 * (32 + 9)
+    assert (bucketing.num_steps, bucketing.computed_tokens) == (2, 4 * 32 + 2 * 9), "two stacks: with audio, without"
+    assert (packing.num_steps, packing.computed_tokens) == (2, 4 * 32 + 2 * 9)
 
 
 def test_references_in_front_of_samples_divide_buckets_by_their_number_alone() -> None:

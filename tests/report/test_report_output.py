@@ -50,6 +50,14 @@ def test_the_text_shows_the_numbers() -> None:
     assert any(line.startswith("real ÷ computed tokens") and " 100.0% " in line for line in lines)
 
 
+def test_the_first_buckets_without_a_sample_are_named() -> None:
+    many = BucketTable(sizes=tuple(Size(1, 64, 32 * side) for side in range(1, 31)))
+    text = format_report(make_report(SizeColumns([1], [64], [64]), many, spec=SPEC, config=TWO))
+    said = " ".join(text.partition("29 buckets without a sample: ")[2].split())
+    assert said.startswith("0: 64×32, 2: 64×96, 3: 64×128, ")
+    assert "20: 64×672, and 9 more (--json, --html)" in said
+
+
 def web_like(number: int) -> SizeColumns:
     rng = np.random.default_rng(0)
     side, ratio = rng.lognormal(math.log(900), 0.4, number), rng.lognormal(0.1, 0.4, number)

@@ -19,7 +19,8 @@ from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset, preparation
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.media import MediaSource, probe, write_video
-from hf_bucketing.media.audio import AUDIO, HAS_AUDIO, AudioRule, read_audio
+from hf_bucketing.media.audio import read_audio
+from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.media.write import Sound
 from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
@@ -39,6 +40,7 @@ PACKS: dict[str, Any] = {
     "max_sequence_length": TEXT_TOKENS,
     "learning_rate": 1e-3,
 }
+BUCKETS: dict[str, Any] = {"train_batch_size": 3, "max_sequence_length": TEXT_TOKENS, "learning_rate": 1e-3}
 RULE = AudioRule(rate=16000, samples_per_token=640)
 TOKENS = 28
 """Tokens of the sound of nine frames at eight a second."""
@@ -133,6 +135,32 @@ def test_losses_of_both_modalities_are_those_by_hand(
     assert batch["shown"][AUDIO][1].shape == (2, 0)
 
 
+def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
+    prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    config = in_process(pipeline, prepared, tmp_path, **BUCKETS, audio_weight=0.5)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    plan = data.sampler.plan(0)
+    batches = [plan.batch(number).tolist() for number in range(plan.num_batches)]
+    assert all((1 in rows) == (rows == [1]) for rows in batches), "the silent clip is stacked with none that has sound"
+    assert sorted(row for rows in batches for row in rows) == [0, 1, 2, 3]
+    step = make_step(config, recipe)
+    for rows in ([0, 2, 3], [1]):
+        batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+        losses = step(recipe.transformer, batch, epoch=0).values
+        with torch.no_grad():
+            expected = [loss_by_hand(recipe, step, batch, row, weight=0.5) for row in range(len(rows))]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+        recipe.transformer.zero_grad()
+        losses.sum().backward()
+        lacking = [
+            name
+            for name, weight in recipe.transformer.named_parameters()
+            if weight.requires_grad and weight.grad is None
+        ]
+        assert lacking == [], "another process may wait for them"
+
+
 def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float) -> float:
     pipeline = recipe.pipeline
     pixels, waveform = batch["pixel_values"][row], batch["shown"][AUDIO][row]
@@ -207,6 +235,32 @@ def test_training_from_a_cache_is_training_from_files(
     assert same == [], "audio and attention between both are trained too"
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_buckets_train_all_weights_and_resume_exactly(
+    checkpointing: bool, prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    settings = {**BUCKETS, "max_train_steps": 4, "checkpointing_steps": 3, "gradient_checkpointing": checkpointing}
+    whole = run(in_process(pipeline, prepared, tmp_path, **settings))
+    again = run(in_process(pipeline, prepared, tmp_path, **settings, resume_from_checkpoint="latest"))
+    assert again[-1] == whole[-1]
+    trained, before = (
+        LTX2VideoTransformer3DModel.from_pretrained(folder, subfolder="transformer").state_dict()
+        for folder in (tmp_path, pipeline)
+    )
+    assert [name for name, values in trained.items() if torch.equal(values, before[name])] == []
+
+
+@pytest.mark.slow
+def test_tokens_that_fit_are_searched_with_audio(
+    prepared: Path, cached: Path, pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, folder in (("files", prepared), ("cache", cached)):
+        settings = {**PACKS, "max_tokens": "auto", "max_train_steps": 1}
+        assert len(run(in_process(pipeline, folder, tmp_path / name, **settings))) == 1
+        found = int(capfd.readouterr().out.split("--max_tokens auto found ")[1].split()[0])
+        assert found >= 3 * (32 + TOKENS), "the whole data set fits"
+
+
 @pytest.mark.slow
 def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,11 +318,9 @@ def check_sound(path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batching": "bucket", "max_tokens": None, "strip_length": 64}, "audio is trained in packs"),
         ({"frame_picking": "uniform"}, "by which frames are further apart than their sound"),
         ({"random_resize": 32}, "`random_resize`"),
         ({"context_parallel_degree": 2}, "`context_parallel_degree`"),
-        ({"max_tokens": "auto"}, "which tries video alone"),
         ({"preservation": "prior", "preservation_share": 0.5, "lora_rank": 2}, "whose targets are video alone"),
     ],
 )

@@ -31,17 +31,19 @@ def write_run(folder: Path, losses: list[float], *, shift: int = 0) -> Path:
 
 
 def test_a_review_fails_on_each_thing_that_can_go_wrong(tmp_path: Path) -> None:
-    falling, flat = [2.0] * 10 + [1.0] * 10, [2.0] * 20
-    assert review_run(Logs(write_run(tmp_path / "good", falling))).passed
-    for name, losses, shift in (("twice", falling, 1), ("flat", flat, 0)):
+    flat, rising = [2.0] * 20, [2.0] * 10 + [4.0] * 10
+    good = Logs(write_run(tmp_path / "good", flat))
+    assert review_run(good).passed, "a model that is trained already hardly falls"
+    assert not review_run(good, min_fall=1 / 3).passed
+    for name, losses, shift in (("twice", flat, 1), ("rising", rising, 0)):
         review = review_run(Logs(write_run(tmp_path / name, losses, shift=shift)))
         assert [check.holds for check in review.checks].count(False) == 1, str(review)
         assert not review.passed
         assert "FAILED" in str(review)
-    result = run_script_here("report_training.py", tmp_path / "flat", check=False)
+    result = run_script_here("report_training.py", tmp_path / "rising", check=False)
     assert result.returncode == 1
-    assert "FAILED" in result.stdout
-    runs = [Logs(tmp_path / "good"), Logs(tmp_path / "flat")]
+    assert "FAILED  loss 2.0000 in the first tenth, 4.0000 in the last: 100% more" in result.stdout
+    runs = [good, Logs(tmp_path / "rising")]
     save_charts(tmp_path / "loss.png", loss_charts(runs), columns=2)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(BucketingError, match="at least ten optimizer steps"):

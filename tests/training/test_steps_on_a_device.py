@@ -18,7 +18,7 @@ from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.devices import DeviceTimer, to_device
-from hf_bucketing.media.audio import AUDIO
+from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.conditioning import read_conditions

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from ...devices import to_device
 from ...packing.audio import AudioLayout, cut_evenly
 from ...packing.batch import PackedBatch, Rows
-from ...packing.context import active_layout
+from ...packing.context import active_layout, bind_checkpoints, layout_in_use, use_layout
 from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
@@ -147,7 +147,12 @@ class LTX2Family(Family):
     max_references = UNLIMITED
     text = TextTokens(rows="per_strip")
     audio_parts = ("audio", "av_cross_attn", "video_a2v")
-    cast_inputs = (*Family.cast_inputs, "audio_hidden_states", "audio_encoder_hidden_states")
+    cast_inputs = (
+        *Family.cast_inputs,
+        "audio_hidden_states",
+        "audio_encoder_hidden_states",
+        "audio_encoder_attention_mask",
+    )
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return the parts of the audio stream, of the attention between both, and of keyframes."""
@@ -231,10 +236,40 @@ class LTX2Family(Family):
         coordinates = _in_seconds(
             pixels.expand(count, -1, -1, -1), numbers.expand(count, -1), rows.conditioning["fps"]
         )
-        return {"video_coords": coordinates, **_no_audio(transformer, rows.latents)}
+        heard = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
+        return {"video_coords": coordinates, **heard}
+
+    def run_with_audio(
+        self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run samples of one size and their audio of one length; where they have none, their video is isolated.
+
+        All layers compute all the same, on a token of zeros, so that weights get gradients of 0, for which other
+        processes may wait.
+        """
+        assert rows.audio is not None, "the caller has audio"
+        if any(rows.audio.lengths):
+            return super().run_with_audio(transformer, rows, wrapped=wrapped)
+        for block in transformer.transformer_blocks:
+            if _isolate not in block.audio_to_video_attn._forward_hooks.values():
+                block.audio_to_video_attn.register_forward_hook(_isolate)
+        bind_checkpoints(transformer)
+        count, silent = len(rows.latents), (0,) * len(rows.latents)
+        layout = PackedLayout(
+            grids=(rows.grid,) * count,
+            text_lengths=silent,
+            strip_length=1,
+            audio_lengths=silent,
+            device=rows.text.device,
+        )
+        token = [latent.new_zeros(1, latent.shape[1]) for latent in rows.audio.latents]
+        with use_layout(layout):
+            given = replace(rows, audio=replace(rows.audio, latents=token))
+            output, heard = super().run_with_audio(transformer, given, wrapped=wrapped)
+        return output, [audio[:0] for audio in heard]
 
     def audio_rows(self, result: Any) -> torch.Tensor:
-        """Return the prediction of audio, `(rows, row_length, channels)`, among what a forward of a pack returns."""
+        """Return the prediction of audio, `(rows, tokens, channels)`, among what a forward returns."""
         return result[1]
 
 
@@ -277,6 +312,28 @@ def _no_audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         "audio_hidden_states": rows.new_zeros(*shape, transformer.config.audio_in_channels),
         "audio_encoder_hidden_states": rows.new_zeros(*shape, FAMILY.audio_text_dim(transformer)),
     }
+
+
+def _stacked_audio(rows: Rows) -> dict[str, Any]:
+    """Return the arguments of the forward that the audio of a stack makes, of which each row has as many tokens."""
+    audio = rows.audio
+    assert audio is not None, "the caller checks it"
+    tokens = torch.stack(list(audio.latents))
+    return {
+        "audio_hidden_states": tokens,
+        "audio_encoder_hidden_states": torch.stack(list(audio.text)),
+        "audio_encoder_attention_mask": rows.text_mask,
+        "audio_timestep": audio.timesteps,
+        "audio_sigma": audio.timesteps,
+        "sigma": audio.video_timesteps,
+        "audio_num_frames": tokens.shape[1],
+        "isolate_modalities": False,
+    }
+
+
+def _isolate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """Return what attention to audio adds to video: nothing in a stack of samples without audio."""
+    return output if layout_in_use() is None else 0 * output
 
 
 def _packed_audio(batch: PackedBatch) -> dict[str, Any]:

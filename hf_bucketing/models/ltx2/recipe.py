@@ -14,7 +14,7 @@ from transformers.audio_utils import mel_filter_bank
 from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import BucketingError
-from ...media.audio import AudioRule
+from ...media.row_audio import AudioRule
 from ...media.sample import frame_rates
 from ...media.write import Sound
 from ...packing.family import UNLIMITED

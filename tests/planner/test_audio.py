@@ -1,0 +1,115 @@
+"""Plans of memory for samples whose audio is trained too: what a real step holds, and what a suggestion counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_bucketing import BucketingError
+from hf_bucketing.media.row_audio import AudioRule, RowAudio
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.packing.audio import Audio
+from hf_bucketing.packing.batch import Rows
+from hf_bucketing.planner import PlanConfig, memory as planner, trace
+from hf_bucketing.planner.components import Components, read_components
+from hf_bucketing.planner.rows import DataRows
+from hf_bucketing.planner.settings import MachineConfig
+from hf_bucketing.planner.suggestion import Suggester, tables_of, ways_of
+from hf_bucketing.planner.time import Speed
+from hf_bucketing.planner.trackers import PeakTracker
+from hf_bucketing.report.measure import Sizes
+
+SILENT = PlanConfig(
+    sample_size=[9, 32, 64], train_batch_size=2, device="cpu", mixed_precision="no", max_sequence_length=64
+)
+HEARD = replace(SILENT, audio_fps=8.0)
+TOKENS = 28
+"""Tokens of the audio of nine frames at eight a second."""
+
+
+@pytest.fixture(scope="module")
+def components(tiny_folder: Callable[[str], Path]) -> Components:
+    return read_components(str(tiny_folder("ltx2")))
+
+
+def test_a_step_with_audio_takes_what_is_planned(components: Components, tiny_folder: Callable[[str], Path]) -> None:
+    step = planner._step(components, HEARD, planner._shape(components, HEARD))
+    folder = str(tiny_folder("ltx2"))
+    recipe = recipe_of(folder).load(folder, audio=True, max_sequence_length=64)
+    model, family, length = recipe.transformer, recipe.family, step.text_length
+    levels, patch = torch.full((2,), 500.0), family.patch(recipe.transformer.config)
+    audio = Audio(
+        latents=list(torch.randn(2, TOKENS, 4)),
+        timesteps=levels,
+        video_timesteps=levels,
+        text=torch.randn(2, length, family.audio_text_dim(model)),
+    )
+    rows = Rows(
+        latents=torch.randn(2, family.in_channels(model), *step.latent_sizes[0]),
+        timesteps=levels,
+        text=torch.randn(2, length, family.text_dim(model)),
+        patch=patch,
+        text_mask=torch.ones(2, length),
+        conditioning=family.draw_conditioning(model, [step.latent_sizes[0]] * 2),
+        audio=audio,
+    )
+    tracker = PeakTracker.of(model, [rows.latents, rows.text, *audio.latents, audio.text])
+    with tracker:
+        output, heard = family.run_with_audio(model, rows)
+        loss = output.square().mean() + torch.stack(heard).square().mean()
+        tracker.phase = "backward"
+        loss.backward()
+    traced, silent = trace.trace(step), trace.trace(replace(step, audio_length=0))
+    for phase, kinds in traced.peaks.items():
+        assert kinds.total == pytest.approx(tracker.peaks[phase].total, rel=0.02)
+    assert traced.trained > silent.trained, "what serves audio alone is trained too"
+    assert traced.flops > silent.flops
+
+
+def test_audio_counts_in_tokens_and_in_the_samples_that_they_hold(components: Components) -> None:
+    shape = planner._shape(components, HEARD)
+    assert (shape.tokens, shape.audio_tokens, shape.length) == (2 * 96, 2 * TOKENS, 2 * (96 + TOKENS))
+    assert planner._shape(components, replace(HEARD, max_tokens=3 * 96)).samples == 2
+    packed = planner._shape(components, replace(HEARD, batching="pack", strip_length=10, max_tokens=300))
+    assert (packed.samples, packed.length) == (2, 2 * 130), "whole strips"
+
+
+def test_a_model_without_audio_refuses_its_rate(tiny_folder: Callable[[str], Path]) -> None:
+    wan = read_components(str(tiny_folder("wan")))
+    with pytest.raises(BucketingError, match="Omit `audio_fps`: a WanPipeline makes no audio"):
+        planner._shape(wan, HEARD)
+    with pytest.raises(BucketingError, match="`audio_fps` must be above 0"):
+        replace(HEARD, audio_fps=0.0)
+
+
+@pytest.mark.slow
+def test_a_suggestion_counts_the_audio_of_rows(components: Components) -> None:
+    count = 40
+    sizes = Sizes(*np.tile([[9], [64], [64]], (1, count)))
+    present = np.arange(count) % 2 == 0
+    audio = RowAudio(rule=AudioRule(rate=16000, samples_per_token=640), present=present, fps=np.full(count, 8.0))
+    silent = DataRows(sizes=sizes, total=count, decoding=0.001)
+    machine, base = MachineConfig(gpu_memory=24, num_train_epochs=1), replace(SILENT, device="cuda")
+    tables = {
+        name: (settings, settings.make(components.spec)) for name, settings in tables_of(components, sizes).items()
+    }
+    found = [
+        Suggester(components, rows, machine=machine, base=base, speed=Speed(1e12, 2e12, "a test")).suggest(
+            ways_of(tables, sizes, spec=components.spec)
+        )
+        for rows in (silent, replace(silent, audio=audio))
+    ]
+    for without, with_audio in zip(*(sorted(run.candidates, key=lambda one: one.name) for run in found), strict=False):
+        assert with_audio.config.audio_fps == 8.0
+        assert without.config.audio_fps is None
+    lengths = [max(candidate.memory.shape.length for candidate in run.candidates) for run in found]
+    assert lengths[1] > lengths[0]
+    bucketed = [candidate for candidate in found[1].candidates if candidate.way.batching == "bucket"]
+    assert {tuple(sorted({*(candidate.way.targets.beside_tokens.tolist())})) for candidate in bucketed} == {
+        (0, TOKENS)
+    }
