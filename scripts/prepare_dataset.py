@@ -70,7 +70,12 @@ def main(args: argparse.Namespace) -> None:
     def table_of_frames(frames: int) -> BucketTable:
         return replace(sources[0].table, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
 
-    of_model: dict[str, Any] = {"native_sizes": recipe.native_sizes, "taken": recipe.reference_rule()}
+    audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
+    of_model: dict[str, Any] = {
+        "native_sizes": recipe.native_sizes,
+        "taken": recipe.reference_rule(),
+        "audio": audio,
+    }
     shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}
     if len(sources) == 1 and sources[0].table.table is None:
         shared["table_of_frames"] = table_of_frames
@@ -87,8 +92,7 @@ def main(args: argparse.Namespace) -> None:
         print(describe_packed_frames(columns["num_frames"], stream.open_table))
         print(f"Saved the description of the stream to {args.output_dir}")
         return
-    audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
-    prepared = prepare(sources, spec=spec, **of_model, audio=audio, num_proc=args.num_proc, overwrite=args.overwrite)
+    prepared = prepare(sources, spec=spec, **of_model, num_proc=args.num_proc, overwrite=args.overwrite)
     given = {name: value for name, value in vars(args).items() if name in OWN}
     settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
     replace(prepared, settings=settings).save(args.output_dir)

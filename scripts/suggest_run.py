@@ -87,9 +87,14 @@ def read_sources(
     height, width = components.spec.multiples
     any_size = f"{height},{width};{height},{3 * width};{3 * height},{width}"
     sources = sources_from({**vars(args), "buckets": any_size, "bucket_frames": [1]}, args.config)
-    common: dict[str, Any] = {"spec": components.spec, "native_sizes": components.recipe.native_sizes}
+    common: dict[str, Any] = {
+        "spec": components.spec,
+        "native_sizes": components.recipe.native_sizes,
+        "audio": components.audio,
+    }
     if args.streaming:
-        rows = DataRows.of_stream(prepare_stream(sources, **common)[1])
+        stream, columns = prepare_stream(sources, **common)
+        rows = DataRows.of_stream(columns, audio=stream.audio)
     else:
         rows = DataRows.of_prepared(prepare(sources, num_proc=args.num_proc, overwrite=True, **common))
     readable = rows.sizes.select(rows.readable.nonzero()[0])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Dataset
 
+from ..errors import MediaError
 from ..media.audio import has_audio
 from ..media.row_audio import HAS_AUDIO
 from ..media.rows import MediaColumns
+from ..media.source import MediaSource
 from .arrays import column_array
 
 
@@ -22,9 +24,12 @@ class AudioColumns:
 
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
+        on_error (`"raise"` or `"reject"`): Treatment of files that cannot be opened: an error, or no audio, as the
+            file is at fault when it is decoded.
     """
 
     files: MediaColumns
+    on_error: Literal["raise", "reject"] = "raise"
     rule_version: int = field(default=1, init=False)
 
     optional_columns = ()
@@ -41,7 +46,7 @@ class AudioColumns:
         """Return the column for a batch.
 
         Raises:
-            MediaError: If a file cannot be opened.
+            MediaError: Under `on_error="raise"`, if a file cannot be opened.
         """
         known: dict[str, bool] = {}  # clips of one video share its header
         found = []
@@ -51,12 +56,20 @@ class AudioColumns:
                 continue
             source = self.files.source(cell, name="its file")
             if source.data is not None:
-                found.append(has_audio(source))
+                found.append(self._has_audio(source))
                 continue
             if source.path not in known:
-                known[source.path] = has_audio(source)
+                known[source.path] = self._has_audio(source)
             found.append(known[source.path])
         return {HAS_AUDIO: found}
+
+    def _has_audio(self, source: MediaSource) -> bool:
+        try:
+            return has_audio(source)
+        except MediaError:
+            if self.on_error == "raise":
+                raise
+            return False
 
 
 def describe_audio(dataset: Dataset) -> str:

@@ -172,7 +172,8 @@ def _check_rows(
     texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
-    rows = with_nested(rows, [*texts, *named.values(), *all_columns(source.conditions)])
+    of_audio = [] if source.audio_caption_column is None else [source.audio_caption_column]
+    rows = with_nested(rows, [*texts, *of_audio, *named.values(), *all_columns(source.conditions)])
     check_condition_columns(rows, source.conditions)
     treatment = source.treatment
     captions = check_captions(
@@ -181,6 +182,7 @@ def _check_rows(
         on_error=treatment.captions,
         template=source.caption_template,
         media_column=loaded.column,
+        audio_column=source.audio_caption_column,
         report=lambda error: faults.report(for_source(error)),
     )
     metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=treatment.files)
@@ -277,8 +279,7 @@ def prepare(
             only some sources have a `weight`.
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
-    if configs[0].with_audio and audio is None:
-        raise BucketingError("Omit `with_audio`: the model makes video without audio.")
+    audio = shared_audio(configs, audio)
     checked = check_sources(
         configs,
         spec=spec,
@@ -316,8 +317,21 @@ def prepare(
         other_roots=rows.other_roots,
         conditions=rows.conditions,
         references=shared_rule(configs, spec, taken),
-        audio=audio if configs[0].with_audio else None,
+        audio=audio,
     )
+
+
+def shared_audio(configs: Sequence[SourceConfig], audio: AudioRule | None) -> AudioRule | None:
+    """Return the rule of the audio of all sources, that of the model, or None where none is trained.
+
+    Raises:
+        BucketingError: If audio is trained, but the model makes none.
+    """
+    if not configs[0].with_audio:
+        return None
+    if audio is None:
+        raise BucketingError("Omit `with_audio`: the model makes video without audio.")
+    return audio
 
 
 def shared_rule(

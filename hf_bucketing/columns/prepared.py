@@ -135,8 +135,8 @@ class PreparedDataset:
         """Audio of the rows; None if the data set was prepared without."""
         if self.audio is None:
             return None
-        present, fps = (column_array(self.dataset, name) for name in (HAS_AUDIO, "fps"))
-        return RowAudio(rule=self.audio, present=present, fps=fps)
+        columns = {name: column_array(self.dataset, name) for name in (HAS_AUDIO, "fps")}
+        return RowAudio.of_columns(columns, rule=self.audio)
 
     @property
     def shown(self) -> tuple[str, ...]:

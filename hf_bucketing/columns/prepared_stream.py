@@ -28,6 +28,7 @@ from ..buckets.union import union_of_tables
 from ..errors import BucketingError
 from ..files import complete_folder
 from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
 from .arrays import column_array
@@ -36,7 +37,7 @@ from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .preparation import CheckedSource, check_sources, shared_rule
+from .preparation import CheckedSource, check_sources, shared_audio, shared_rule
 from .prepared import (
     MANIFEST,
     MANIFEST_VERSION,
@@ -55,7 +56,7 @@ from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 _BATCH_ROWS = 8
 """Rows whose columns are computed at once, few because their files may be in memory."""
 
-_REPORTED = ("num_frames", "height", "width", "bucket_id", "rejection", REFERENCE_SIZES)
+_REPORTED = ("num_frames", "height", "width", "fps", "bucket_id", "rejection", REFERENCE_SIZES, HAS_AUDIO)
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -70,6 +71,8 @@ class StreamSample:
         buckets (mapping of `int` to `int`): Rows of each bucket.
         sizes (list of lists of `int`): Frames, height and width of the usable rows, each once.
         references (list of lists of `int`): Sizes of the references of the usable rows, as they are stored, each once.
+        audio_fps (`float`, *optional*): Lowest frame rate of a usable row with audio, whose audio is longest; None
+            where none has some.
     """
 
     rows: int
@@ -77,22 +80,26 @@ class StreamSample:
     buckets: Mapping[int, int]
     sizes: Sequence[Sequence[int]]
     references: Sequence[Sequence[int]] = ()
+    audio_fps: float | None = None
 
     @classmethod
     def of(cls, columns: Columns, *, row_bytes: int) -> StreamSample:
         """Return what rows are like, by their arrays `num_frames`, `height`, `width` and `bucket_id`.
 
-        Where they have references, also by the array of lists `reference_sizes`.
+        Where they have references, also by the array of lists `reference_sizes`; where they have audio, by `has_audio`
+        and `fps`.
         """
         usable = columns["bucket_id"] >= 0
         sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
         references = columns.get(REFERENCE_SIZES, np.empty((len(usable), 0)))
+        heard = columns["fps"][usable & columns[HAS_AUDIO]] if HAS_AUDIO in columns else np.zeros(0)
         return cls(
             rows=len(usable),
             row_bytes=row_bytes,
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
             references=[[*cell] for cell in sorted({tuple(map(int, cell)) for cell in references[usable]})],
+            audio_fps=float(heard.min()) if len(heard) else None,
         )
 
 
@@ -145,6 +152,8 @@ class PreparedStream:
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
             have, and the sizes in which they are shown.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of the samples;
+            None if they have none.
     """
 
     parts: tuple[StreamPart, ...]
@@ -153,6 +162,7 @@ class PreparedStream:
     num_shards: int
     sample: StreamSample
     references: ReferenceRule = field(default_factory=ReferenceRule)
+    audio: AudioRule | None = None
 
     column = MEDIA
     caption_column = CAPTION
@@ -171,6 +181,11 @@ class PreparedStream:
     def conditions(self) -> Mapping[str, str]:
         """Column of each condition."""
         return {name: name for part in self.parts for name in part.source.conditions}
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of what the samples have beside their media and captions: conditions, and audio."""
+        return (*self.conditions, *([] if self.audio is None else [AUDIO]))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -236,6 +251,7 @@ class PreparedStream:
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
             "references": asdict(self.references),
+            "audio": None if self.audio is None else asdict(self.audio),
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
@@ -251,7 +267,7 @@ class PreparedStream:
         manifest = read_manifest(Path(folder))
         if STREAM not in manifest:
             raise BucketingError(f"{folder} holds rows and describes no stream; prepare it with --streaming.")
-        stream = {"table": manifest["table"], **manifest[STREAM]}
+        stream, audio = {"table": manifest["table"], **manifest[STREAM]}, manifest.get("audio")
         sample = stream["sample"]
         return cls(
             parts=tuple(_read_part(part, folder) for part in (stream, *stream.get("others", []))),
@@ -262,6 +278,7 @@ class PreparedStream:
                 **{**sample, "buckets": {int(key): count for key, count in sample["buckets"].items()}}
             ),
             references=read_rule(manifest),
+            audio=None if audio is None else AudioRule(**audio),
         )
 
 
@@ -286,7 +303,7 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     )
 
 
-_FOLDERS = ("control_folder", "mask_folder", "reference_folder")
+_FOLDERS = ("control_folder", "mask_folder", "face_folder", "reference_folder")
 """Settings that name folders beside the data set, one or several."""
 
 
@@ -348,11 +365,13 @@ def prepare_stream(
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
     taken: ReferenceRule | None = None,
+    audio: AudioRule | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[PreparedStream, Columns]:
     """Check the first rows of sources as those of a data set of rows, and describe them as one stream.
 
-    The arguments are those of [`check_sources`][hf_bucketing.columns.preparation.check_sources].
+    The arguments are those of [`check_sources`][hf_bucketing.columns.preparation.check_sources], and `audio`, the rule
+    of the audio of the model, if it makes some.
 
     Returns:
         The stream, and the size and bucket columns of the first rows, those of the first source first.
@@ -363,6 +382,7 @@ def prepare_stream(
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
     given_shares([config.weight for config in configs])
+    audio = shared_audio(configs, audio)
     checked = check_sources(
         sources, spec=spec, native_sizes=native_sizes, taken=taken, streaming=True, overwrite=True, say=say
     )
@@ -379,6 +399,7 @@ def prepare_stream(
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
         references=shared_rule(configs, spec, taken),
+        audio=audio,
     )
     return prepared, columns
 

@@ -12,7 +12,9 @@ from ..buckets.assignment import REJECTED_BUCKET
 from ..media.conditions import REFERENCE, all_columns, columns_of
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
+from ..media.row_audio import HAS_AUDIO
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, SOURCE, MediaColumns
+from .audio import AudioColumns
 from .buckets import BucketColumns
 from .captions import CaptionTexts, for_source
 from .clips import SCENE_END, SCENE_START, ClipRows
@@ -49,6 +51,7 @@ class StreamColumns:
         conditions ([`ConditionColumns`]): Media column, and the column of each condition, which becomes a column of
             its name; how they are checked.
         buckets ([`BucketColumns`]): Table and rule of the buckets.
+        audio ([`AudioColumns`], *optional*): How it is known which files have sound, where it is trained.
         is_regularization (`bool`): Whether all rows are regularization samples, and not those alone that a column
             marks.
     """
@@ -58,6 +61,7 @@ class StreamColumns:
     clips: ClipRows | None = None
     conditions: ConditionColumns
     buckets: BucketColumns
+    audio: AudioColumns | None = None
     is_regularization: bool = False
     rule_version: int = field(default=3, init=False)
 
@@ -80,7 +84,11 @@ class StreamColumns:
         clips = config.clip_rule(1)
         return cls(
             captions=CaptionTexts(
-                texts, on_error=on_caption_error, template=config.caption_template, media_column=column
+                texts,
+                on_error=on_caption_error,
+                template=config.caption_template,
+                media_column=column,
+                audio_column=config.audio_caption_column,
             ),
             sizes=sizes,
             clips=None
@@ -88,6 +96,7 @@ class StreamColumns:
             else ClipRows(clips, on_error=on_error, caption_column=texts[0], media_column=column),
             conditions=ConditionColumns(files, on_error=on_error),
             buckets=buckets,
+            audio=AudioColumns(files, on_error=on_error) if config.with_audio else None,
             is_regularization=config.is_regularization,
         )
 
@@ -95,7 +104,8 @@ class StreamColumns:
         """Return the function that rejects rows whose files, clips or conditions are at fault, and raises no error."""
         clips = None if self.clips is None else replace(self.clips, on_error="reject")
         sizes, conditions = replace(self.sizes, on_error="reject"), replace(self.conditions, on_error="reject")
-        return replace(self, sizes=sizes, clips=clips, conditions=conditions)
+        audio = None if self.audio is None else replace(self.audio, on_error="reject")
+        return replace(self, sizes=sizes, clips=clips, conditions=conditions, audio=audio)
 
     @property
     def identity(self) -> StreamColumns:
@@ -105,8 +115,15 @@ class StreamColumns:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that are read, those that not every row has included."""
-        files = self.conditions.files
-        return (files.column, *all_columns(files.conditions), *self.captions.columns, *self.sizes.input_columns)
+        files, captions = self.conditions.files, self.captions
+        of_audio = [] if captions.audio_column is None else [captions.audio_column]
+        return (
+            files.column,
+            *all_columns(files.conditions),
+            *captions.columns,
+            *of_audio,
+            *self.sizes.input_columns,
+        )
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the columns for a batch of rows.
@@ -135,12 +152,14 @@ class StreamColumns:
         if self.clips is not None:
             columns = self.clips(columns, faults.report)
         columns |= self.conditions(columns, faults.report)
+        if self.audio is not None:
+            columns |= self.audio(columns)
         assigned: Any = self.buckets(columns)
         media, captions = columns[files.column], columns[self.captions.columns[0]]
         shown = {MEDIA: media}
         for name, column in files.conditions.items():
             shown[name] = _lists_of_files(files, columns) if name == REFERENCE else columns[column]
-        others = ("num_frames_estimated", CLIP_START, CLIP_END, REGULARIZATION, REFERENCE_SIZES)
+        others = ("num_frames_estimated", CLIP_START, CLIP_END, REGULARIZATION, REFERENCE_SIZES, HAS_AUDIO)
         kept = [name for name in (*SIZES, *others) if name in columns]
         times = zip(*(columns.get(name, [None] * len(media)) for name in (CLIP_START, CLIP_END)), strict=True)
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +73,12 @@ class RowAudio:
     rule: AudioRule
     present: npt.NDArray[np.bool_]
     fps: FloatArray
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, npt.ArrayLike], *, rule: AudioRule) -> RowAudio:
+        """Return that of rows by their columns `has_audio` and `fps`."""
+        present, fps = np.asarray(columns[HAS_AUDIO], bool), np.asarray(columns["fps"], np.float64)
+        return cls(rule=rule, present=present, fps=fps)
 
     def num_tokens(self, frames: npt.ArrayLike) -> IntArray:
         """Return the tokens of the audio of each row, `(n,)`, by the frames that its sample has in a batch, `(n,)`.

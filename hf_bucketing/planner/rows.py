@@ -16,7 +16,7 @@ from ..columns.arrays import column_array
 from ..columns.captions import all_texts
 from ..columns.prepared import PreparedDataset
 from ..errors import BucketingError, MediaError
-from ..media.row_audio import RowAudio
+from ..media.row_audio import AudioRule, RowAudio
 from ..media.rows import CLIP_START
 from ..media.sample import load
 from ..media.views import ViewRule
@@ -92,12 +92,13 @@ class DataRows:
         )
 
     @classmethod
-    def of_stream(cls, columns: Mapping[str, npt.NDArray[Any]]) -> DataRows:
-        """Return the first rows of a stream, by their columns."""
+    def of_stream(cls, columns: Mapping[str, npt.NDArray[Any]], *, audio: AudioRule | None = None) -> DataRows:
+        """Return the first rows of a stream, by their columns, with audio of a rule if some is trained."""
         sizes = Sizes(*(columns[name].astype(np.int64) for name in ("num_frames", "height", "width")))
         count = len(sizes.frames)
         note = f"Of the stream, the first {count} rows are known; steps and hours are those of as many rows."
-        return cls(sizes=sizes, total=None, notes=(note, "Decoding is not measured for streams."))
+        heard = None if audio is None else RowAudio.of_columns(columns, rule=audio)
+        return cls(sizes=sizes, total=None, notes=(note, "Decoding is not measured for streams."), audio=heard)
 
     @property
     def readable(self) -> npt.NDArray[np.bool_]:

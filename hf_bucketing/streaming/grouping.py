@@ -18,6 +18,7 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
 from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences, tokens_of_key
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
@@ -123,6 +124,9 @@ class BucketGrouping(BucketLimits):
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): Sizes in which the
             references of rows are shown, whose files' sizes are the rows' `reference_sizes`. They count like the
             sample's own tokens, and a batch holds rows whose references have equal sizes. Needs `spec`.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of rows, which
+            have it if `has_audio` says so. Its tokens count likewise, and a batch holds rows whose audio is equally
+            long, or that have none. Needs `spec`.
 
     Raises:
         PlanError: On limits that `BucketLimits` refuses, if `spec` is missing, or `text_tokens` is below 0.
@@ -132,17 +136,18 @@ class BucketGrouping(BucketLimits):
     spec: LatentSpec | None = None
     text_tokens: int = 0
     references: ReferenceRule | None = None
+    audio: AudioRule | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(0, self, "text_tokens", error=PlanError)
-        if (self.limited or self.references is not None) and self.spec is None:
-            raise PlanError("`max_tokens`, `max_cost` and `references` count tokens: pass spec=LatentSpec(…).")
+        if (self.limited or self.references is not None or self.audio is not None) and self.spec is None:
+            raise PlanError("Limits, `references` and `audio` count tokens: pass spec=LatentSpec(…).")
         if self.cost_model is not None and self.max_cost is None:
             raise PlanError("Omit `cost_model`: no effect without `max_cost`.")
 
     def size_of(self, bucket: int, *, shown: int = 0) -> int:
-        """Return the samples of a full batch of a bucket, where the references of each take `shown` tokens.
+        """Return the samples of a full batch of a bucket, where references and audio of each take `shown` tokens.
 
         Raises:
             PlanError: If a sample of the bucket exceeds a limit, or a mapping lacks the bucket.
@@ -151,8 +156,16 @@ class BucketGrouping(BucketLimits):
         return int(self.solved_sizes(np.array([bucket]), table=self.table, spec=self.spec, text_tokens=beside)[0])
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
-        """Return the key of each row's group, its bucket id below the grids of its references; None if rejected."""
+        """Return the key of each row's group; None if rejected.
+
+        It is the bucket id, below the tokens of its audio, below the grids of its references.
+        """
         ids = self._bucket_ids(rows)
+        if self.audio is not None:
+            ids = [
+                None if bucket is None else bucket | tokens << _BUCKET_BITS
+                for bucket, tokens in zip(ids, self._audio_tokens(rows, ids), strict=True)
+            ]
         if self.references is None:
             return ids
         assert self.spec is not None, "__post_init__ checks it"
@@ -160,9 +173,15 @@ class BucketGrouping(BucketLimits):
         if missing:
             raise PlanError(f"A row of the stream lacks {REFERENCE_SIZES}; prepare the stream with its references.")
         references = RowReferences.of_lists([row[REFERENCE_SIZES] for row in rows], rule=self.references)
-        samples = [(0, 0, 0) if bucket is None else self.table.size(bucket) for bucket in ids]
+        samples = [(0, 0, 0) if key is None else self.table.size(_bucket_of(key)) for key in ids]
         keys = zip(ids, references.grid_keys(samples, spec=self.spec), strict=True)
-        return [None if bucket is None else bucket | grids << _BUCKET_BITS for bucket, grids in keys]
+        return [None if key is None else key | grids << _BUCKET_BITS + _AUDIO_BITS for key, grids in keys]
+
+    def _audio_tokens(self, rows: Sequence[Row], ids: Sequence[int | None]) -> list[int]:
+        """Return the tokens of the audio of each row."""
+        assert self.audio is not None, "the caller checks it"
+        frames = [0 if bucket is None else self.table.size(bucket).frames for bucket in ids]
+        return audio_of_rows(rows, self.audio).num_tokens(frames).tolist()
 
     def _bucket_ids(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the bucket id of each row; None if it has none."""
@@ -178,19 +197,19 @@ class BucketGrouping(BucketLimits):
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name; costs only where they limit a batch."""
         unused = [] if self.max_cost is not None else ["max_cost", "cost_model"]
-        unused += [] if self.references is not None else ["references"]
+        unused += [name for name in ("references", "audio") if getattr(self, name) is None]
         limits = {name: value for name, value in vars(self).items() if name not in unused}
         return {"mode": "bucket", **limits, "table": self.table.fingerprint}
 
 
 class _BucketGroups(OpenGroups):
-    """One group per bucket and grids of references."""
+    """One group per bucket, tokens of audio and grids of references."""
 
     def __init__(self, grouping: BucketGrouping) -> None:
         super().__init__(grouping)
         words = 0 if grouping.references is None else grouping.references.text_tokens
         self._size_of = functools.cache(
-            lambda key: grouping.size_of(_bucket_of(key), shown=tokens_of_key(key >> _BUCKET_BITS, text_tokens=words))
+            lambda key: grouping.size_of(_bucket_of(key), shown=_tokens_beside(key, text_tokens=words))
         )
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
@@ -204,11 +223,31 @@ class _BucketGroups(OpenGroups):
 
 
 _BUCKET_BITS = 31
-"""Bits of a bucket id in the key of a group; above them are the grids of references."""
+_AUDIO_BITS = 21
+"""Bits of a bucket id in the key of a group, and of the tokens of audio above them; then come grids of references."""
 
 
 def _bucket_of(key: int) -> int:
     return key & (1 << _BUCKET_BITS) - 1
+
+
+def _tokens_beside(key: int, *, text_tokens: int) -> int:
+    """Return the tokens of audio and references that a key spells; each reference adds `text_tokens`."""
+    audio, references = key >> _BUCKET_BITS & (1 << _AUDIO_BITS) - 1, key >> _BUCKET_BITS + _AUDIO_BITS
+    return audio + tokens_of_key(references, text_tokens=text_tokens)
+
+
+def audio_of_rows(rows: Sequence[Row], rule: AudioRule) -> RowAudio:
+    """Return the audio of rows of a stream by a rule.
+
+    Raises:
+        PlanError: If a row does not say whether it has audio.
+    """
+    try:
+        columns = {name: [row[name] for row in rows] for name in (HAS_AUDIO, "fps")}
+    except KeyError as error:
+        raise PlanError(f"A row of the stream lacks {error}; prepare the stream with its audio.") from error
+    return RowAudio.of_columns(columns, rule=rule)
 
 
 @explains_arguments()

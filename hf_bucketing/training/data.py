@@ -567,7 +567,7 @@ def check_named_sources(config: TrainingConfig, sources: Sequence[str]) -> None:
             raise BucketingError(f"`{setting}` names {quoted(unknown)}, but {config.dataset_dir} has {has}.")
 
 
-def check_audio(config: TrainingConfig, prepared: PreparedDataset) -> None:
+def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStream) -> None:
     """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
     if prepared.audio is None:
         if given := not_default(config, "audio_weight"):
@@ -655,7 +655,7 @@ def media_collator(
         "other_roots": prepared.other_roots,
         "conditions": prepared.conditions,
         "references": prepared.references,
-        "audio": prepared.audio if isinstance(prepared, PreparedDataset) else None,
+        "audio": prepared.audio,
         "sources": prepared.sources,
         "views": config.views,
         "seed": config.seed,

@@ -16,6 +16,7 @@ from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
+from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError
 from ..media.row_references import sample_sizes
 from ..models.experts import transformers_of
@@ -84,10 +85,14 @@ class OpenedRun:
             vae_tiling=memory.vae_tiling and (self.renders or "vae" in self.called),
         )
 
-    @property
+    @cached_property
     def trains_audio(self) -> bool:
         """Whether audio is trained with video: the data set has some."""
-        return self.prepared is not None and self.prepared.audio is not None
+        if self.prepared is not None:
+            return self.prepared.audio is not None
+        folder = self.config.dataset_dir
+        stream = PreparedStream.load(folder) if holds_stream(folder) else PreparedDataset.load(folder)
+        return stream.audio is not None
 
     @property
     def renders(self) -> bool:

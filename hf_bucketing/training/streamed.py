@@ -28,6 +28,7 @@ from ..loaders.planned import StepCount
 from ..losses.reduction import reduction_weights
 from ..media.conditions import REFERENCE
 from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences, sample_sizes
 from ..media.rows import SOURCE
 from ..packing.token_drop import TokenDrop
@@ -39,6 +40,7 @@ from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
 from .config import TrainingConfig
 from .data import (
+    check_audio,
     check_named_sources,
     check_prepared,
     check_reference_dropout,
@@ -126,7 +128,7 @@ def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_sh
 def _sample_of(prepared: PreparedDataset) -> StreamSample:
     """Return what the first rows of a prepared folder are like."""
     rows = prepared.dataset.with_format(None).select(range(min(SAMPLED_ROWS, len(prepared.dataset))))
-    names = ("num_frames", "height", "width", "bucket_id", REFERENCE_SIZES)
+    names = ("num_frames", "height", "width", "fps", "bucket_id", REFERENCE_SIZES, HAS_AUDIO)
     columns = {name: column_array(rows, name) for name in names if name in rows.column_names}
     return StreamSample.of(columns, row_bytes=sum(map(bytes_in, rows)) // len(rows))
 
@@ -141,12 +143,15 @@ class StreamedData(RunData):
         token_drop ([`TokenDrop`], *optional*): Tokens of packed samples that training drops.
         references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): Sizes in which
             references are counted, where samples have some.
+        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of samples, where
+            some is trained.
     """
 
     stream: StreamingBucketBatcher
     sample: StreamSample
     token_drop: TokenDrop | None
     references: ReferenceRule | None = None
+    audio: AudioRule | None = None
     _on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
     _seen: set[int] = field(default_factory=set)
 
@@ -178,6 +183,9 @@ class StreamedData(RunData):
         if self.references is not None:
             references = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
             tokens = tokens + references.num_tokens(sizes, spec=self.spec)
+        if self.audio is not None:
+            each = self.audio.samples_per_token
+            tokens = tokens + np.array([waveform.shape[1] // each for waveform in batch["shown"][AUDIO]], np.int64)
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
     def bucket_counts(self) -> dict[int, int]:
@@ -213,6 +221,10 @@ class StreamedData(RunData):
             tokens = int(self._tokens([size])[0])
             references = () if seen is None else seen.most(size, spec=self.spec)
             shown = sum(self.spec.num_tokens(reference) + words for reference in references)
+            heard = 0
+            if self.audio is not None and self.sample.audio_fps is not None:
+                heard = int(self.audio.num_tokens(size.frames, self.sample.audio_fps))
+            shown += heard
             each = tokens + shown + self.text_tokens
             if isinstance(grouping, PackGrouping):
                 span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
@@ -221,7 +233,7 @@ class StreamedData(RunData):
                 continue  # an error if such a row comes
             else:
                 count = grouping.size_of(bucket, shown=shown)
-            step = LargestStep([size] * count, count * each, [references] * count)
+            step = LargestStep([size] * count, count * each, [references] * count, audio=[heard] * count)
             largest = max(largest, step, key=lambda step: step.tokens)
         return largest
 
@@ -307,7 +319,8 @@ def make_streamed_data(
     check_prepared(config, prepared, spec, folder=config.dataset_dir)
     check_named_sources(config, prepared.sources)
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
-    references = None
+    check_audio(config, prepared)
+    references, audio = None, prepared.audio
     if REFERENCE in prepared.conditions:
         references = counting_rule(
             prepared.references, in_front=tokens.references_in_front, text_tokens=tokens.reference_text_tokens
@@ -317,8 +330,10 @@ def make_streamed_data(
     grouping: Grouping
     if batches.batching == "pack":
         table = prepared.open_table
-        if batches.token_drop is not None or references is not None:
-            counted = _CountedTokens(drop=batches.token_drop, table=table, spec=spec, references=references)
+        if batches.token_drop is not None or references is not None or audio is not None:
+            counted = _CountedTokens(
+                drop=batches.token_drop, table=table, spec=spec, references=references, audio=audio
+            )
             rows = rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
         grouping = PackGrouping(**vars(batches.pack_limits), text_tokens=tokens.text_tokens)
     else:
@@ -328,6 +343,7 @@ def make_streamed_data(
             spec=spec,
             text_tokens=tokens.text_tokens,
             references=references,
+            audio=audio,
         )
         for bucket in sample.buckets:
             grouping.size_of(bucket)
@@ -350,7 +366,8 @@ def make_streamed_data(
         reduction=config.objective.loss_reduction,
         token_drop=batches.token_drop,
         references=references,
-        conditions=tuple(prepared.conditions),
+        audio=audio,
+        conditions=prepared.shown,
         sources=prepared.sources,
         source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
     )
@@ -358,12 +375,13 @@ def make_streamed_data(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CountedTokens:
-    """Replace the tokens of rows by those of [`counted_tokens`] and of their references; a batch function."""
+    """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function."""
 
     drop: TokenDrop | None
     table: OpenTable
     spec: LatentSpec
     references: ReferenceRule | None
+    audio: AudioRule | None
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
@@ -371,4 +389,7 @@ class _CountedTokens:
         if self.references is not None:
             shown = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
             counted = counted + shown.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
+        if self.audio is not None:
+            audio = RowAudio.of_columns(batch, rule=self.audio)
+            counted = counted + audio.num_tokens(sample_sizes(ids, self.table)[:, 0])
         return {"num_tokens": counted.tolist()}

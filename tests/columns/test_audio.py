@@ -49,7 +49,6 @@ def test_a_sentence_says_how_many_rows_have_sound() -> None:
     ("others", "streaming", "message"),
     [
         ([SourceConfig(dataset="b", table=TABLE)], False, "`with_audio` must be the same for all sources"),
-        ([], True, "Omit `with_audio`: which files of a stream have sound is not known before they come"),
     ],
 )
 def test_sources_differ_not_in_audio_and_streams_have_none(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import LTX2VideoTransformer3DModel
 from safetensors.torch import load_file
 from synthetic.media import Clip, render
@@ -17,7 +19,9 @@ from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset, preparation
+from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.loaders import resume
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.media.audio import read_audio
 from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
@@ -28,6 +32,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run, run_card
 
@@ -42,6 +47,7 @@ PACKS: dict[str, Any] = {
 }
 BUCKETS: dict[str, Any] = {"train_batch_size": 3, "max_sequence_length": TEXT_TOKENS, "learning_rate": 1e-3}
 RULE = AudioRule(rate=16000, samples_per_token=640)
+OWN_TOKENS = 96
 TOKENS = 28
 """Tokens of the sound of nine frames at eight a second."""
 
@@ -62,7 +68,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tone = 0.5 * np.sin(2 * np.pi * 300 * (number + 1) * times)
         sound = None if number == 1 else Sound(np.stack([tone, tone]), 48000)
         write_video(folder / f"{number}.mp4", frames, fps=CLIP.fps, sound=sound)
-        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle"})
+        tone_of = {} if sound is None else {"sound": f"a tone of {300 * (number + 1)} Hz"}
+        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle", **tone_of})
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -161,27 +168,35 @@ def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
         assert lacking == [], "another process may wait for them"
 
 
-def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float) -> float:
+def loss_by_hand(
+    recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float, epoch: int = 0, shown: str = "none"
+) -> float:
     pipeline = recipe.pipeline
     pixels, waveform = batch["pixel_values"][row], batch["shown"][AUDIO][row]
     clean = recipe.encode_latents(pixels[None])[0]
-    noised = step.objective([clean], indices=[batch["index"][row]], epoch=0)
+    noised = step.objective([clean], indices=[batch["index"][row]], epoch=epoch)
     states, mask, _, _ = pipeline.encode_prompt(
         batch["caption"][row], do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
     )
     text, audio_text, mask = pipeline.connectors(states, mask, padding_side="left")
-    silent = not waveform.shape[1]
+    silent = not waveform.shape[1] or shown == "no_audio"
+    video_level, audio_level = (
+        0 * noised.timesteps if shown == kind and not silent else noised.timesteps for kind in ("video", "audio")
+    )
     sounds = recipe.encode_audio(waveform)
-    key = (step.seed, 0, batch["index"][row])
-    noisy = step.objective.audio([sounds], timesteps=noised.timesteps, keys=[key])
+    key = (step.seed, epoch, batch["index"][row])
+    noisy = step.objective.audio([sounds], timesteps=audio_level, keys=[key])
+    video_in = clean if shown == "video" and not silent else noised.latents[0]
     frames, height, width = clean.shape[1:]
     video, audio = pipeline.transformer(
-        hidden_states=pipeline._pack_latents(noised.latents[0][None]),
+        hidden_states=pipeline._pack_latents(video_in[None]),
         audio_hidden_states=sounds.new_zeros(1, 1, 4) if silent else noisy.latents[0][None],
         encoder_hidden_states=text,
         audio_encoder_hidden_states=audio_text,
-        timestep=noised.timesteps,
-        sigma=noised.timesteps,
+        timestep=video_level,
+        audio_timestep=audio_level,
+        sigma=video_level,
+        audio_sigma=audio_level,
         encoder_attention_mask=mask,
         audio_encoder_attention_mask=mask,
         num_frames=frames,
@@ -194,7 +209,45 @@ def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: flo
         return_dict=False,
     )
     loss = (video - pipeline._pack_latents(noised.targets[0][None])).square().mean()
-    return float(loss if silent else loss + weight * (audio[0] - noisy.targets[0]).square().mean())
+    heard = weight * (audio[0] - noisy.targets[0]).square().mean() if not silent else 0.0
+    return float((0 if shown == "video" and not silent else loss) + (0 if shown == "audio" else heard))
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_each_modality_is_generated_shown_or_absent_by_sample(
+    batches: dict[str, Any], prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    shares = "video:0.25,audio:0.25,no_audio:0.25,none:0.25"
+    config = in_process(pipeline, prepared, tmp_path, **batches, audio_weight=0.5, condition=shares)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    step = make_step(config, recipe)
+    rows = [0, 1, 2, 3] if batches is PACKS else [0, 2, 3]
+    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+    kinds = set()
+    for epoch in range(6):
+        drawn = step.draw(batch, [(step.seed, epoch, row) for row in rows])
+        shown = [
+            "no_audio" if part.no_audio else "video" if part.video else "audio" if part.audio else "none"
+            for part in drawn
+        ]
+        if batches is BUCKETS:
+            assert len({kind == "no_audio" for kind in shown}) == 1, "samples of a stack have audio, or none has"
+        kinds |= {*shown}
+        with torch.no_grad():
+            losses = step(recipe.transformer, batch, epoch=epoch).values
+            with step.unpacked():
+                expected = [
+                    loss_by_hand(recipe, step, batch, row, weight=0.5, epoch=epoch, shown=kind)
+                    for row, kind in enumerate(shown)
+                ]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert kinds == {"no_audio", "video", "audio", "none"}
+
+
+def test_shown_modalities_need_audio(clips: Path, pipeline: Path, tmp_path: Path) -> None:
+    silent = prepare(clips, pipeline, tmp_path / "silent")
+    with pytest.raises(BucketingError, match="`condition` shows the model `audio`, but a LTX2Pipeline"):
+        run(in_process(pipeline, silent, tmp_path / "run", **PACKS, condition="audio:0.5,none:0.5"))
 
 
 def test_audio_latents_are_those_that_the_pipeline_would_start_from(recipe: Recipe) -> None:
@@ -250,6 +303,69 @@ def test_buckets_train_all_weights_and_resume_exactly(
     assert [name for name, values in trained.items() if torch.equal(values, before[name])] == []
 
 
+@pytest.fixture(scope="module")
+def stream(clips: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(clips, pipeline, tmp_path_factory.mktemp("stream") / "audio", "--with_audio", "--streaming")
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_streams_hold_the_samples_of_rows_and_count_their_audio(
+    batches: dict[str, Any], stream: Path, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    described = PreparedStream.load(stream)
+    assert (described.audio, described.sample.audio_fps, described.shown) == (RULE, CLIP.fps, (AUDIO,))
+    views = {"random_crop": False, "frame_picking": "start"}
+    settings = {**batches, **views, "streaming": True, "max_train_steps": 4}
+    for folder in (stream, prepared):
+        config = in_process(pipeline, folder, tmp_path, **settings)
+        accelerator = Accelerator(cpu=True)
+        opened = open_stream(config, accelerator)
+        data = make_streamed_data(config, recipe.spec, ModelTokens.of(recipe), opened=opened)
+        found: dict[str, int] = {}
+        loader = resume(accelerator, data.loader)
+        for batch in itertools.islice(loader, 4):
+            counted = data.rows_of(loader, batch, epoch=0).tokens.tolist()
+            lengths = [waveform.shape[1] // RULE.samples_per_token for waveform in batch["shown"][AUDIO]]
+            assert counted == [OWN_TOKENS + length for length in lengths]
+            assert sum(counted) <= 160 or batches is BUCKETS
+            assert len({*lengths}) == 1 or batches is PACKS
+            found |= dict(zip(batch["caption"], lengths, strict=True))
+        assert found == {f"a {color} circle": TOKENS for color in ("red", "blue", "white")} | {"a green circle": 0}
+        largest = data.largest_step()
+        assert largest.tokens == len(largest.audio) * (OWN_TOKENS + TOKENS)
+        assert {*largest.audio} == {TOKENS}
+
+
+def test_captions_tell_of_the_sound_of_rows_that_have_some(clips: Path, pipeline: Path, tmp_path: Path) -> None:
+    flags = ("--with_audio", "--audio_caption_column", "sound", "--caption_column", "text")
+    rows = PreparedDataset.load(prepare(clips, pipeline, tmp_path / "rows", *flags))
+    expected = [
+        "a red circle a tone of 300 Hz",
+        "a green circle",
+        "a blue circle a tone of 900 Hz",
+        "a white circle a tone of 1200 Hz",
+    ]
+    assert [*rows.dataset[rows.caption_column]] == expected
+    stream = PreparedStream.load(prepare(clips, pipeline, tmp_path / "stream", *flags, "--streaming"))
+    assert [row["caption"] for row in stream.open()] == expected
+    with pytest.raises(BucketingError, match="Omit `audio_caption_column`: no effect without `with_audio`"):
+        SourceConfig(dataset="a", audio_caption_column="sound", table=TableConfig(buckets="32,64"))
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_a_stream_with_audio_resumes_exactly(
+    batches: dict[str, Any], stream: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    settings = {**batches, "streaming": True, "max_train_steps": 4, "checkpointing_steps": 3, "lora_rank": 2}
+    whole = run(in_process(pipeline, stream, tmp_path, **settings))
+    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    assert any(".audio_attn1." in name and bool(values.any()) for name, values in weights.items())
+    again = run(in_process(pipeline, stream, tmp_path, **settings, resume_from_checkpoint="latest"))
+    assert again == whole
+    card = (tmp_path / "README.md").read_text()
+    assert "Video and its audio are trained together" in card
+
+
 @pytest.mark.slow
 def test_tokens_that_fit_are_searched_with_audio(
     prepared: Path, cached: Path, pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -258,7 +374,7 @@ def test_tokens_that_fit_are_searched_with_audio(
         settings = {**PACKS, "max_tokens": "auto", "max_train_steps": 1}
         assert len(run(in_process(pipeline, folder, tmp_path / name, **settings))) == 1
         found = int(capfd.readouterr().out.split("--max_tokens auto found ")[1].split()[0])
-        assert found >= 3 * (32 + TOKENS), "the whole data set fits"
+        assert found >= 3 * (OWN_TOKENS + TOKENS), "the whole data set fits"
 
 
 @pytest.mark.slow
@@ -272,14 +388,20 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
         "validation_steps": 2,
         "validation_inference_steps": 1,
     }
-    run(in_process(pipeline, cached, tmp_path, **PACKS, **validation, lora_rank=2, validation_split=0.25))
+    shares = "video:0.2,audio:0.2,none:0.6"
+    run(
+        in_process(
+            pipeline, cached, tmp_path, **PACKS, **validation, lora_rank=2, validation_split=0.25, condition=shares
+        )
+    )
     weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
     for module in ("attn1", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
         changed = [name for name in weights if f".{module}.to_q.lora" in name and bool(weights[name].any())]
         assert len(changed) == 4, module  # A and B of two blocks
     check_sound(tmp_path / "validation" / "step-2" / "9x32x64-a-red-circle.mp4")
     card = (tmp_path / "README.md").read_text()
-    assert "Video and its audio are trained together" in card
+    assert "Video and its audio are trained together; samples without a track of sound train video alone." in card
+    assert "Some samples train sound for their video or video for their sound" in card
     assert "| with audio | 2 |" in card, "one of three is held out"
     place = tmp_path / "place"
     place.mkdir()
