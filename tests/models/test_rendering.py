@@ -33,6 +33,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 SLOW: dict[str, dict[str, Any]] = {
     "auraflow": {"guidance_scale": 3.0},
+    "bria": {"guidance_scale": 3.0},
     "chronoedit": {"guidance_scale": 3.0},
     "cogvideox": {"guidance_scale": 6.0},
     "cogvideox-i2v": {"guidance_scale": 6.0},
