@@ -293,6 +293,8 @@ class RowsConfig:
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
             short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
             the caption within the dicts of a column json (default: found by its name).
+        audio_caption_column (`str`, *optional*): Column of a text about the sound of each row, which follows its
+            caption where audio is trained (default: captions tell of both, or of none).
         caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
             "TOK, {caption}"; an empty caption becomes the rest of it.
         sizes_from (`"auto"`, `"columns"` or `"headers"`): Origin of the sizes: columns if the headers of a sample of
@@ -340,6 +342,7 @@ class RowsConfig:
     reference_pixels: int | None = None
     reference_downscale_factor: int | None = None
     with_audio: bool = False
+    audio_caption_column: str | None = None
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
@@ -366,6 +369,8 @@ class RowsConfig:
             check_template(self.caption_template)
         if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
             raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
+        if self.audio_caption_column is not None and not self.with_audio:
+            raise ColumnError("Omit `audio_caption_column`: no effect without `with_audio`.")
         self.clip_rule(1)
         Treatment.of(self.on_error, self.on_caption_error)
         if self.size_columns is not None:

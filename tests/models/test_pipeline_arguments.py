@@ -35,7 +35,7 @@ EDITING = ("qwen-image-edit", "qwen-image-edit-2509", "qwen-image-edit-2511")
 """Pipelines that are called with pictures alone; tests/models/test_references.py compares what they pass."""
 REFERENCES = {"flux2": ((1, 64, 80), (1, 96, 64)), "ltx2": ((1, 32, 64),)}
 """Frames, height and width of references that pipelines do not resize, where they resize those of the cases."""
-MASKS = ("encoder_attention_mask", "encoder_hidden_states_mask")
+MASKS = ("attention_mask", "encoder_attention_mask", "encoder_hidden_states_mask")
 IGNORED = ("return_dict", "isolate_modalities", "kv_cache", "kv_cache_mode")
 """Arguments that are not compared, beside those of sound, from which the recipe of LTX-2 isolates the video.
 

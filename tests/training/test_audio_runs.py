@@ -68,7 +68,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tone = 0.5 * np.sin(2 * np.pi * 300 * (number + 1) * times)
         sound = None if number == 1 else Sound(np.stack([tone, tone]), 48000)
         write_video(folder / f"{number}.mp4", frames, fps=CLIP.fps, sound=sound)
-        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle"})
+        tone_of = {} if sound is None else {"sound": f"a tone of {300 * (number + 1)} Hz"}
+        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle", **tone_of})
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -333,6 +334,22 @@ def test_streams_hold_the_samples_of_rows_and_count_their_audio(
         largest = data.largest_step()
         assert largest.tokens == len(largest.audio) * (OWN_TOKENS + TOKENS)
         assert {*largest.audio} == {TOKENS}
+
+
+def test_captions_tell_of_the_sound_of_rows_that_have_some(clips: Path, pipeline: Path, tmp_path: Path) -> None:
+    flags = ("--with_audio", "--audio_caption_column", "sound", "--caption_column", "text")
+    rows = PreparedDataset.load(prepare(clips, pipeline, tmp_path / "rows", *flags))
+    expected = [
+        "a red circle a tone of 300 Hz",
+        "a green circle",
+        "a blue circle a tone of 900 Hz",
+        "a white circle a tone of 1200 Hz",
+    ]
+    assert [*rows.dataset[rows.caption_column]] == expected
+    stream = PreparedStream.load(prepare(clips, pipeline, tmp_path / "stream", *flags, "--streaming"))
+    assert [row["caption"] for row in stream.open()] == expected
+    with pytest.raises(BucketingError, match="Omit `audio_caption_column`: no effect without `with_audio`"):
+        SourceConfig(dataset="a", audio_caption_column="sound", table=TableConfig(buckets="32,64"))
 
 
 @pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
