@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     from hf_bucketing.models.recipe import Recipe
 
-FRAMES = ("num_frames", "video_length")
-"""Names that pipelines have for the number of frames."""
-
 DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -77,6 +74,8 @@ def make_parser() -> FlagParser:
     parser.add_argument("--last_image", help="The same to end the clip with.")
     parser.add_argument("--control", help="Control video or image, such as depth, where the pipeline takes one.")
     parser.add_argument("--mask", help="Video or image that is white where the clip is generated, beside --control.")
+    parser.add_argument("--face", help="Video or image of a face in each frame of --control, where one is animated.")
+    parser.add_argument("--background", help="Video that stays where --mask is black, where a face is animated.")
     parser.add_argument(
         "--reference",
         nargs="+",
@@ -229,6 +228,7 @@ def results_of(
     """Return what the pipeline's call returns for each rendering: one by one, or all rendered together."""
     import torch
 
+    from hf_bucketing.models.calls import DURATIONS
     from hf_bucketing.models.rendering import Call, render_together
 
     def call(pipeline: Any, cell: Cell) -> Any:
@@ -251,7 +251,7 @@ def results_of(
         max_sequence_length=args.max_sequence_length or recipe.default_sequence_length,
         beside=tuple(beside),
     )
-    frames = next((given[name] for name in FRAMES if name in given), 1)
+    frames = next((given[name] for name in DURATIONS if name in given), 1)
     tokens = loaded.spec.grid(Size(frames, args.height, args.width))
     calls = [Call(tokens, lambda waiting, cell=cell: call(waiting.pipeline, cell)) for cell in cells]
     return render_together(loaded, calls, max_tokens=args.max_tokens)
@@ -293,7 +293,9 @@ def guidance_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_
 
 def duration_of(args: argparse.Namespace, parameters: Mapping[str, bool]) -> dict[str, int]:
     """Return the argument of the pipeline's call for the number of frames, if it has one."""
-    name = next((name for name in FRAMES if name in parameters), None)
+    from hf_bucketing.models.calls import DURATIONS
+
+    name = next((name for name in DURATIONS if name in parameters), None)
     is_png = args.output.endswith(".png")
     if name is None:
         if args.num_frames not in (None, 1):
@@ -334,11 +336,13 @@ def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], clas
 
 
 def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
-    """Return control, mask and references as arguments of the pipeline's call, given those for its duration."""
+    """Return what else the pipeline is shown as arguments of its call, given those for its duration."""
+    from hf_bucketing.media.conditions import FACE
+    from hf_bucketing.models.calls import DURATIONS
     from hf_bucketing.models.registry import recipes
 
     recipe = recipes().get(class_name)
-    files = {name: getattr(args, name) for name in ("control", "mask", "reference")}
+    files = {name: getattr(args, name) for name in ("control", "mask", "face", "background", "reference")}
     for name, file in files.items():
         if file and (recipe is None or name not in recipe.shown_as):
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
@@ -346,13 +350,11 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
             raise FlagError(f"A {class_name} needs a {name}; give --{name}.")
     if recipe is None:
         return {}
-    frames = args.num_frames or given.get("num_frames", 17)
+    frames = args.num_frames or next((given[name] for name in DURATIONS if name in given), 17)
     size = Size(1 if recipe.family.images_only else frames, args.height, args.width)
     references = files.pop("reference")
-    shown = {name: pictures_of(file, size, fps=args.fps) for name, file in files.items() if file}
-    arguments: dict[str, Any] = {
-        recipe.shown_as[name]: images[0] if recipe.family.images_only else images for name, images in shown.items()
-    }
+    shown = {name: pictures_of(file, size, fps=args.fps, whole=name == FACE) for name, file in files.items() if file}
+    arguments = recipe.shown_arguments(shown)
     return arguments | (references_of(args, references, size, recipe) if references else {})
 
 
@@ -375,13 +377,15 @@ def references_of(
     return recipe.reference_arguments([pictures(pixels.transpose(0, 1)) for pixels in loaded], size)
 
 
-def pictures_of(file: str, size: Size, *, fps: float) -> "list[Image.Image]":
-    """Return the frames of a control or mask at a clip's size; an image serves all frames."""
+def pictures_of(file: str, size: Size, *, fps: float, whole: bool) -> "list[Image.Image]":
+    """Return the frames of a control or the like at a clip's size, or of the file's own; an image serves all."""
     from hf_bucketing.media import MediaSource, View, load_first_frame, probe
-    from hf_bucketing.media.sample import load_sample
+    from hf_bucketing.media.sample import load_face, load_sample
     from hf_bucketing.models.first_frame import pictures
 
     source = MediaSource.from_cell(file)
+    if whole:
+        return pictures(load_face(source, size, fps=fps).transpose(0, 1))
     if not probe(source).fps:
         return [load_first_frame(source, size)] * size.frames
     pixels, _ = load_sample(source, View(size=size, fps=fps))

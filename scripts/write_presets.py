@@ -47,7 +47,7 @@ MODELS = {
     "z-image": "Tongyi-MAI/Z-Image",
     "ltx-2": "Lightricks/LTX-2",
     "wan-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    "hunyuan-video-1.5": "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
+    "hunyuan-video-1.5": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
     "flux.2": "black-forest-labs/FLUX.2-dev",
     "krea-2": "krea/Krea-2-Raw",
     "minimax-h3": "MiniMaxAI/MiniMax-H3",

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 from packaging.version import Version
 
+from hf_bucketing.adapters.files import loads_lora
 from hf_bucketing.media.conditions import CONDITIONS
 from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.models.registry import families, recipes
@@ -33,7 +34,7 @@ def models() -> Iterator[Model]:
     """Yield the families that pack, by title."""
     for name, family in sorted(families().items(), key=lambda item: title(item[0]).lower()):
         own = [recipe for recipe in recipes().values() if recipe.family.transformer_class == name]
-        adapters = any(hasattr(recipe.pipeline_type(), "load_lora_weights") for recipe in own)
+        adapters = any(loads_lora(recipe.pipeline_type()) for recipe in own)
         formats = "diffusers" if family.original_names is None else "diffusers, ComfyUI"
         yield Model(
             title=title(name),

@@ -113,9 +113,14 @@ def difference(one: Pair, other: Pair) -> float:
     return strength((torch.cat([one[0], other[0]]), torch.cat([one[1], -other[1]], dim=1)))
 
 
+def loads_lora(pipeline_class: type[Any]) -> bool:
+    """Return whether pipelines of a class load LoRA weights into their transformer; PRX's would look for a U-Net."""
+    return "transformer" in getattr(pipeline_class, "_lora_loadable_modules", ())
+
+
 def check_loads_lora(pipeline_class: type[Any]) -> None:
     """Raise BucketingError if pipelines of a class cannot load LoRA weights."""
-    if not hasattr(pipeline_class, "save_lora_weights"):
+    if not loads_lora(pipeline_class):
         raise BucketingError(
             f"{pipeline_class.__name__} cannot load LoRA weights; train the whole transformer (leave out `lora_rank`)."
         )

@@ -91,6 +91,7 @@ class CaptionTexts:
             `MediaMetadata`, whose columns mark them.
         template (`str`, *optional*): As in [`check_captions`].
         media_column (`str`, *optional*): As in [`check_captions`].
+        audio_column (`str`, *optional*): As in [`check_captions`].
 
     Raises:
         ColumnError: If there is no column, `on_error` is unknown, or the template lacks its one `{caption}`.
@@ -100,6 +101,7 @@ class CaptionTexts:
     on_error: OnCaptionError = field(default="raise", kw_only=True)
     template: str | None = field(default=None, kw_only=True)
     media_column: str | None = field(default=None, kw_only=True)
+    audio_column: str | None = field(default=None, kw_only=True)
     rule_version: int = field(default=1, init=False)
 
     optional_columns = ()
@@ -115,7 +117,7 @@ class CaptionTexts:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must have."""
-        named = () if self.media_column is None else (self.media_column,)
+        named = [name for name in (self.media_column, self.audio_column) if name is not None]
         return (*self.columns, *named, *(SIZE_COLUMNS if self.on_error == "reject" else ()))
 
     @property
@@ -139,7 +141,10 @@ class CaptionTexts:
             paths = None if self.media_column is None else [path_of(cell) for cell in batch[self.media_column]]
             summary = _summary(entries, self.columns, paths=None if paths is None else paths.__getitem__)
             report(ColumnError(summary + OF_BATCH, advice=caption_advice()))
-        columns: dict[str, list[Any]] = {self.columns[0]: entries.usable().column(self.template).to_pylist()}
+        entries = entries.usable()
+        if self.audio_column is not None:
+            entries = entries.followed_by(_of_values(batch[self.audio_column]), column=self.audio_column)
+        columns: dict[str, list[Any]] = {self.columns[0]: entries.column(self.template).to_pylist()}
         if self.on_error == "reject":
             for name in SIZE_COLUMNS:
                 columns[name] = [*batch[name]]
@@ -155,6 +160,7 @@ def check_captions(
     on_error: OnCaptionError = "raise",
     template: str | None = None,
     media_column: str | None = None,
+    audio_column: str | None = None,
     report: Report = raise_error,
 ) -> CaptionCheck:
     """Check that a column holds one text or a list of texts per row, and convert bytes and JSON values to strings.
@@ -172,6 +178,8 @@ def check_captions(
         template (`str`, *optional*): Text that each caption becomes, with `{caption}` in the caption's place, such as
             `"TOK, {caption}"`. An empty caption becomes the rest, without blanks and commas at its ends: `"TOK"`.
         media_column (`str`, *optional*): Media column, whose files messages name beside the row numbers.
+        audio_column (`str`, *optional*): Column of a text about the sound of each row, which follows each of its
+            captions after a blank; a row may have none.
         report (callable): Called with the error under `on_error="raise"`; by default it raises it. If it returns,
             captions that are not text are as with `"empty"`.
 
@@ -182,7 +190,8 @@ def check_captions(
     """
     columns = [column] if isinstance(column, str) else [*column]
     CaptionTexts(tuple(columns), on_error=on_error, template=template)
-    for name in columns:
+    of_audio = [] if audio_column is None else [audio_column]
+    for name in (*columns, *of_audio):
         _check_type(dataset, name)
     parts = [
         _join_entries([_of_cells(cells[name]) for name in columns])
@@ -199,8 +208,13 @@ def check_captions(
     if problems and on_error == "raise":
         report(ColumnError(summary, advice=caption_advice()))
     feature = List(Value("string")) if entries.several else Value("string")
-    if problems or template is not None or len(columns) > 1 or dataset.features[columns[0]] != feature:
-        texts = pa.chunked_array([part.usable().column(template, several=entries.several) for part in parts])
+    changed = template is not None or audio_column is not None or len(columns) > 1
+    if problems or changed or dataset.features[columns[0]] != feature:
+        usable = [part.usable() for part in parts]
+        if audio_column is not None:
+            pairs = zip(usable, column_batches(dataset, audio_column), strict=True)
+            usable = [part.followed_by(_of_cells(cells), column=audio_column) for part, cells in pairs]
+        texts = pa.chunked_array([part.column(template, several=entries.several) for part in usable])
         dataset = with_columns(dataset, {columns[0]: texts}, features=Features({columns[0]: feature}))
     return CaptionCheck(
         dataset=dataset, column=columns[0], problems=problems, rejects=on_error == "reject", summary=summary
@@ -262,6 +276,23 @@ class _Entries(NamedTuple):
         keep = good.copy()
         keep[starts[none]] = True
         return self.select(keep)
+
+    def followed_by(self, audio: _Entries, *, column: str) -> _Entries:
+        """Return these captions, each followed by the text about its row's sound, if there is one.
+
+        Raises:
+            ColumnError: If a row has something else in that column, such as a list.
+        """
+        wrong = np.flatnonzero(~np.isin(audio.codes, [0, *_NO_TEXT]))
+        if audio.several or len(wrong):
+            what = "a list" if audio.several else _PROBLEMS[audio.codes[wrong[0]] - 1]
+            raise ColumnError(
+                f"The column {column!r} must hold one text about the sound of each row, or none; got {what}."
+            )
+        texts = self.texts.combine_chunks() if isinstance(self.texts, pa.ChunkedArray) else self.texts
+        heard = audio.texts.take(pa.array(self.rows()))
+        joined = pc.utf8_trim_whitespace(pc.binary_join_element_wise(texts, heard, " "))
+        return self._replace(texts=pc.if_else(pc.equal(heard, ""), texts, joined))
 
     def column(self, template: str | None, *, several: bool | None = None) -> pa.Array:
         """Return the texts in the template, of shape `(n,)`: strings, or lists of strings."""

@@ -15,6 +15,7 @@ from ..buckets.assignment import CONDITION_SIZE
 from ..errors import ColumnError, MediaError
 from ..media.conditions import (
     CONDITIONS,
+    FACE,
     MASK,
     MOVING,
     REFERENCE,
@@ -50,10 +51,11 @@ class ConditionColumns:
     samples have references, `reference_sizes` lists the frames, height and width of one after another, as the headers
     state them; it is empty for rows without references, and for those that do not pass.
 
-    A condition must have its sample's aspect ratio, but for rounding each side by a pixel; references may have any,
-    unless they lie over their sample. `first_frame` and `last_frame` are images, the others also videos as long as
-    their sample, or longer if the sample is a clip of a longer video; references that do not lie over it may always
-    be longer. A mask may be missing, and there may be as many references as `files.references` says.
+    A condition must have its sample's aspect ratio, but for rounding each side by a pixel; a face may have any, and so
+    may references, unless they lie over their sample. `first_frame` and `last_frame` are images, the others also
+    videos as long as their sample, or longer if the sample is a clip of a longer video; references that do not lie
+    over it may always be longer. A mask may be missing, and there may be as many references as `files.references`
+    says.
 
     Args:
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns of the files.
@@ -164,8 +166,8 @@ class ConditionColumns:
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
         if name == REFERENCE and (fault := self.files.references.shape_fault(found.height, found.width)):
             raise MediaError(f"The reference {source.path} has {fault}.")
-        lies_over = name != REFERENCE or self.files.references.lie_over
-        if lies_over:
+        apart = name == REFERENCE and not self.files.references.lie_over
+        if name != FACE and not apart:
             size = (int(batch["height"][row]), int(batch["width"][row]))
             check_shape(name, source.path, size=(found.height, found.width), sample=size)
         if name in MOVING and found.fps:
@@ -178,7 +180,7 @@ class ConditionColumns:
                 first=start or 0.0,
                 seconds=(frames - 1) / fps,
                 step=1 / fps,
-                longer=start is not None or not lies_over,
+                longer=start is not None or apart,
             )
         return found
 

@@ -172,7 +172,8 @@ def _check_rows(
     texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
-    rows = with_nested(rows, [*texts, *named.values(), *all_columns(source.conditions)])
+    of_audio = [] if source.audio_caption_column is None else [source.audio_caption_column]
+    rows = with_nested(rows, [*texts, *of_audio, *named.values(), *all_columns(source.conditions)])
     check_condition_columns(rows, source.conditions)
     treatment = source.treatment
     captions = check_captions(
@@ -181,6 +182,7 @@ def _check_rows(
         on_error=treatment.captions,
         template=source.caption_template,
         media_column=loaded.column,
+        audio_column=source.audio_caption_column,
         report=lambda error: faults.report(for_source(error)),
     )
     metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=treatment.files)

@@ -303,7 +303,7 @@ def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart]
     )
 
 
-_FOLDERS = ("control_folder", "mask_folder", "reference_folder")
+_FOLDERS = ("control_folder", "mask_folder", "face_folder", "reference_folder")
 """Settings that name folders beside the data set, one or several."""
 
 

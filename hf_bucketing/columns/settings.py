@@ -161,6 +161,8 @@ class BesideConfig:
             become the column control (default: none).
         mask_folder (`Path`, *optional*): Folder of masks with the names of the media, which become the column mask
             (default: none).
+        face_folder (`Path`, *optional*): Folder of faces with the names of the media, which become the column face
+            (default: none).
         reference_folder (`list` of `Path`, *optional*): Folders of references with the names of the media, or with
             these names and a number, as clip_0.png and clip_1.png; their files become the lists of the column
             reference, in the order of the folders, then of the numbers (default: none).
@@ -170,12 +172,13 @@ class BesideConfig:
     missing_caption: str | None = None
     control_folder: Path | None = None
     mask_folder: Path | None = None
+    face_folder: Path | None = None
     reference_folder: list[Path] | None = None
 
     @property
     def companions(self) -> dict[str, list[str]]:
         """Folders of each column that is added; that of references may have several, all others have one."""
-        single = {"control": self.control_folder, "mask": self.mask_folder}
+        single = {"control": self.control_folder, "mask": self.mask_folder, "face": self.face_folder}
         folders = {column: [str(folder)] for column, folder in single.items() if folder is not None}
         shown = [str(folder) for folder in self.reference_folder or []]
         return {**folders, REFERENCE: shown} if shown else folders
@@ -275,6 +278,8 @@ class RowsConfig:
             frame.
         mask_column (`str`, *optional*): Column of masks, videos or images: white is learned, black is not. A row
             without a mask is learned as a whole.
+        face_column (`str`, *optional*): Column of videos or images of a face in each sample, cut out of its frames and
+            of a size of their own, for models that animate one.
         reference_column (`list` of `str`, *optional*): Columns of references: images, and for videos also videos,
             which the model is shown beside the sample. A cell holds a file, a list of files or none; the files of
             several columns follow one another (default: none).
@@ -288,6 +293,8 @@ class RowsConfig:
         caption_column (`str`, *optional*): Column of a text or a list of texts, or several such columns, as
             short_caption,long_caption; training draws one of the captions of a row in every epoch; json.caption is
             the caption within the dicts of a column json (default: found by its name).
+        audio_caption_column (`str`, *optional*): Column of a text about the sound of each row, which follows its
+            caption where audio is trained (default: captions tell of both, or of none).
         caption_template (`str`, *optional*): Text that each caption becomes, with {caption} in its place, such as
             "TOK, {caption}"; an empty caption becomes the rest of it.
         sizes_from (`"auto"`, `"columns"` or `"headers"`): Origin of the sizes: columns if the headers of a sample of
@@ -330,10 +337,12 @@ class RowsConfig:
     last_frame_column: str | None = None
     control_column: str | None = None
     mask_column: str | None = None
+    face_column: str | None = None
     reference_column: list[str] | None = None
     reference_pixels: int | None = None
     reference_downscale_factor: int | None = None
     with_audio: bool = False
+    audio_caption_column: str | None = None
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
@@ -360,6 +369,8 @@ class RowsConfig:
             check_template(self.caption_template)
         if self.clip_frames is not None and (self.clips is None or self.clips == "scenes"):
             raise ColumnError("Omit `clip_frames`: no effect without `clips`, nor with the scenes of a data set.")
+        if self.audio_caption_column is not None and not self.with_audio:
+            raise ColumnError("Omit `audio_caption_column`: no effect without `with_audio`.")
         self.clip_rule(1)
         Treatment.of(self.on_error, self.on_caption_error)
         if self.size_columns is not None:

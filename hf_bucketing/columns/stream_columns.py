@@ -84,7 +84,11 @@ class StreamColumns:
         clips = config.clip_rule(1)
         return cls(
             captions=CaptionTexts(
-                texts, on_error=on_caption_error, template=config.caption_template, media_column=column
+                texts,
+                on_error=on_caption_error,
+                template=config.caption_template,
+                media_column=column,
+                audio_column=config.audio_caption_column,
             ),
             sizes=sizes,
             clips=None
@@ -111,8 +115,15 @@ class StreamColumns:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that are read, those that not every row has included."""
-        files = self.conditions.files
-        return (files.column, *all_columns(files.conditions), *self.captions.columns, *self.sizes.input_columns)
+        files, captions = self.conditions.files, self.captions
+        of_audio = [] if captions.audio_column is None else [captions.audio_column]
+        return (
+            files.column,
+            *all_columns(files.conditions),
+            *captions.columns,
+            *of_audio,
+            *self.sizes.input_columns,
+        )
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the columns for a batch of rows.

@@ -43,6 +43,7 @@ PATHS = frozenset(
         "table",
         "control_folder",
         "mask_folder",
+        "face_folder",
         "reference_folder",
         "runs",
     }

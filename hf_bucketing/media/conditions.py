@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ..errors import MediaError
 
-ConditionName: TypeAlias = Literal["first_frame", "last_frame", "control", "mask", "reference"]
-"""An image (`first_frame`, `last_frame`), or an image or video (`control`, `mask`), in a column; or any number of them
-(`reference`), in one or several columns of files or of lists of files."""
+ConditionName: TypeAlias = Literal["first_frame", "last_frame", "control", "mask", "face", "reference"]
+"""An image (`first_frame`, `last_frame`), or an image or video (`control`, `mask`, `face`), in a column; or any number
+of them (`reference`), in one or several columns of files or of lists of files."""
 
 CONDITIONS: tuple[ConditionName, ...] = get_args(ConditionName)
 
@@ -19,10 +19,16 @@ MASK: ConditionName = "mask"
 REFERENCE: ConditionName = "reference"
 """The condition of which a sample has any number of files, whose sizes a `ReferenceRule` chooses.
 
-All others are one file per sample, and lie over it pixel by pixel.
+All others are one file per sample.
 """
 
-FRAME_BY_FRAME: tuple[ConditionName, ...] = ("control", "mask")
+FACE: ConditionName = "face"
+"""The condition that keeps the size of its file: the face of a person in the sample, cut out of its frames.
+
+All others but references lie over their sample pixel by pixel.
+"""
+
+FRAME_BY_FRAME: tuple[ConditionName, ...] = ("control", "mask", FACE)
 """Conditions that have all frames of the sample; an image serves every frame."""
 
 MOVING: tuple[ConditionName, ...] = (*FRAME_BY_FRAME, REFERENCE)

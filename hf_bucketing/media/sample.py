@@ -15,7 +15,7 @@ from ..buckets.sizes import CropBox, Size
 from ..devices import to_device
 from ..errors import BucketingError, MediaError
 from .audio import CHANNELS, read_audio
-from .conditions import FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
+from .conditions import FACE, FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import iter_frames
 from .images import is_image, shown_part
 from .references import ReferenceRule
@@ -36,9 +36,10 @@ class LoadedSample(NamedTuple):
         crop ([`CropBox`]): Crop in resized pixels.
         shown (mapping of `str` to `torch.Tensor`): Conditions, `float32`. `first_frame` and `last_frame` are
             `(3, 1, height, width)` and `control` is `(3, frames, height, width)`, in [−1, 1]; `mask` is
-            `(1, frames, height, width)` in [0, 1]; `reference` is a tuple of any number of `(3, 1, h, w)` and
-            `(3, frames, h, w)`, of the sizes of the sample's [`ReferenceRule`]. `audio` is the sound of the frames,
-            `(2, samples)` in [−1, 1], with no samples where the file has none.
+            `(1, frames, height, width)` in [0, 1]; `face` is `(3, frames, h, w)` in [−1, 1], of the size of its file;
+            `reference` is a tuple of any number of `(3, 1, h, w)` and `(3, frames, h, w)`, of the sizes of the
+            sample's [`ReferenceRule`]. `audio` is the sound of the frames, `(2, samples)` in [−1, 1], with no samples
+            where the file has none.
     """
 
     pixels: torch.Tensor
@@ -64,8 +65,9 @@ def load(sample: FileSample) -> LoadedSample:
     """Load a sample as [`load_sample`], and its conditions with it.
 
     All conditions but references have the sample's resized size, crop and flip, and those of several frames its times
-    in seconds. References that lie over the sample have its crop, flip and times too, at a size of their own; others
-    are resized alone, never cropped or flipped, and videos among them have its times.
+    in seconds; a face has the flip and the times, but keeps the size of its file. References that lie over the sample
+    have its crop, flip and times too, at a size of their own; others are resized alone, never cropped or flipped, and
+    videos among them have its times.
 
     Raises:
         MediaError: If a file cannot be decoded or is not as its row says, or a condition that lies over the sample
@@ -111,8 +113,11 @@ def _load_condition(name: str, sample: FileSample, *, stored: tuple[int, int]) -
     source, still = _opened(name, source, view)
     frames = []
     for frame in iter_frames(source, [0.0] if still else view.times, video_decoder=view.video_decoder):
-        check_shape(name, source.path, size=frame.shape[:2], sample=stored)
         pixels = _channels_first(frame)
+        if name == FACE:
+            frames.append(pixels[0])
+            continue
+        check_shape(name, source.path, size=frame.shape[:2], sample=stored)
         frames.append(_placed(pixels.float().mean(1, keepdim=True) if name == MASK else pixels, *view.crop(*stored)))
     stack = _joined(frames, view)
     values = stack / 255 if name == MASK else _in_range(stack)
@@ -194,6 +199,24 @@ def load_first_frame(source: MediaSource, size: Size) -> Image.Image:
     """
     pixels, _ = load_sample(source, View(size=size._replace(frames=1), fps=0.0))
     return Image.fromarray(((pixels[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
+
+
+def load_face(source: MediaSource, size: Size, *, fps: float) -> torch.Tensor:
+    """Load the face of a sample that is rendered, as [`load`] does that of a sample with a file.
+
+    Args:
+        source ([`MediaSource`]): Its file.
+        size ([`Size`][hf_bucketing.Size]): Frames, height and width of the sample.
+        fps (`float`): Frames per second of the sample; 0 for an image.
+
+    Returns:
+        `torch.Tensor` of shape `(3, frames, h, w)`: In [−1, 1], of the size of the file.
+
+    Raises:
+        MediaError: As [`load`].
+    """
+    sample = FileSample(source=source, view=View(size=size, fps=fps), conditions={FACE: source})
+    return _load_condition(FACE, sample, stored=(size.height, size.width))
 
 
 def load_references(

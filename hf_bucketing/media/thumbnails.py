@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from .conditions import MOVING, REFERENCE
+from .conditions import FACE, MOVING, REFERENCE
 from .decode import Frame, frame_times, iter_frames
 from .images import is_image, shown_part
 from .probe import probe
@@ -86,7 +86,7 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
             moving = name in MOVING and not is_image(source)
             (frame,) = iter_frames(source, times[:1] if moving else [0.0], video_decoder=view.video_decoder)
             label = f"{name} {number}" if name == REFERENCE else name
-            whole = name == REFERENCE and not sample.references.lie_over
+            whole = name == FACE or (name == REFERENCE and not sample.references.lie_over)
             pictures[label] = (
                 _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY) if whole else cropped([frame])
             )

@@ -16,6 +16,9 @@ from .facts import RecipeFacts
 IMAGES = ("image", "last_image")
 """Arguments of a pipeline's call for the frames to begin and to end a clip with."""
 
+DURATIONS = ("num_frames", "video_length", "segment_frame_length")
+"""Arguments of a pipeline's call for the number of frames."""
+
 
 class RecipeCalls(RecipeFacts):
     """The pipeline's own call, with sizes, images and references as its arguments."""
@@ -42,6 +45,17 @@ class RecipeCalls(RecipeFacts):
             if fault := cls.reference_rule().shape_fault(frame.height, frame.width):
                 raise BucketingError(f"Reference {number} is shown to a {cls.pipeline_class} at {fault}.")
         return {name: [frames[0] for frames in references]}
+
+    @classmethod
+    def shown_arguments(cls, shown: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Return what else a rendered sample is shown as arguments of the pipeline's call.
+
+        Args:
+            shown (mapping of `str` to a sequence of `PIL.Image.Image`): Frames of controls, masks and the like, by
+                their names in [`shown_as`].
+        """
+        only = cls.family.images_only
+        return {cls.shown_as[name]: frames[0] if only else list(frames) for name, frames in shown.items()}
 
     def render(
         self,
@@ -96,6 +110,6 @@ class RecipeCalls(RecipeFacts):
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, int]:
         """Return the size as arguments of the pipeline's call, which need not take all: some render one frame."""
-        sides = {"height": size.height, "width": size.width, "num_frames": size.frames, "video_length": size.frames}
+        sides = {"height": size.height, "width": size.width, **dict.fromkeys(DURATIONS, size.frames)}
         taken = cls.call_parameters()
         return {name: side for name, side in sides.items() if name in taken}

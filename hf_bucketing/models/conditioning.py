@@ -19,8 +19,12 @@ FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
 BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
+VIDEO, AUDIO, NO_AUDIO = "video", "audio", "no_audio"
+"""Conditions of samples with audio: their video is shown, so that their audio alone is generated; their audio is
+shown, so that their video alone is; or their audio is absent."""
+MODALITIES = (VIDEO, AUDIO, NO_AUDIO)
 
-_KINDS = (*FRAMES, BLACK, REFERENCE)
+_KINDS = (*FRAMES, BLACK, REFERENCE, *MODALITIES)
 _LONG = ("prefix", "suffix", "keyframes")
 _PART = re.compile(r"(\w+)(?:@([1-9]\d*))?")
 
@@ -29,7 +33,7 @@ class Part(NamedTuple):
     """A part of a condition.
 
     Attributes:
-        kind (`str`): One of [`FRAMES`], [`BLACK`], or `reference` for the sample's references.
+        kind (`str`): One of [`FRAMES`], of [`MODALITIES`], [`BLACK`], or `reference` for the sample's references.
         length (`int`, *optional*): Latent frames, for keyframes their number; at most one less than the
             sample has; by default drawn from 1 to that.
     """
@@ -67,11 +71,17 @@ class Drawn(NamedTuple):
         frames (array of `bool`, shape `(F,)`): True for the frames that are shown.
         masked (`bool`): Whether what its mask leaves out is shown too.
         references (`bool`): Whether its references are shown, if it has some.
+        video (`bool`): Whether the whole video is shown, if it has audio that is left to generate.
+        audio (`bool`): Whether its audio is shown, if it has some.
+        no_audio (`bool`): Whether its audio is absent.
     """
 
     frames: npt.NDArray[np.bool_]
     masked: bool
     references: bool
+    video: bool = False
+    audio: bool = False
+    no_audio: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +131,14 @@ class ConditionShares:
         conditions, shares = zip(*((condition, own) for condition, own in pairs if own > 0), strict=True)
         return ConditionShares(conditions, shares, draws_references=True)
 
-    def draw(self, *key: int, latent_frames: int, stride: int, references: bool | None = None) -> Drawn:
+    def draw(
+        self,
+        *key: int,
+        latent_frames: int,
+        stride: int,
+        references: bool | None = None,
+        no_audio: bool | None = None,
+    ) -> Drawn:
         """Draw what is shown of a sample.
 
         Args:
@@ -130,6 +147,7 @@ class ConditionShares:
             stride (`int`): Frames per latent frame after the first.
             references (`bool`, *optional*): Whether its references are shown, where that was drawn before: of the
                 conditions, those of the other kind are not drawn, unless there are no others.
+            no_audio (`bool`, *optional*): Whether its audio is absent, likewise.
 
         Example:
             >>> shares = read_condition("first_frame+suffix@1")
@@ -138,16 +156,25 @@ class ConditionShares:
         """
         random = generator(Purpose.CONDITION, *key)
         shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
+        silent = np.array([Part(NO_AUDIO) in parts for parts in self.conditions])
         shares = np.array(self.shares)
-        if references is not None and (shown == references).any():
-            shares[shown != references] = 0
+        for has, wanted in ((shown, references), (silent, no_audio)):
+            if wanted is not None and shares[has == wanted].any():
+                shares[has != wanted] = 0
         chosen = int(random.choice(len(shares), p=shares / shares.sum()))
         drawn = self.conditions[chosen]
         frames = np.zeros((latent_frames - 1) * stride + 1, bool)
         for part in drawn:
             part.show(frames, stride=stride, random=random)
-        masked = any(part.kind == BLACK for part in drawn)
-        return Drawn(frames, masked, bool(shown[chosen]) if references is None else references)
+        kinds = {part.kind for part in drawn}
+        return Drawn(
+            frames,
+            masked=BLACK in kinds,
+            references=bool(shown[chosen]) if references is None else references,
+            video=VIDEO in kinds,
+            audio=AUDIO in kinds,
+            no_audio=bool(silent[chosen]) if no_audio is None else no_audio,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +265,9 @@ def read_condition(text: str) -> ConditionShares:
     """Return one list of conditions and their shares: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
 
     A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `mask` and `reference`,
-    joined by `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share. In a
-    list that names `reference`, the other conditions are shown none.
+    and for samples with audio one of `video`, `audio` and `no_audio`, joined by `+`, or `none`. `prefix@2` has a fixed
+    length, in latent frames. A single condition needs no share. In a list that names `reference`, the other conditions
+    are shown none.
 
     Raises:
         BucketingError: On anything else.
@@ -269,6 +297,11 @@ def _read_parts(name: str, text: str) -> Condition:
         if matched is None or matched[1] not in _KINDS or (matched[2] and matched[1] not in _LONG):
             raise _unreadable(text)
         parts.append(Part(matched[1], int(matched[2]) if matched[2] else None))
+    if len({part.kind for part in parts} & {*MODALITIES}) > 1:
+        raise BucketingError(
+            f"A condition has one of {quoted(MODALITIES)} at most, as one modality must be left to generate; got "
+            f"{name!r}."
+        )
     return tuple(parts)
 
 

@@ -54,6 +54,8 @@ class RecipeFacts:
     """Most tokens that each of these adds to the text."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    renders_prompts: ClassVar[bool] = True
+    """Whether prompts, images and references are all that the pipeline's call needs, so that a run can render them."""
     trims_text: ClassVar[bool] = False
     """Whether a stack runs with no more padding than its longest text needs."""
     null_as_long: ClassVar[bool] = False

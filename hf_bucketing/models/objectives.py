@@ -53,15 +53,22 @@ class NoisedAudio(NamedTuple):
     Attributes:
         latents (list of `(tokens, channels)`): Noisy latents, with no tokens where a sample has no audio.
         targets (list of `(tokens, channels)`): What the model is trained to predict.
+        timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample's audio; 0 where it is shown.
+        video_timesteps (`torch.Tensor` of shape `(n,)`): Timestep of its video; 0 where that is shown.
+        learned (`torch.Tensor` of shape `(n,)`): 1 where the audio is generated, 0 where it is shown.
     """
 
     latents: list[torch.Tensor]
     targets: list[torch.Tensor]
+    timesteps: torch.Tensor
+    video_timesteps: torch.Tensor
+    learned: torch.Tensor
 
     def losses(self, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean squared error of each sample, `(n,)`, in at least float32; 0 where it has no audio."""
+        """Return the mean squared error of each sample, `(n,)`, in at least float32; 0 where no audio is generated."""
         pairs = zip(predictions, self.targets, strict=True)
-        return torch.stack([_squared_error(prediction, target) for prediction, target in pairs])
+        values = torch.stack([_squared_error(prediction, target) for prediction, target in pairs])
+        return values * self.learned.to(values)
 
 
 def _squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -187,14 +194,22 @@ class Objective(ABC):
         return noised, targets, timesteps
 
     def audio(
-        self, latents: Sequence[torch.Tensor], *, timesteps: torch.Tensor, keys: Sequence[tuple[int, ...]]
+        self,
+        latents: Sequence[torch.Tensor],
+        *,
+        timesteps: torch.Tensor,
+        keys: Sequence[tuple[int, ...]],
+        shown: Sequence[bool] | None = None,
+        video_shown: Sequence[bool] | None = None,
     ) -> NoisedAudio:
-        """Add noise to the audio of samples at the timesteps of their video.
+        """Add noise to the audio of samples at the timesteps of their video, but where it is shown.
 
         Args:
             latents (sequence of `(tokens, channels)`): Audio latents without noise.
             timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample.
             keys (sequence of tuples of `int`): Key of the noise of each.
+            shown (sequence of `bool`, *optional*): Whether the audio of each is shown; by default none is.
+            video_shown (sequence of `bool`, *optional*): Whether the video of each is shown; by default none is.
         """
         raise NotImplementedError
 
@@ -328,16 +343,28 @@ class FlowMatching(Objective):
         return timesteps / self.num_train_timesteps
 
     def audio(
-        self, latents: Sequence[torch.Tensor], *, timesteps: torch.Tensor, keys: Sequence[tuple[int, ...]]
+        self,
+        latents: Sequence[torch.Tensor],
+        *,
+        timesteps: torch.Tensor,
+        keys: Sequence[tuple[int, ...]],
+        shown: Sequence[bool] | None = None,
+        video_shown: Sequence[bool] | None = None,
     ) -> NoisedAudio:
         """Add noise to audio as to video, see [`Objective.audio`]."""
+        learned, video_learned = (
+            to_device(torch.tensor([not clean for clean in given or [False] * len(latents)]), timesteps.device)
+            for given in (shown, video_shown)
+        )
+        levels = timesteps * learned
         noises = [
             _noise_like(latent, torch.Generator().manual_seed(integer_seed(Purpose.AUDIO_NOISE, *key)))
             for latent, key in zip(latents, keys, strict=True)
         ]
-        triples = zip(latents, noises, self.noise_levels(timesteps), strict=True)
+        triples = zip(latents, noises, self.noise_levels(levels), strict=True)
         noisy = [((1 - sigma) * latent + sigma * noise).to(latent.dtype) for latent, noise, sigma in triples]
-        return NoisedAudio(noisy, [noise - latent for latent, noise in zip(latents, noises, strict=True)])
+        targets = [noise - latent for latent, noise in zip(latents, noises, strict=True)]
+        return NoisedAudio(noisy, targets, levels, timesteps * video_learned, learned)
 
     def _add_noise(self, latent: torch.Tensor, draws: _Draws) -> tuple[torch.Tensor, ...]:
         sigma = self._draw_sigma(draws.generator, tuple(latent.shape[1:]), draws.quantile)

@@ -342,12 +342,15 @@ class Recipe(RecipeCalls):
     def audio_inputs(self, samples: Samples) -> Audio | None:
         """Return the audio of samples as the model takes it; None where none is trained.
 
-        Audio has the noise level of its video, as in the pipeline's call, and its text is that of the same caption.
+        Audio has the noise level of its video, as in the pipeline's call, and its text is that of the same caption. A
+        modality that is shown has timestep 0.
         """
         if samples.audio is None:
             return None
-        timesteps, text = samples.noised.timesteps, samples.text.others[AUDIO_TEXT]
-        return Audio(latents=samples.audio.latents, timesteps=timesteps, video_timesteps=timesteps, text=text)
+        audio, text = samples.audio, samples.text.others[AUDIO_TEXT]
+        return Audio(
+            latents=audio.latents, timesteps=audio.timesteps, video_timesteps=audio.video_timesteps, text=text
+        )
 
     def encode_reference(self, pixels: torch.Tensor) -> torch.Tensor:
         """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""

@@ -83,8 +83,9 @@ Shown: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
 
 `first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`
-in [0, 1], where 1 is learned; `reference` is a tuple of any number of `(3, f, h, w)`, each at its own size; `audio` is
-`(2, samples)` in [−1, 1], with no samples where a file has no sound. A collator returns it as `shown`.
+in [0, 1], where 1 is learned; `face` is `(3, F, h, w)` in [−1, 1] at its own size; `reference` is a tuple of any
+number of `(3, f, h, w)`, each at its own size; `audio` is `(2, samples)` in [−1, 1], with no samples where a file has
+no sound. A collator returns it as `shown`.
 """
 
 REFERENCES = "references"

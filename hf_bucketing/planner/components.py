@@ -51,8 +51,10 @@ class Component:
         """Return the model on torch's meta device, with some values of its configuration changed."""
         config = {**self.config, **changes}
         with torch.device("meta"):
-            if self.library == "transformers":
-                return self.model_class(self.model_class.config_class.from_dict(config)).eval()
+            if hasattr(self.model_class, "config_class"):  # of transformers, wherever it lies
+                whole = self.model_class.config_class.from_dict(config)
+                own = whole if self.library == "transformers" else getattr(whole, "encoder", whole)  # PRX's is a part
+                return self.model_class(own).eval()
             return self.model_class.from_config(config)
 
 
@@ -119,7 +121,7 @@ def _read_component(name_or_path: str, name: str, entry: IndexEntry) -> Componen
             raise BucketingError(f"The {name} of {name_or_path} is a {class_name}, which cannot be planned.")
     kind = getattr(importlib.import_module(library), class_name)
     place = {"subfolder": entry.subfolder, "revision": entry.revision}
-    if library == "transformers":
+    if hasattr(kind, "config_class"):
         config = kind.config_class.from_pretrained(entry.name_or_path, **place).to_dict()
     else:
         config = dict(kind.load_config(entry.name_or_path, **place))

@@ -257,8 +257,10 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
         size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
     else:
         size = Size(*config.sample_size)
-    recipe, shown = components.recipe, config.references()
-    if fault := recipe.reference_rule().fault(len(shown)):
+    recipe = components.recipe
+    rule = recipe.reference_rule()
+    shown = config.references() or (size._replace(frames=1),) * rule.least
+    if fault := rule.fault(len(shown)):
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.references_in_front:
         shown = (size._replace(frames=1),) * len(shown)
@@ -288,7 +290,8 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
     if recipe.references_in_front or memory.context_parallel_degree > 1 or tokens <= shown:
         references, shown = [], 0  # they are frames of the sample, or a part of its tokens
     if tokens - shown != spec.num_tokens(shape.size):
-        latents = _grid_of(tokens - shown, spec, frames=latents[0])
+        in_front = len(shape.references) if recipe.references_in_front else 0
+        latents = _grid_of(tokens - shown, spec, frames=latents[0] + in_front)
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,

@@ -49,6 +49,8 @@ LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
 """Settings of a transformer's configuration that count its blocks."""
 PLACED_LAYERS = ("vace_layers",)
 """Settings that list the blocks which have a further block beside them."""
+SPACED_LAYERS = ("inject_face_latents_blocks",)
+"""Settings that say after how many blocks a further one follows, the first after the first of them."""
 
 _FIRST, _FIRST_SHARDED = 2, 4
 """Blocks from which on each further one adds the same; FSDP gathers blocks early and frees them late."""
@@ -170,8 +172,10 @@ def trace(step: TracedStep) -> Traced:
     placed = {name: len(config[name]) for name in PLACED_LAYERS if name in config}
     few = {name: min(count, first + bool(placed)) for name, count in counts.items()}  # room for one more beside them
     few |= {name: min(count, first) for name, count in placed.items()}
+    spaced = {name: config["num_layers"] // config[name] for name in SPACED_LAYERS if name in config}
+    few |= dict.fromkeys(spaced, 1)
     base = whole = _traced(step, tuple(few.items()))
-    for name, count in {**counts, **placed}.items():
+    for name, count in {**counts, **placed, **spaced}.items():
         if count > few[name]:
             more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
             whole = whole.plus(more.plus(base, -1), count - few[name])
@@ -185,9 +189,7 @@ def trace(step: TracedStep) -> Traced:
 @functools.lru_cache(maxsize=256)
 def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     """Trace a step of a transformer with these numbers of blocks; raises as [`trace`]."""
-    model = step.transformer.build(
-        **{name: list(range(count)) if name in PLACED_LAYERS else count for name, count in layers}
-    )
+    model = step.transformer.build(**_settings_of(dict(layers)))
     family = families()[type(model).__name__]
     audio = step.audio_length > 0
     freeze_unused(family, model, audio=audio)
@@ -225,6 +227,17 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
     return counted(peaks=tracker.peaks, flops=counter.get_total_flops(), waiting=waiting)
+
+
+def _settings_of(layers: Mapping[str, int]) -> dict[str, Any]:
+    """Return settings of a transformer's configuration that give it these numbers of blocks."""
+
+    def value(name: str, count: int) -> Any:
+        if name in PLACED_LAYERS:
+            return list(range(count))
+        return layers["num_layers"] // count if name in SPACED_LAYERS else count
+
+    return {name: value(name, count) for name, count in layers.items()}
 
 
 def _without_storage(given: torch.Tensor) -> torch.Tensor:
@@ -335,7 +348,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
     family.check_grid(model, (t, h, w))
     conditioning = {}
     for name, drawn in family.draw_conditioning(model, [(t, h, w)] * count).items():
-        values = drawn if isinstance(drawn, torch.Tensor) else torch.stack(drawn)
+        values = drawn if isinstance(drawn, torch.Tensor) else torch.stack([sample.to("meta") for sample in drawn])
         conditioning[name] = values.to("meta") if has_latent_size(values) else torch.ones_like(values)
     added = max(family.added_lengths(conditioning) or (0,))
     length = family.text_length(model.config) or max(1, step.text_length - added)

@@ -21,7 +21,9 @@ from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
+from ..media.conditions import FRAME_BY_FRAME
 from ..models.calls import IMAGES
+from ..models.conditioning import AUDIO, NO_AUDIO, VIDEO, read_conditions
 from ..models.experts import transformers_of
 from ..models.loading import dtypes
 from ..models.recipe import Recipe
@@ -123,11 +125,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"---\n{data.to_yaml()}\n---\n{_OURS}\n\n# {name}\n",
         f"{what} {base}, a `{recipe.pipeline_class}`, trained with hf_bucketing on samples of many sizes. The license "
         "of the base model applies.\n",
-        *(
-            ["Video and its audio are trained together; samples without a track of sound train video alone.\n"]
-            if recipe.audio
-            else []
-        ),
+        *([f"{' '.join(_of_audio(config))}\n"] if recipe.audio else []),
         *(["<Gallery />\n"] if run.samples else []),
         f"## Use\n\n```bash\npip install {' '.join(_packages(recipe, adapted=adapted))}\n```\n",
         f"```python\n{_code(run, name=name, base=base)}\n```\n",
@@ -140,6 +138,23 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"Versions: {', '.join(f'{name} {_version(name)}' for name in _VERSIONS)}.\n",
     ]
     return "\n".join(parts)
+
+
+def _of_audio(config: TrainingConfig) -> list[str]:
+    """Return sentences on how audio is trained."""
+    said = ["Video and its audio are trained together; samples without a track of sound train video alone."]
+    condition = config.objective.condition
+    shares = () if condition is None else read_conditions(condition).all
+    kinds = {kind for share in shares for kind in share.kinds}
+    shown = [text for kind, text in _SHOWN_MODALITIES.items() if kind in kinds]
+    return [*said, *([f"Some samples train {' or '.join(shown)} (`condition`)."] if shown else [])]
+
+
+_SHOWN_MODALITIES = {
+    VIDEO: "sound for their video",
+    AUDIO: "video for their sound",
+    NO_AUDIO: "video without their sound",
+}
 
 
 def _comfyui_files(config: TrainingConfig) -> str:
@@ -162,13 +177,23 @@ def _packages(recipe: Recipe, *, adapted: bool) -> list[str]:
     return ["diffusers", "transformers", "accelerate", *(["peft"] if adapted else []), *videos]
 
 
+def _loaded(recipe: Recipe) -> dict[str, str]:
+    """Return the images and videos without which the pipeline cannot be called, as code that loads them."""
+    images = IMAGES[: recipe.num_images(recipe.config)] if recipe.takes_image else ()
+    loaded = {image: f'load_image("{image}.png")' for image in images}
+    for name in recipe.required:
+        moving = name in FRAME_BY_FRAME and not recipe.family.images_only
+        loaded[recipe.shown_as[name]] = f'load_video("{name}.mp4")' if moving else f'load_image("{name}.png")'
+    return loaded
+
+
 def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
     size = trained_sizes(run.data)[0][0]
-    images = IMAGES[: recipe.num_images(recipe.config)]
+    loaded = _loaded(recipe)
     writer = "encode_video" if recipe.audio else "export_to_video"
-    tools = [*(["load_image"] if images else []), *([] if makes_images(recipe) else [writer])]
+    tools = [*{call.partition("(")[0] for call in loaded.values()}, *([] if makes_images(recipe) else [writer])]
     adapted = config.adapters.lora_rank is not None
     lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
     if adapted and not config.adapters.has_pairs:
@@ -198,7 +223,7 @@ def _code(run: Run, *, name: str, base: str) -> str:
     prompt = next(iter(run.samples.values()), "what it shows")
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
-        **{image: f'load_image("{image}.png")' for image in images},
+        **loaded,
         **recipe.size_arguments(size),
         **({"frame_rate": frame_rate(run.data)} if recipe.audio else {}),
     }

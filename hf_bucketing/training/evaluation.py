@@ -10,6 +10,7 @@ from typing import Any
 
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..errors import BucketingError, quoted
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
@@ -30,6 +31,11 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
     config, recipe = opened.config, opened.recipe
     if not config.validation.validation_prompts:
         return None
+    if not recipe.renders_prompts:
+        raise BucketingError(
+            f"Omit `validation_prompts`: the call of a {recipe.pipeline_class} needs videos of "
+            f"{quoted(recipe.shown)}; render with scripts/sample_video.py."
+        )
     sizes = parse_sizes(config.validation.validation_sizes, opened.spec)
     component = transformers_of(config.trained_component)[0]
     each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))

@@ -119,7 +119,7 @@ class Step(ABC):
         ]
         text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
-        audio = self._noised_audio(media, noised, keys=seeds)
+        audio = self._noised_audio(media, noised, drawn, keys=seeds)
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
         predicted = None
         if any(of_base) or (self.sharded and self.preservation.base_predictions):
@@ -138,8 +138,8 @@ class Step(ABC):
     ) -> list[Drawn]:
         """Draw what each sample of a batch is shown, by its key and its source.
 
-        Samples with references cannot be stacked with others, so that the first sample of a stack decides for all of
-        them whether they are shown theirs.
+        Samples with references or audio cannot be stacked with others, so that the first sample of a stack decides for
+        all of them whether they are shown their references, and whether their audio is absent.
         """
         conditions = self.condition or NOTHING_DRAWN
         if reference_dropout:
@@ -147,11 +147,9 @@ class Step(ABC):
         drawn: list[Drawn] = []
         counts, sources = latent_frames_of(batch, self.recipe.spec), batch.get(SOURCE, [None] * len(keys))
         for key, count, source in zip(keys, counts, sources, strict=True):
-            references = drawn[0].references if drawn and self.stacks else None
+            alike = {"references": drawn[0].references, "no_audio": drawn[0].no_audio} if drawn and self.stacks else {}
             drawn.append(
-                conditions.of(source).draw(
-                    *key, latent_frames=count, stride=self.recipe.spec.temporal_stride, references=references
-                )
+                conditions.of(source).draw(*key, latent_frames=count, stride=self.recipe.spec.temporal_stride, **alike)
             )
         return drawn
 
@@ -166,16 +164,28 @@ class Step(ABC):
         parts = zip(drawn, media["latents"], weights, strict=True)
         media[SHOWN_FRAMES] = frames
         media[SHOWN_LATENTS] = [shown_part(shown, latent, mask, spec) for shown, latent, mask in parts]
+        if AUDIO in media:
+            pairs = list(zip(drawn, media[AUDIO], strict=True))
+            media[AUDIO] = [latent[:0] if shown.no_audio else latent for shown, latent in pairs]
+            wholes = [shown.video and len(latent) > 0 for shown, latent in pairs]
+            whole_parts = zip(wholes, media[SHOWN_LATENTS], strict=True)
+            media[SHOWN_LATENTS] = [torch.ones_like(part) if whole else part for whole, part in whole_parts]
         return media
 
     def _noised_audio(
-        self, media: Mapping[str, Any], noised: Noised, *, keys: Sequence[tuple[int, ...]]
+        self, media: Mapping[str, Any], noised: Noised, drawn: Sequence[Drawn], *, keys: Sequence[tuple[int, ...]]
     ) -> NoisedAudio | None:
         """Add noise to the audio of samples, of which `media` are the encoded conditions; None if none is trained."""
         if not self.recipe.audio:
             return None
         latents = [latent.to(noised.latents[0]) for latent in media[AUDIO]]
-        return self.objective.audio(latents, timesteps=noised.timesteps, keys=keys)
+        return self.objective.audio(
+            latents,
+            timesteps=noised.timesteps,
+            keys=keys,
+            shown=[shown.audio for shown in drawn],
+            video_shown=[shown.video and len(latent) > 0 for shown, latent in zip(drawn, latents, strict=True)],
+        )
 
     @torch.no_grad()
     def _base_predictions(
@@ -226,7 +236,8 @@ class Step(ABC):
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
-            audio = self._noised_audio(media, noised, keys=[(index, level) for index in batch["index"]])
+            keys = [(index, level) for index in batch["index"]]
+            audio = self._noised_audio(media, noised, drawn, keys=keys)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
             values = self._predict(transformer, samples, None).losses(noised)
             found.append(

@@ -41,6 +41,16 @@ _DUAL_STREAM = {"num_attention_heads": 24, "attention_head_dim": 128, "pooled_pr
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "wan-1.3b": {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "wan-14b": {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    # "Wan2.2-Animate-14B" in scripts/convert_wan_to_diffusers.py of huggingface/diffusers
+    "wan-animate": {
+        **_WAN,
+        "num_attention_heads": 40,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "in_channels": 36,
+        "image_dim": 1280,
+        "added_kv_proj_dim": 5120,
+    },
     # "Wan2.2-TI2V-5B" in scripts/convert_wan_to_diffusers.py of huggingface/diffusers
     "wan-5b": {
         **_WAN,
@@ -437,6 +447,16 @@ _WAN_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vae": ("diffusers", "AutoencoderKLWan", {"base_dim": 96, "z_dim": 16}),
     "transformer": ("diffusers", "WanTransformer3DModel", {}),
 }
+_CLIP_VIT_H = {
+    "architectures": ["CLIPVisionModel"],
+    "model_type": "clip_vision_model",
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 224,
+}
 _LTX_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text_encoder": ("transformers", "T5EncoderModel", _T5_XXL),
     "vae": ("diffusers", "AutoencoderKLLTXVideo", _LTX_VAE),
@@ -445,6 +465,14 @@ _LTX_PIPELINE: dict[str, tuple[str, str, dict[str, Any]]] = {
 _PIPELINES: dict[str, tuple[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
     "wan-1.3b": ("WanPipeline", _WAN_PIPELINE),
     "wan-14b": ("WanPipeline", _WAN_PIPELINE),
+    "wan-animate": (
+        "WanAnimatePipeline",
+        {
+            **_WAN_PIPELINE,
+            "image_encoder": ("transformers", "CLIPVisionModel", _CLIP_VIT_H),
+            "transformer": ("diffusers", "WanAnimateTransformer3DModel", {}),
+        },
+    ),
     "wan-5b": ("WanPipeline", {**_WAN_PIPELINE, "vae": ("diffusers", "AutoencoderKLWan", _WAN_22_VAE)}),
     "ltx-2b": ("LTXPipeline", _LTX_PIPELINE),
     "ltx-13b": (
@@ -541,8 +569,8 @@ def write_published_configs(folder: Path, name: str) -> None:
     Args:
         folder (`Path`): Folder to write to.
         name (`str`): Key of `TRANSFORMERS`: `"wan-1.3b"` or `"wan-14b"` (Wan 2.1), `"wan-5b"` (Wan 2.2 TI2V),
-            `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`, `"qwen-image"`, `"flux.2"`
-            (dev), `"z-image"`, `"krea-2"`, `"minimax-h3"`, or `"flux"` (Flux.1 dev).
+            `"wan-animate"`, `"ltx-2b"`, `"ltx-13b"`, `"ltx-2"`, `"hunyuan-video"`, `"hunyuan-video-1.5"`,
+            `"qwen-image"`, `"flux.2"` (dev), `"z-image"`, `"krea-2"`, `"minimax-h3"`, or `"flux"` (Flux.1 dev).
 
     Raises:
         BucketingError: If the name is unknown.

@@ -32,6 +32,32 @@ def test_texts_are_left_as_they_are() -> None:
     assert (len(check.rows), check.summary) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("captions", "template", "expected"),
+    [
+        (["a dog", "", "a cat"], None, ["a dog barks", "purrs", "a cat"]),
+        (["a dog", None, "a cat"], "TOK, {caption}", ["TOK, a dog barks", "TOK, purrs", "TOK, a cat"]),
+        ([["a dog", "two dogs"], [], ["a cat"]], None, [["a dog barks", "two dogs barks"], ["purrs"], ["a cat"]]),
+    ],
+)
+def test_the_text_of_the_sound_follows_each_caption_in_rows_and_streams(captions, template, expected) -> None:
+    sounds = ["barks", "purrs", None]
+    dataset = rows_with(captions).add_column("sound", sounds)
+    settings = {"on_error": "empty", "template": template, "audio_column": "sound"}
+    assert [*check_captions(dataset, "caption", **settings).dataset["caption"]] == expected
+    function = CaptionTexts(("caption",), **settings)
+    assert function.input_columns == ("caption", "sound")
+    assert function({"caption": captions, "sound": sounds})["caption"] == expected
+
+
+def test_what_is_no_text_about_a_sound_is_refused() -> None:
+    for sounds, what in (([["barks"], []], "a list"), ([3, "barks"], "a number")):
+        with pytest.raises(ColumnError, match=f"'sound' must hold one text about the sound of each row.*got {what}"):
+            CaptionTexts(("caption",), audio_column="sound")({"caption": ["a", "b"], "sound": sounds})
+    with pytest.raises(ColumnError, match="no caption column 'sound'"):
+        check_captions(rows_with(["a"]), "caption", audio_column="sound")
+
+
 def test_missing_and_blank_captions_are_counted_and_named_by_row_and_file() -> None:
     with pytest.raises(ColumnError) as raised:
         check_captions(rows_with(["a", None, "", " \n", None]), "caption", media_column="file")

@@ -74,6 +74,11 @@ def files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return files
 
 
+def test_no_command_is_cut_at_the_width_of_the_site() -> None:
+    lines = [line for page in PAGES.values() for block in page.blocks("bash") for line in block.splitlines()]
+    assert not [line for line in lines if len(line) > 88 and not re.match(r" +--\w+ \S+( \\)?$", line)]
+
+
 def test_every_block_of_settings_is_yaml() -> None:
     for page in PAGES.values():
         for block in page.blocks("yaml"):

@@ -125,7 +125,11 @@ def draw_shown(
 ) -> dict[str, Any]:
     """Draw conditions for a sample of a size, of pixels that 8 bits hold, as decoded media have them."""
     frames, height, width = size
-    sizes = {"control": (3, frames, height, width), "mask": (1, frames, height, width)}
+    sizes = {
+        "control": (3, frames, height, width),
+        "mask": (1, frames, height, width),
+        "face": (3, frames, 20, 24),
+    }
 
     def draw(name: str) -> Any:
         if name == "reference":

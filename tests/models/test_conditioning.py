@@ -79,6 +79,7 @@ def test_shares_are_those_of_the_setting_and_a_draw_depends_on_its_key_alone() -
         ("prefix:0.5,none:0.4", "add up to 1"),
         ("prefix:1.5,none:-0.5", "above 0"),
         ("prefix:nan,none:1", "above 0"),
+        ("video+audio", "has one of `video`, `audio`, `no_audio` at most"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from hf_bucketing.buckets.sizes import Size
-from hf_bucketing.media.conditions import REFERENCE
+from hf_bucketing.media.conditions import MASK, REFERENCE
 from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.ltx2.packing import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
@@ -35,7 +35,7 @@ EDITING = ("qwen-image-edit", "qwen-image-edit-2509", "qwen-image-edit-2511")
 """Pipelines that are called with pictures alone; tests/models/test_references.py compares what they pass."""
 REFERENCES = {"flux2": ((1, 64, 80), (1, 96, 64)), "ltx2": ((1, 32, 64),)}
 """Frames, height and width of references that pipelines do not resize, where they resize those of the cases."""
-MASKS = ("encoder_attention_mask", "encoder_hidden_states_mask")
+MASKS = ("attention_mask", "encoder_attention_mask", "encoder_hidden_states_mask")
 IGNORED = ("return_dict", "isolate_modalities", "kv_cache", "kv_cache_mode")
 """Arguments that are not compared, beside those of sound, from which the recipe of LTX-2 isolates the video.
 
@@ -104,10 +104,9 @@ def call_of(case: RecipeCase, recipe: Recipe, pipeline: Any, size: Size, shown: 
         call |= {name: pictures(frame)[0] for name, frame in zip(IMAGES[:count], frames, strict=True)}
     if "height" not in taken:  # the sides have about this mean, in the image's ratio
         pipeline.target_size = int((size.height * size.width) ** 0.5)
-    for name, argument in recipe.shown_as.items():
-        if name in shown and name != REFERENCE:
-            frames = pictures(shown[name])
-            call[argument] = frames if size.frames > 1 else frames[0]
+    omitted = {REFERENCE} if MASK in shown else {REFERENCE, "background"}
+    names = [name for name in recipe.shown_as if name in shown and name not in omitted]
+    call |= recipe.shown_arguments({name: pictures(shown[name]) for name in names})
     if REFERENCE in shown:
         call |= recipe.reference_arguments([pictures(pixels) for pixels in shown[REFERENCE]], size)
     return call
@@ -195,7 +194,7 @@ def test_a_recipe_passes_what_its_pipeline_passes(
     references = REFERENCES.get(name.partition("-")[0], case.references[0])
     shown = draw_shown(names, size, generator, references=references)
     pixels = torch.randint(0, 256, (1, 3, *size), generator=generator) / 255 * 2 - 1
-    call = call_of(case, recipe, pipeline, size, {"first_frame": pixels[0, :, :1], **shown})
+    call = call_of(case, recipe, pipeline, size, {"first_frame": pixels[0, :, :1], "background": pixels[0], **shown})
     passed = arguments_of(pipeline, **call)
     if recipe.embeds_guidance:
         recipe = recipe.guided(guidance_of(pipeline, call))

@@ -33,11 +33,13 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 SLOW: dict[str, dict[str, Any]] = {
     "auraflow": {"guidance_scale": 3.0},
+    "bria": {"guidance_scale": 3.0},
     "chronoedit": {"guidance_scale": 3.0},
     "cogvideox": {"guidance_scale": 6.0},
     "cogvideox-i2v": {"guidance_scale": 6.0},
     "cogview3plus": {"guidance_scale": 3.0},
     "cogview4": {"guidance_scale": 3.0},
+    "easyanimate": {"guidance_scale": 3.0},
     "flux-control": {"control_image": PICTURE},
     "flux2": {},
     "flux3": {},
@@ -54,6 +56,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "ovis-image": {"guidance_scale": 3.0},
     "pixart-alpha": {"guidance_scale": 3.0},
     "pixart-sigma": {"guidance_scale": 1.0},
+    "prx": {"guidance_scale": 3.0},
     "sd3": {"guidance_scale": 3.0},
     "skyreels-v2": {"guidance_scale": 3.0},
     "skyreels-v2-df": {"guidance_scale": 3.0, "ar_step": 1},

@@ -22,6 +22,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.wan_vace.packing import CONTROL
 from hf_bucketing.training.estimate import _random_batch
+from hf_bucketing.training.run_data import LargestStep
 from hf_bucketing.training.steps import media_of
 from tests.conftest import run_script_here
 
@@ -124,9 +125,9 @@ def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     recipe = load(folder(tiny))
     names = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
     table = BucketTable.parse("32,48", frames=[1])
-    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names)
-    references = [(Size(1, 32, 48),)] * 2
-    batch = _random_batch([Size(1, 32, 48)] * 2, references, recipe, torch.device("cpu"), data=data)
+    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names, audio=None)
+    largest = LargestStep([Size(1, 32, 48)] * 2, tokens=0, references=[(Size(1, 32, 48),)] * 2)
+    batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert len(media["latents"]) == len(media[LOSS_MASK]) == 2
     assert {*recipe.blank_conditions(media["latents"][0])} <= {*media}

@@ -15,6 +15,7 @@ from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.adapters import AdapterConfig
+from hf_bucketing.adapters.files import loads_lora
 from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -70,7 +71,7 @@ def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
     assert plan.phases["media encoding"].vae > plan.phases["optimizer"].vae + 12 * plan.shape.pixels
     adapters = AdapterConfig(lora_rank=4)
     with_adapters = dataclasses.replace(config, cached="all", adapters=adapters)
-    if not hasattr(recipe.pipeline, "save_lora_weights"):
+    if not loads_lora(recipe.pipeline_type()):
         with pytest.raises(BucketingError, match="cannot load LoRA weights"):
             plan_memory(str(tmp_path / "configs"), with_adapters)
         return
@@ -148,8 +149,8 @@ def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "billions"), [("flux", 11.9), ("hunyuan-video", 12.8)])
-def test_a_published_model_with_two_kinds_of_blocks_has_its_published_weights(
+@pytest.mark.parametrize(("name", "billions"), [("flux", 11.9), ("hunyuan-video", 12.8), ("wan-animate", 17.3)])
+def test_a_published_model_with_several_kinds_of_blocks_has_its_published_weights(
     name: str, billions: float, tmp_path: Path
 ) -> None:
     write_published_configs(tmp_path, name)

@@ -34,7 +34,7 @@ from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run, run_card
+from tests.training.training_cases import in_process, run, run_card, train
 
 CLIP = Clip(9, 32, 64, 8)
 TEXT_TOKENS = 64
@@ -68,7 +68,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tone = 0.5 * np.sin(2 * np.pi * 300 * (number + 1) * times)
         sound = None if number == 1 else Sound(np.stack([tone, tone]), 48000)
         write_video(folder / f"{number}.mp4", frames, fps=CLIP.fps, sound=sound)
-        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle"})
+        tone_of = {} if sound is None else {"sound": f"a tone of {300 * (number + 1)} Hz"}
+        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle", **tone_of})
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -167,27 +168,35 @@ def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
         assert lacking == [], "another process may wait for them"
 
 
-def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float) -> float:
+def loss_by_hand(
+    recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float, epoch: int = 0, shown: str = "none"
+) -> float:
     pipeline = recipe.pipeline
     pixels, waveform = batch["pixel_values"][row], batch["shown"][AUDIO][row]
     clean = recipe.encode_latents(pixels[None])[0]
-    noised = step.objective([clean], indices=[batch["index"][row]], epoch=0)
+    noised = step.objective([clean], indices=[batch["index"][row]], epoch=epoch)
     states, mask, _, _ = pipeline.encode_prompt(
         batch["caption"][row], do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
     )
     text, audio_text, mask = pipeline.connectors(states, mask, padding_side="left")
-    silent = not waveform.shape[1]
+    silent = not waveform.shape[1] or shown == "no_audio"
+    video_level, audio_level = (
+        0 * noised.timesteps if shown == kind and not silent else noised.timesteps for kind in ("video", "audio")
+    )
     sounds = recipe.encode_audio(waveform)
-    key = (step.seed, 0, batch["index"][row])
-    noisy = step.objective.audio([sounds], timesteps=noised.timesteps, keys=[key])
+    key = (step.seed, epoch, batch["index"][row])
+    noisy = step.objective.audio([sounds], timesteps=audio_level, keys=[key])
+    video_in = clean if shown == "video" and not silent else noised.latents[0]
     frames, height, width = clean.shape[1:]
     video, audio = pipeline.transformer(
-        hidden_states=pipeline._pack_latents(noised.latents[0][None]),
+        hidden_states=pipeline._pack_latents(video_in[None]),
         audio_hidden_states=sounds.new_zeros(1, 1, 4) if silent else noisy.latents[0][None],
         encoder_hidden_states=text,
         audio_encoder_hidden_states=audio_text,
-        timestep=noised.timesteps,
-        sigma=noised.timesteps,
+        timestep=video_level,
+        audio_timestep=audio_level,
+        sigma=video_level,
+        audio_sigma=audio_level,
         encoder_attention_mask=mask,
         audio_encoder_attention_mask=mask,
         num_frames=frames,
@@ -200,7 +209,45 @@ def loss_by_hand(recipe: Recipe, step: Any, batch: Any, row: int, *, weight: flo
         return_dict=False,
     )
     loss = (video - pipeline._pack_latents(noised.targets[0][None])).square().mean()
-    return float(loss if silent else loss + weight * (audio[0] - noisy.targets[0]).square().mean())
+    heard = weight * (audio[0] - noisy.targets[0]).square().mean() if not silent else 0.0
+    return float((0 if shown == "video" and not silent else loss) + (0 if shown == "audio" else heard))
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_each_modality_is_generated_shown_or_absent_by_sample(
+    batches: dict[str, Any], prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    shares = "video:0.25,audio:0.25,no_audio:0.25,none:0.25"
+    config = in_process(pipeline, prepared, tmp_path, **batches, audio_weight=0.5, condition=shares)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    step = make_step(config, recipe)
+    rows = [0, 1, 2, 3] if batches is PACKS else [0, 2, 3]
+    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+    kinds = set()
+    for epoch in range(6):
+        drawn = step.draw(batch, [(step.seed, epoch, row) for row in rows])
+        shown = [
+            "no_audio" if part.no_audio else "video" if part.video else "audio" if part.audio else "none"
+            for part in drawn
+        ]
+        if batches is BUCKETS:
+            assert len({kind == "no_audio" for kind in shown}) == 1, "samples of a stack have audio, or none has"
+        kinds |= {*shown}
+        with torch.no_grad():
+            losses = step(recipe.transformer, batch, epoch=epoch).values
+            with step.unpacked():
+                expected = [
+                    loss_by_hand(recipe, step, batch, row, weight=0.5, epoch=epoch, shown=kind)
+                    for row, kind in enumerate(shown)
+                ]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert kinds == {"no_audio", "video", "audio", "none"}
+
+
+def test_shown_modalities_need_audio(clips: Path, pipeline: Path, tmp_path: Path) -> None:
+    silent = prepare(clips, pipeline, tmp_path / "silent")
+    with pytest.raises(BucketingError, match="`condition` shows the model `audio`, but a LTX2Pipeline"):
+        run(in_process(pipeline, silent, tmp_path / "run", **PACKS, condition="audio:0.5,none:0.5"))
 
 
 def test_audio_latents_are_those_that_the_pipeline_would_start_from(recipe: Recipe) -> None:
@@ -289,6 +336,22 @@ def test_streams_hold_the_samples_of_rows_and_count_their_audio(
         assert {*largest.audio} == {TOKENS}
 
 
+def test_captions_tell_of_the_sound_of_rows_that_have_some(clips: Path, pipeline: Path, tmp_path: Path) -> None:
+    flags = ("--with_audio", "--audio_caption_column", "sound", "--caption_column", "text")
+    rows = PreparedDataset.load(prepare(clips, pipeline, tmp_path / "rows", *flags))
+    expected = [
+        "a red circle a tone of 300 Hz",
+        "a green circle",
+        "a blue circle a tone of 900 Hz",
+        "a white circle a tone of 1200 Hz",
+    ]
+    assert [*rows.dataset[rows.caption_column]] == expected
+    stream = PreparedStream.load(prepare(clips, pipeline, tmp_path / "stream", *flags, "--streaming"))
+    assert [row["caption"] for row in stream.open()] == expected
+    with pytest.raises(BucketingError, match="Omit `audio_caption_column`: no effect without `with_audio`"):
+        SourceConfig(dataset="a", audio_caption_column="sound", table=TableConfig(buckets="32,64"))
+
+
 @pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
 def test_a_stream_with_audio_resumes_exactly(
     batches: dict[str, Any], stream: Path, pipeline: Path, tmp_path: Path
@@ -301,6 +364,22 @@ def test_a_stream_with_audio_resumes_exactly(
     assert again == whole
     card = (tmp_path / "README.md").read_text()
     assert "Video and its audio are trained together" in card
+
+
+@pytest.mark.slow
+def test_processes_with_and_without_audio_in_one_step_wait_for_no_gradient(
+    prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    """In the last step, one process has a silent stack and the other one with audio."""
+    flags = ("--train_batch_size", 1, "--max_train_steps", 2, "--max_sequence_length", TEXT_TOKENS)
+    train(pipeline, prepared, tmp_path, *flags, num_processes=2)
+    logs = [
+        [row["index"][0] for row in map(json.loads, (tmp_path / "logs" / name).read_text().splitlines())]
+        for name in ("samples-0.jsonl", "samples-1.jsonl")
+    ]
+    steps = [{*step} for step in zip(*logs, strict=True)]
+    assert set().union(*steps) == {0, 1, 2, 3}
+    assert [step for step in steps if 1 in step and len(step) == 2], "the silent clip meets one that has sound"
 
 
 @pytest.mark.slow
@@ -325,14 +404,20 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
         "validation_steps": 2,
         "validation_inference_steps": 1,
     }
-    run(in_process(pipeline, cached, tmp_path, **PACKS, **validation, lora_rank=2, validation_split=0.25))
+    shares = "video:0.2,audio:0.2,none:0.6"
+    run(
+        in_process(
+            pipeline, cached, tmp_path, **PACKS, **validation, lora_rank=2, validation_split=0.25, condition=shares
+        )
+    )
     weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
     for module in ("attn1", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
         changed = [name for name in weights if f".{module}.to_q.lora" in name and bool(weights[name].any())]
         assert len(changed) == 4, module  # A and B of two blocks
     check_sound(tmp_path / "validation" / "step-2" / "9x32x64-a-red-circle.mp4")
     card = (tmp_path / "README.md").read_text()
-    assert "Video and its audio are trained together" in card
+    assert "Video and its audio are trained together; samples without a track of sound train video alone." in card
+    assert "Some samples train sound for their video or video for their sound" in card
     assert "| with audio | 2 |" in card, "one of three is held out"
     place = tmp_path / "place"
     place.mkdir()

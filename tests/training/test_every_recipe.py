@@ -18,6 +18,7 @@ from PIL import Image
 from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.files import loads_lora
 from hf_bucketing.media import write_video
 from hf_bucketing.media.conditions import CONDITIONS, FRAME_BY_FRAME
 from hf_bucketing.models.calls import IMAGES
@@ -99,7 +100,7 @@ def test_a_recipe_trains_on_files_and_diffusers_renders(
     common = {"max_train_steps": 2, "max_sequence_length": case.max_sequence_length}
     common |= {"validation_split": 0.2, "validation_noise_levels": 2}
     pack = {"batching": "pack", "max_tokens": case.max_tokens, "strip_length": 8, "train_batch_size": 1}
-    adapters = {"lora_rank": 2} if hasattr(recipe.pipeline_type(), "load_lora_weights") else {}
+    adapters = {"lora_rank": 2} if loads_lora(recipe.pipeline_type()) else {}
     runs = {"bucket": (prepared, case.bucket_settings), "pack": (tmp_path / "cached", {**pack, **adapters})}
     if case.one_size:
         data, settings = runs.pop("pack")

@@ -5,7 +5,7 @@ The forward has no mask for text, so the model attends to all text that it gets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from ...packing.processors import Rotary
 from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_joint_norms
 
+TEXT_LENGTH = 256
+"""Tokens of a text, with its padding, in every call of the pipeline."""
+
 
 class EasyAnimateFamily(JointFamily):
     """Packing of `EasyAnimateTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family]."""
@@ -29,6 +32,10 @@ class EasyAnimateFamily(JointFamily):
     text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding")
     strips_have_positions = False
     position_module = "rope_embedding"
+
+    def text_length(self, config: Mapping[str, Any]) -> int:
+        """Return the tokens to which the pipeline pads a text."""
+        return TEXT_LENGTH
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return what the last block does with the text after attention."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...devices import to_device
 from ...packing.batch import Rows
@@ -36,6 +38,9 @@ class LTXFamily(Family):
     `rope_interpolation_scale`, `(n, 3)`, is computed by the pipeline from a sample's frame rate and the autoencoder:
     temporal stride ÷ frame rate, spatial stride, spatial stride. With a fourth number, the temporal stride, tokens lie
     where `LTXConditionPipeline` places them: the first latent frame of a causal autoencoder is one frame of pixels.
+    Further numbers are the frames of pixels at which the sample's references begin, one after another, and 0 for one
+    that lies over the sample: so the pipeline shows keyframes other than the first, as references of the sample's
+    height and width, each encoded by itself.
     """
 
     transformer_class = "LTXVideoTransformer3DModel"
@@ -69,26 +74,51 @@ class LTXFamily(Family):
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the coordinates of the tokens, so that each row may have its own frame rate."""
         patch, rope, device = self.patch(transformer.config), transformer.rope, rows.latents.device
-        (tokens,) = _locations(patch, None, rope, rows.grid, device)
+        tokens, numbers = _locations(patch, None, rope, rows.grid, device)
         if rows.references:
-            tokens = torch.cat([tokens, *_reference_locations(patch, rope, rows.grids, device)])
-        scaled = _scaled(tokens.expand(len(rows.latents), -1, -1), rows.conditioning[SCALES])
+            pairs = zip((tokens, numbers), _reference_locations(patch, rope, rows.grids, device), strict=True)
+            tokens, numbers = map(torch.cat, pairs)
+        count = len(rows.latents)
+        scaled = _scaled(tokens.expand(count, -1, -1), numbers.expand(count, -1), rows.conditioning[SCALES])
         return {SCALES: None, "video_coords": scaled}
 
 
 def _locations(
     patch: Grid, base_size: Grid | None, rope: torch.nn.Module, grid: Grid, device: torch.device
-) -> tuple[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     axes = axis_coordinates(grid, base_size, device=device)
-    return (torch.stack(over_grid([axis * side for axis, side in zip(axes, patch, strict=True)]), 1),)
+    tokens = torch.stack(over_grid([axis * side for axis, side in zip(axes, patch, strict=True)]), 1)
+    return tokens, numbers_of_grids([grid], device=device)
 
 
 def _reference_locations(
     patch: Grid, rope: torch.nn.Module, grids: tuple[Grid, ...], device: torch.device
-) -> tuple[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
     located = [_locations(patch, None, rope, grid, device)[0] for grid in grids[1:]]
-    return (over_sample(located, grids),)
+    return over_sample(located, grids), numbers_of_grids(grids[1:], first=1, device=device)
+
+
+def numbers_of_grids(grids: Sequence[Grid], *, first: int = 0, device: torch.device) -> torch.Tensor:
+    """Return the number of the grid of each token, `(tokens,)`: 0 for a sample's own, from 1 for its references.
+
+    Example:
+        >>> numbers_of_grids([(1, 1, 2), (1, 1, 1)], first=1, device=torch.device("cpu")).tolist()
+        [1, 1, 2]
+    """
+    pairs = enumerate(grids, first)
+    return torch.cat([torch.full((math.prod(grid),), number, device=device) for number, grid in pairs])
+
+
+def first_frames(numbers: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """Return the frame of pixels at which the reference of each token begins, `(rows, tokens)`.
+
+    Args:
+        numbers (`torch.Tensor` of shape `(rows, tokens)`): What [`numbers_of_grids`] returns.
+        begins (`torch.Tensor` of shape `(rows, references)`): Frames; of further references, as of samples, it is 0.
+    """
+    begins = F.pad(begins, (1, 1))
+    return begins.gather(1, numbers.clamp(max=begins.shape[1] - 1))
 
 
 def over_sample(references: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
@@ -118,23 +148,25 @@ def reference_factors(grids: Sequence[Grid]) -> list[int]:
 def _locate(tables: Tables, references: Tables, rope: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden_states, _, _, _, scales, _ = args
     device = hidden_states.device
-    (tokens,) = position_strips(
+    tokens, numbers = position_strips(
         active_layout(), lambda grid: tables(rope, grid, device), lambda grids: references(rope, grids, device)
     )
-    return hidden_states, *[None] * 4, _scaled(tokens, scales)
+    return hidden_states, *[None] * 4, _scaled(tokens, numbers, scales)
 
 
-def _scaled(tokens: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _scaled(tokens: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the coordinates of tokens, `(rows, tokens, 3)`, in seconds and pixels, `(rows, 3, tokens)`.
+
+    `numbers`, `(rows, tokens)`, are those of [`numbers_of_grids`].
 
     The operations are those of the pipelines, in their order: the model multiplies seconds by some thousands.
     """
     scales = to_device(scales, tokens.device, dtype=tokens.dtype)[:, None]
     if scales.shape[-1] == 3:
         return (tokens * scales).transpose(1, 2)
-    seconds, stride = scales[..., :1] / scales[..., 3:], scales[..., 3:]
-    frames = (tokens[..., :1] * stride + 1 - stride).clamp(min=0) * seconds
-    return torch.cat([frames, tokens[..., 1:] * scales[..., 1:3]], -1).transpose(1, 2)
+    stride, begins = scales[..., 3:4], first_frames(numbers, scales[:, 0, 4:])
+    frames = (tokens[..., :1] * stride + 1 - stride).clamp(min=0) + begins[..., None]
+    return torch.cat([frames * (scales[..., :1] / stride), tokens[..., 1:] * scales[..., 1:3]], -1).transpose(1, 2)
 
 
 FAMILY = LTXFamily()

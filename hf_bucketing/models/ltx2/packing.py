@@ -21,7 +21,7 @@ from ...packing.positions import Tables, position_strips
 from ...packing.processors import PackedAttnProcessor, Rotary, attend
 from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens
-from ..ltx.packing import over_sample
+from ..ltx.packing import first_frames, numbers_of_grids, over_sample
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
@@ -129,8 +129,11 @@ class LTX2Family(Family):
     (`isolate_modalities`), which is how LTX-2's own trainer trains video without audio. The stock forward needs some
     audio all the same: each row gets one token of zeros.
 
-    `fps`, `(n,)`, are frames per second. Models that modulate their text by the noise level (LTX-2.3) also take
-    `sigma`, `(n,)`: the sample's timestep, while its tokens may have others, such as 0 for a clean first frame.
+    `fps`, `(n,)`, are frames per second; or `(n, 1 + references)`, then the frames of pixels at which the sample's
+    references begin, and 0 for one that lies over the sample: so `LTX2ConditionPipeline` shows keyframes other than
+    the first, each of one frame, of the sample's height and width and encoded by itself. Models that modulate their
+    text by the noise level (LTX-2.3) also take `sigma`, `(n,)`: the sample's timestep, while its tokens may have
+    others, such as 0 for a clean first frame.
     """
 
     transformer_class = "LTX2VideoTransformer3DModel"
@@ -225,10 +228,14 @@ class LTX2Family(Family):
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the coordinates of the tokens, which each row has by its own frame rate, and the audio."""
         device = rows.latents.device
-        (pixels,) = _coordinates(transformer, rows.grid, device=device)
+        pixels, numbers = _coordinates(transformer, rows.grid, device=device)
         if rows.references:
-            pixels = torch.cat([pixels, *_reference_coordinates(transformer, rows.grids, device=device)])
-        coordinates = _in_seconds(pixels.expand(len(rows.latents), -1, -1, -1), rows.conditioning["fps"])
+            pairs = zip((pixels, numbers), _reference_coordinates(transformer, rows.grids, device=device), strict=True)
+            pixels, numbers = map(torch.cat, pairs)
+        count = len(rows.latents)
+        coordinates = _in_seconds(
+            pixels.expand(count, -1, -1, -1), numbers.expand(count, -1), rows.conditioning["fps"]
+        )
         heard = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
         return {"video_coords": coordinates, **heard}
 
@@ -271,23 +278,31 @@ def modulates_text(transformer: Transformer) -> bool:
     return bool(transformer.prompt_modulation and transformer.config.use_prompt_adaln_single)
 
 
-def _coordinates(transformer: Any, grid: Grid, *, device: torch.device) -> tuple[torch.Tensor]:
-    """Return the first and the last frame, row and column of pixels of each token of a grid, `(t·h·w, 3, 2)`."""
+def _coordinates(transformer: Any, grid: Grid, *, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the last frame, row and column of pixels of each token of a grid, `(t·h·w, 3, 2)`.
+
+    With them come the numbers of the tokens' grids, see `numbers_of_grids`.
+    """
     rope = transformer.rope
     frames, height, width = grid[0] * rope.patch_size_t, grid[1] * rope.patch_size, grid[2] * rope.patch_size
-    return (rope.prepare_video_coords(1, frames, height, width, device, fps=1.0)[0].transpose(0, 1),)
+    coordinates = rope.prepare_video_coords(1, frames, height, width, device, fps=1.0)[0].transpose(0, 1)
+    return coordinates, numbers_of_grids([grid], device=device)
 
 
-def _reference_coordinates(transformer: Any, grids: tuple[Grid, ...], *, device: torch.device) -> tuple[torch.Tensor]:
+def _reference_coordinates(
+    transformer: Any, grids: tuple[Grid, ...], *, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Place references over their sample: tokens of one that is smaller by a factor cover as much more."""
     located = [_coordinates(transformer, grid, device=device)[0] for grid in grids[1:]]
-    return (over_sample(located, grids),)
+    return over_sample(located, grids), numbers_of_grids(grids[1:], first=1, device=device)
 
 
-def _in_seconds(pixels: torch.Tensor, fps: torch.Tensor) -> torch.Tensor:
+def _in_seconds(pixels: torch.Tensor, numbers: torch.Tensor, fps: torch.Tensor) -> torch.Tensor:
     """Return the coordinates of the tokens of rows, `(rows, tokens, 3, 2)`, as the model takes them: time first."""
     frames, sides = pixels.transpose(1, 2).split([1, 2], 1)
-    return torch.cat([frames / to_device(fps, frames.device, dtype=frames.dtype).view(-1, 1, 1, 1), sides], 1)
+    rates = to_device(fps, frames.device, dtype=frames.dtype).view(len(fps), -1)
+    frames = frames + first_frames(numbers, rates[:, 1:])[:, None, :, None]
+    return torch.cat([frames / rates[:, :1, None, None], sides], 1)
 
 
 def _no_audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -363,7 +378,7 @@ def _complete(
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
     layout, rows = active_layout(), kwargs["hidden_states"]
-    (pixels,) = position_strips(
+    pixels, numbers = position_strips(
         layout,
         lambda grid: tables(transformer, grid, rows.device),
         lambda grids: references(transformer, grids, rows.device),
@@ -374,7 +389,7 @@ def _complete(
     else:
         seconds = [audio_tables(transformer, length, rows.device)[0] for length in audio.lengths]
         heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
-    return args, {**kwargs, **heard, "video_coords": _in_seconds(pixels, kwargs["fps"])}
+    return args, {**kwargs, **heard, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
 
 
 def _audio_coordinates(transformer: Any, length: int, *, device: torch.device) -> tuple[torch.Tensor]:

@@ -18,6 +18,7 @@ from ...media.row_audio import AudioRule
 from ...media.sample import frame_rates
 from ...media.write import Sound
 from ...packing.family import UNLIMITED
+from ..conditioning import MODALITIES
 from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..ltx.packing import reference_factors
@@ -41,6 +42,11 @@ class LTX2Recipe(LTXRecipe):
     default_sequence_length = 1024
     native_sizes = ((512, 768), (1024, 1536))
     """The pipeline's default, and twice that, the second stage of the model's own pipelines."""
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """All and, where audio is trained, which modality is generated."""
+        return (*super().drawn_kinds, *(MODALITIES if self.audio else ()))
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:

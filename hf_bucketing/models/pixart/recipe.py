@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,8 @@ class PixArtAlphaRecipe(Recipe):
     default_sequence_length = 120
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 512), (1024, 1024))
     """One for each of the two models; the pipeline also has 32 sizes of other shapes for each."""
+    call_defaults = MappingProxyType({"use_resolution_binning": False})
+    """Else the pipeline makes the nearest of its own sizes and stretches that."""
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return each image's height and width in pixels and height ÷ width, for models trained with them."""
@@ -34,8 +37,8 @@ class PixArtAlphaRecipe(Recipe):
         return {"resolution": resolution, "aspect_ratio": resolution[:, :1] / resolution[:, 1:]}
 
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
-        """Call the pipeline, which would otherwise make the nearest of its own sizes and stretch that."""
-        options = {"use_resolution_binning": False, "clean_caption": cleans_captions(), **options}
+        """Call the pipeline, which cleans captions where it can."""
+        options = {"clean_caption": cleans_captions(), **options}
         return super().render(prompt, size, image=image, **options)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from ...devices import to_device
 from ...errors import BucketingError, quoted
@@ -197,6 +198,12 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
         stride = self.spec.temporal_stride
         by_latent = torch.cat([frames[:1].expand(stride), frames[1:]]).view(-1, stride).T
         return to_device(by_latent, latent.device, dtype=latent.dtype)[:, :, None, None].expand(-1, *latent.shape[1:])
+
+
+def in_front(first: torch.Tensor, values: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put latent frames `(B, C, k, h, w)`, with zeros for further channels, in front of each sample's values."""
+    stack = torch.stack(list(values))
+    return torch.cat([F.pad(first, (0,) * 7 + (stack.shape[1] - first.shape[1],)), stack], 2)
 
 
 RECIPES = (WanRecipe, WanImageToVideoRecipe)

@@ -14,7 +14,7 @@ from ...packing.family import UNLIMITED
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
 from ..samples import Conditions, Samples, Shown
-from ..wan.recipe import WanRecipe
+from ..wan.recipe import WanRecipe, in_front
 from .packing import CONTROL, FAMILY, SCALE
 
 
@@ -59,9 +59,9 @@ class WanVACERecipe(WanRecipe):
         frames = self._frames_of(pixel_values, references) if references[0] else latents[:, :, :0]
         weights = encoded.get(LOSS_MASK, torch.ones_like(latents[:, :1]))
         return {
-            "latents": _in_front(frames, latents),
-            CONTROL: _in_front(frames, encoded[CONTROL]),
-            LOSS_MASK: _in_front(frames[:, :0], weights),
+            "latents": in_front(frames, latents),
+            CONTROL: in_front(frames, encoded[CONTROL]),
+            LOSS_MASK: in_front(frames[:, :0], weights),
         }
 
     @torch.no_grad()
@@ -104,12 +104,6 @@ class WanVACERecipe(WanRecipe):
             CONTROL: [control.to(latent) for control, latent in controls],
             SCALE: latents[0].new_ones(len(latents), len(self.config["vace_layers"])),
         }
-
-
-def _in_front(first: torch.Tensor, values: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put latent frames `(B, C, k, h, w)`, with zeros for further channels, in front of each sample's values."""
-    stack = torch.stack(list(values))
-    return torch.cat([F.pad(first, (0,) * 7 + (stack.shape[1] - first.shape[1],)), stack], 2)
 
 
 RECIPES = (WanVACERecipe,)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from diffusers import EasyAnimateTransformer3DModel
 
-from tests.models.cases import FamilyCase
+from hf_bucketing.models.easyanimate.packing import TEXT_LENGTH
+from tests.models.cases import SIZES, FamilyCase
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 
 def make(**config: Any) -> EasyAnimateTransformer3DModel:
@@ -33,4 +35,37 @@ def alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.
 
 # the last block's text goes nowhere
 LAST = ("1.attn1.add_q_proj", "1.attn1.norm_added_q", "1.attn1.to_add_out", "1.txt_ff")
-CASES = {"easyanimate": FamilyCase(make=make, alone=alone, without_gradient=LAST)}
+CASES = {
+    "easyanimate": FamilyCase(
+        make=make,
+        alone=alone,
+        text_lengths=(TEXT_LENGTH,) * len(SIZES),
+        empty_text=False,
+        without_gradient=LAST,
+    )
+}
+
+
+@torch.no_grad()
+def clean_latent(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Encode a clip to `(1, C, f, h, w)`, so that the pipeline's way of decoding it gives it back."""
+    return pipeline.vae.encode(pixels[None]).latent_dist.mode() * pipeline.vae.config.scaling_factor
+
+
+def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    clean, noise, sigma = clean_latent(pipeline, drawn.pixels), drawn.noise[None], drawn.timestep / 1000
+    embeds, *_ = pipeline.encode_prompt(drawn.caption, do_classifier_free_guidance=False)
+    noisy = (1 - sigma) * clean + sigma * noise
+    velocity = pipeline.transformer(noisy, drawn.timestep[None], encoder_hidden_states=embeds).sample
+    return (velocity - (noise - clean)).square().mean()
+
+
+RECIPES = {
+    "easyanimate": RecipeCase(
+        tiny="easyanimate",
+        loss=text_to_video_loss,
+        render={"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5},
+        max_sequence_length=TEXT_LENGTH,
+        max_tokens=1024,
+    )
+}

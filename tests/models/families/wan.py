@@ -32,6 +32,16 @@ def noisy_latent(drawn: Drawn, clean: torch.Tensor) -> torch.Tensor:
     return (1 - sigma) * clean + sigma * drawn.noise[None]
 
 
+def masked_mean(error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean of errors `(1, C, f, h, w)`, weighted by a mask `(1, F, H, W)` of the pixels."""
+    if mask is None:
+        return error.mean()
+    frames = [mask[0, :1], *mask[0, 1:].split(4)][: error.shape[2]]
+    weights = torch.stack([group.mean(0) for group in frames])
+    weights = torch.nn.functional.avg_pool2d(weights, 8).expand_as(error)
+    return (error * weights).sum() / weights.sum()
+
+
 def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     clean = clean_latent(pipeline, drawn.pixels)
     timestep = drawn.timestep[None]

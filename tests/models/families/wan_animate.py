@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from diffusers import WanAnimateTransformer3DModel
+from PIL import Image
 
-from tests.models import cases
+from tests.models import cases, cross_models
+from tests.models.families.wan import clean_latent, masked_mean, noisy_latent, picture, prompt_embeds
+from tests.models.recipe_cases import Drawn, RecipeCase
 
 SIDE = 16
 SIZES = ((3, 4, 6), (2, 8, 4), (5, 6, 6), (2, 2, 2), (3, 4, 6), (2, 10, 6))
@@ -16,17 +19,10 @@ SIZES = ((3, 4, 6), (2, 8, 4), (5, 6, 6), (2, 2, 2), (3, 4, 6), (2, 10, 6))
 
 def make(**config: Any) -> WanAnimateTransformer3DModel:
     settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
+        **cross_models.WAN,
         "in_channels": 12,
         "latent_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 32,
-        "ffn_dim": 48,
         "num_layers": 4,
-        "cross_attn_norm": True,
         "image_dim": 8,
         "added_kv_proj_dim": 24,
         "rope_max_seq_len": 65,
@@ -79,5 +75,58 @@ CASES = {
         text_lengths=(512,) * len(SIZES),
         channels=12,
         conditioning=conditioning,
+    )
+}
+
+
+def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    """Take what the transformer is shown from the pipeline's own preparations, called as its call does."""
+    shown, (_, frames, height, width) = drawn.shown, drawn.pixels.shape
+    sides, mask = {"height": height, "width": width}, shown.get("mask")
+    ((reference,),) = (shown["reference"],)
+    image = picture(reference[:, 0])
+    character = pipeline.prepare_reference_image_latents(
+        pipeline.vae_image_processor.preprocess(image, **sides, resize_mode="fill"), device=torch.device("cpu")
+    )
+    known = pipeline.prepare_prev_segment_cond_latents(
+        background_video=None if mask is None else torch.where(mask > 0.5, -1.0, drawn.pixels)[None],
+        mask_video=None if mask is None else mask[None],
+        segment_frame_length=frames,
+        task="animate" if mask is None else "replace",
+        device=torch.device("cpu"),
+        **sides,
+    )
+    face = [picture(frame) for frame in shown["face"].unbind(1)]
+    side = pipeline.transformer.config.motion_encoder_size
+    clean = torch.cat([character[:, 4:], clean_latent(pipeline, drawn.pixels)], 2)
+    output = pipeline.transformer(
+        torch.cat([noisy_latent(drawn, clean), torch.cat([character, known], 2)], 1),
+        timestep=drawn.timestep[None],
+        encoder_hidden_states=prompt_embeds(pipeline, drawn),
+        encoder_hidden_states_image=pipeline.encode_image(image),
+        pose_hidden_states=pipeline.prepare_pose_latents(shown["control"][None]),
+        face_pixel_values=pipeline.video_processor.preprocess_video(face, height=side, width=side),
+    ).sample
+    return masked_mean((output - (drawn.noise[None] - clean)).square()[:, :, 1:], mask)
+
+
+ANIMATE = ("control", "face", "reference")
+CLIP = [Image.new("RGB", (48, 32), (80 * number, 120, 200)) for number in range(3)] * 3
+RECIPES = {
+    "wan-animate": RecipeCase(
+        tiny="wan-animate",
+        loss=loss,
+        render={
+            "num_inference_steps": 2,
+            "guidance_scale": 1.0,
+            "segment_frame_length": 5,
+            "image": CLIP[0],
+            "pose_video": CLIP[:5],
+            "face_video": CLIP[1:6],
+        },
+        max_sequence_length=512,
+        shown=(ANIMATE, (*ANIMATE, "mask")),
+        needs_shown=True,
+        references=(((1, 20, 50),),) * 3,
     )
 }

@@ -9,7 +9,7 @@ from diffusers import WanVACETransformer3DModel
 from PIL import Image
 
 from tests.models import cases, cross_models
-from tests.models.families.wan import RENDER, clean_latent, noisy_latent, picture, prompt_embeds
+from tests.models.families.wan import RENDER, clean_latent, masked_mean, noisy_latent, picture, prompt_embeds
 from tests.models.recipe_cases import Drawn, RecipeCase
 
 CONTROL_CHANNELS, LAYERS = 5, [0, 2]
@@ -79,13 +79,7 @@ def loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
         control_hidden_states=control,
         control_hidden_states_scale=torch.ones(2),
     ).sample
-    error = (output - (drawn.noise[None] - clean)).square()[:, :, added:]
-    if mask is None:
-        return error.mean()
-    frames = [mask[0, :1], *mask[0, 1:].split(4)][: clean.shape[2] - added]
-    weights = torch.stack([group.mean(0) for group in frames])
-    weights = torch.nn.functional.avg_pool2d(weights, 8).expand_as(error)
-    return (error * weights).sum() / weights.sum()
+    return masked_mean((output - (drawn.noise[None] - clean)).square()[:, :, added:], mask)
 
 
 PICTURE = Image.new("RGB", (48, 32), "white")
