@@ -24,7 +24,8 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "module without processors"
         ),
         "HeliosTransformer3DModel": (
-            "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row"
+            "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row, and as many of "
+            "them in front of each row"
         ),
         "HiDreamImageTransformer2DModel": (
             "each of its blocks brings a text of its own, a layer of Llama, into the sequence of a batch row"
@@ -68,7 +69,8 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "its attention is a recurrence over the frames of a batch row, and it convolves over their grid"
         ),
         "WanAnimate2Transformer3DModel": (
-            "it runs twice per step, with keys and values of a reference kept in between for the tokens of a batch row"
+            "it runs twice per step, with keys and values of a reference kept in between, and its attention reads the "
+            "grid of the first batch row for all of them"
         ),
     }
 )
