@@ -34,7 +34,7 @@ from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run, run_card
+from tests.training.training_cases import in_process, run, run_card, train
 
 CLIP = Clip(9, 32, 64, 8)
 TEXT_TOKENS = 64
@@ -364,6 +364,22 @@ def test_a_stream_with_audio_resumes_exactly(
     assert again == whole
     card = (tmp_path / "README.md").read_text()
     assert "Video and its audio are trained together" in card
+
+
+@pytest.mark.slow
+def test_processes_with_and_without_audio_in_one_step_wait_for_no_gradient(
+    prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    """In the last step, one process has a silent stack and the other one with audio."""
+    flags = ("--train_batch_size", 1, "--max_train_steps", 2, "--max_sequence_length", TEXT_TOKENS)
+    train(pipeline, prepared, tmp_path, *flags, num_processes=2)
+    logs = [
+        [row["index"][0] for row in map(json.loads, (tmp_path / "logs" / name).read_text().splitlines())]
+        for name in ("samples-0.jsonl", "samples-1.jsonl")
+    ]
+    steps = [{*step} for step in zip(*logs, strict=True)]
+    assert set().union(*steps) == {0, 1, 2, 3}
+    assert [step for step in steps if 1 in step and len(step) == 2], "the silent clip meets one that has sound"
 
 
 @pytest.mark.slow

@@ -118,13 +118,17 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder
     check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
-def test_a_step_with_audio_waits_at_its_end_alone(folder_of) -> None:
-    case = RECIPES["ltx2"]
-    batch = batch_of(case, (), stacked=False)
-    tokens = (16, 0, 28)  # of the sound of five and nine frames; the image has none
-    batch["shown"] = {AUDIO: [torch.rand(2, 640 * count) * 2 - 1 for count in tokens]}
-    step, step_there = (make_step(case, folder_of(case), stacked=False, audio=True) for _ in range(2))
-    check_step(step, step_there, batch, named={*PACKED_WAITS}, limit=1e-4)
+@pytest.mark.parametrize("conditions", [None, "video:0.4,audio:0.4,no_audio:0.2"], ids=["both", "shown"])
+@pytest.mark.parametrize("tokens", [(16, 0, 28), (16,), (0,)], ids=["pack", "stack", "silent stack"])
+def test_a_step_with_audio_waits_at_its_end_alone(tokens: tuple[int, ...], conditions: str | None, folder_of) -> None:
+    case, stacked = RECIPES["ltx2"], len(tokens) == 1
+    batch = batch_of(case, (), stacked=stacked)
+    counts = tokens * (len(batch["index"]) if stacked else 1)
+    batch["shown"] = {AUDIO: [torch.rand(2, 640 * count) * 2 - 1 for count in counts]}
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked, audio=True) for _ in range(2))
+    if conditions is not None:
+        step.condition = step_there.condition = read_conditions(conditions)
+    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
 def check_step(
