@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...devices import to_device
 from ..loading import Loading
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
@@ -32,10 +33,11 @@ class BriaRecipe(Recipe):
         )
         return super().load(name_or_path, loading=loading, **options)
 
-    def encode_null(self) -> TextEmbeddings:
-        """Return zeros, with which the pipeline guides where it gets no negative prompt."""
-        text = self.encode_text([""])
-        return text._replace(values=torch.zeros_like(text.values))
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions; an empty one is zeros, with which the pipeline guides where it has no negative prompt."""
+        text = super().encode_text(captions)
+        empty = to_device(torch.tensor([not caption for caption in captions]), text.values.device)
+        return text._replace(values=text.values.masked_fill(empty[:, None, None], 0))
 
 
 RECIPES = (BriaRecipe,)
