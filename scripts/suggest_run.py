@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hf_bucketing.planner.components import Components
     from hf_bucketing.planner.rows import DataRows
     from hf_bucketing.planner.settings import MachineConfig
-    from hf_bucketing.planner.suggestion import Suggestion, Way
+    from hf_bucketing.planner.suggestion import Suggestion
+    from hf_bucketing.planner.ways import Way
 
 
 def make_parser() -> FlagParser:
@@ -59,7 +60,7 @@ def read_prepared(folder: str, components: "Components") -> tuple["DataRows", "l
     """Return the rows of a prepared folder, the ways to batch them by its own table, and whether it is cached."""
     from hf_bucketing.columns import PreparedDataset
     from hf_bucketing.planner.rows import DataRows
-    from hf_bucketing.planner.suggestion import ways_of
+    from hf_bucketing.planner.ways import ways_of
 
     prepared = PreparedDataset.load(folder)
     if prepared.spec != components.spec:
@@ -70,23 +71,29 @@ def read_prepared(folder: str, components: "Components") -> tuple["DataRows", "l
     return rows, [way for way in ways if cache is None or way.batching == cache.batching], cache is not None
 
 
-def read_sources(
-    args: argparse.Namespace, components: "Components"
-) -> tuple["DataRows", "list[Way]", list[SourceConfig]]:
-    """Read the headers of sources, or the first rows of streams, and return their rows and ways to batch them."""
-    from hf_bucketing.columns.preparation import prepare
-    from hf_bucketing.columns.prepared_stream import prepare_stream
+def sources_of(args: argparse.Namespace) -> list[SourceConfig]:
+    """Return the sources that the flags name, with any bucket table, as one is suggested."""
     from hf_bucketing.columns.source_lists import sources_from
-    from hf_bucketing.planner.rows import DataRows
-    from hf_bucketing.planner.suggestion import tables_of, ways_of
 
     if args.clips is not None and args.clips != "scenes" and args.clip_frames is None:
         raise BucketingError(
             "Give `clip_frames` with `clips`: the bucket table, whose frames it follows, is suggested."
         )
+    return sources_from({**vars(args), "buckets": "1,1", "bucket_frames": [1]}, args.config)
+
+
+def read_sources(
+    args: argparse.Namespace, given: list[SourceConfig], components: "Components"
+) -> tuple["DataRows", "list[Way]", list[SourceConfig]]:
+    """Read the headers of sources, or the first rows of streams, and return their rows and ways to batch them."""
+    from hf_bucketing.columns.preparation import prepare
+    from hf_bucketing.columns.prepared_stream import prepare_stream
+    from hf_bucketing.planner.rows import DataRows
+    from hf_bucketing.planner.ways import tables_of, ways_of
+
     height, width = components.spec.multiples
-    any_size = f"{height},{width};{height},{3 * width};{3 * height},{width}"
-    sources = sources_from({**vars(args), "buckets": any_size, "bucket_frames": [1]}, args.config)
+    of_any_size = TableConfig(buckets=f"{height},{width};{height},{3 * width};{3 * height},{width}", bucket_frames=[1])
+    sources = [replace(source, table=of_any_size) for source in given]
     common: dict[str, Any] = {
         "spec": components.spec,
         "native_sizes": components.recipe.native_sizes,
@@ -118,6 +125,8 @@ class Suggested(NamedTuple):
 
 def suggest(args: argparse.Namespace) -> Suggested:
     """Read the headers of the data, and plan all runs."""
+    sources = sources_of(args)  # a wrong flag ends the script before the slow imports
+
     from hf_bucketing.buckets.calibration import read_cost_fit
     from hf_bucketing.columns.prepared import MANIFEST
     from hf_bucketing.planner.components import read_components
@@ -136,16 +145,17 @@ def suggest(args: argparse.Namespace) -> Suggested:
         rows, ways, cached = read_prepared(data, components)
         base = replace(base, cached="all") if cached else base
     else:
-        rows, ways, data = read_sources(args, components)
+        rows, ways, data = read_sources(args, sources, components)
     suggester = Suggester(components, rows, machine=machine, base=base, speed=speed, measured=measured)
     return Suggested(suggester.suggest(ways), machine, rows, data)
 
 
 def main(args: argparse.Namespace) -> None:
-    from hf_bucketing.training.suggested import describe_suggestion, write_suggestion
-
     check_folder_writable(args.output_dir)
     suggestion, machine, rows, data = suggest(args)
+
+    from hf_bucketing.training.suggested import describe_suggestion, write_suggestion
+
     print(describe_suggestion(suggestion, machine=machine, price_per_hour=args.price_per_hour))
     for note in rows.notes:
         print(note)

@@ -27,8 +27,9 @@ from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.rows import DataRows
 from hf_bucketing.planner.settings import MachineConfig
-from hf_bucketing.planner.suggestion import Candidate, Suggester, Suggestion, tables_of, ways_of
+from hf_bucketing.planner.suggestion import Candidate, Suggester, Suggestion
 from hf_bucketing.planner.time import Speed
+from hf_bucketing.planner.ways import tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
 from hf_bucketing.settings import flatten, settings_in
 from hf_bucketing.training.script_settings import launcher

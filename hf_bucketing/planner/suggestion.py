@@ -1,4 +1,4 @@
-"""Suggest a run: tables, ways of batching, tokens and memory options, each planned, and ranked by one objective.
+"""Suggest a run: ways of batching, tokens and memory options, each planned, and ranked by one objective.
 
 The objective is the least time per kept pixel: the seconds of an epoch over the pixels of the files that it trains on.
 Candidates that drop many more rows than the best one, or do not fit, come after all others, with the reason.
@@ -9,22 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..buckets.assignment import AssignmentRule, count_rejections
-from ..buckets.sizes import LatentSpec, Size
-from ..buckets.table import BucketTable
-from ..columns.settings import TableConfig
+from ..buckets.assignment import count_rejections
+from ..buckets.sizes import Size
 from ..errors import BucketingError
 from ..media.row_references import bucket_parts
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
-from ..report.measure import Sizes, Targets, bucket_targets, own_targets
+from ..report.measure import Targets
 from ..settings import changed
 from ..units import format_bytes
 from .components import Components
@@ -34,6 +32,7 @@ from .options import iter_plans
 from .rows import DataRows
 from .settings import MachineConfig, PlanConfig
 from .time import BatchCost, EpochTime, Speed, StepSeconds, encoding_flops, epoch_time, training_flops
+from .ways import Way
 
 MOST_DROPPED = 0.05
 """Share of all rows that a candidate may drop beyond the one that drops fewest."""
@@ -44,107 +43,10 @@ LEAST_STEPS = 20
 _MORE_TOKENS = 1.25
 """Factor from which on more tokens per step are a candidate of their own."""
 
-_FRAMES = 81
-_QUANTILES = (0, 0.25, 0.5, 0.75)
-_SMALLER = 4
-"""Factor between the two budgets of a table of the model's own sizes, see docs/choosing-a-table.md."""
-
 _COPIED_PER_SECOND = 20e9
 """Bytes per second between the machine's memory and a GPU: PCIe 4.0 with 16 lanes reaches some 25 GB/s. A guess."""
 
 _CHARACTERS_PER_TOKEN = 4
-
-Batching = Literal["bucket", "pack"]
-
-
-def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
-    """Return bucket tables to try: one for each of the model's own sizes, and one for the sizes of the rows.
-
-    Each has two budgets of tokens: that of its size at the most frames, and a quarter, or quartiles of the rows.
-    Frames are quantiles of those of the rows, up to 81 or as many as the model takes.
-
-    Args:
-        components ([`Components`]): Configurations of the pipeline.
-        sizes ([`Sizes`][hf_bucketing.report.measure.Sizes]): Sizes of readable rows.
-    """
-    recipe, spec = components.recipe, components.spec
-    frames = _frames_of(components, sizes.frames)
-    own = own_targets(sizes, spec=spec, max_area=None, max_frames=frames[-1])
-    tokens = own.num_tokens[own.num_tokens > 0]
-    tables = {}
-    for height, width in dict.fromkeys(recipe.native_sizes):
-        budget = spec.num_tokens(spec.snap(Size(frames[-1], height, width), mode="down"))
-        tables[f"{height}×{width}"] = _table([budget // _SMALLER, budget], frames)
-    if len(tokens):
-        quartiles = np.quantile(tokens, [0.25, 0.75]).astype(int).tolist()
-        tables["sizes of the data"] = _table(quartiles, frames)
-    return tables
-
-
-def _table(budgets: list[int], frames: list[int]) -> TableConfig:
-    return TableConfig(bucket_tokens=sorted({*budgets} - {0}) or [1], bucket_frames=frames)
-
-
-def _frames_of(components: Components, frames: IntArray) -> list[int]:
-    """Return numbers of frames of buckets: 1 for images, and quantiles of those of videos."""
-    videos = frames[frames > 1]
-    if components.recipe.family.images_only or not len(videos):
-        return [1]
-    fixed = components.transformer.config.get("video_length")
-    if fixed is not None:
-        return [int(fixed)]
-    spec = components.spec
-    wanted = np.minimum(np.quantile(videos, _QUANTILES, method="lower"), _FRAMES).astype(int).tolist()
-    counts = {spec.snap(Size(max(count, 1), *spec.multiples)).frames for count in wanted}
-    return sorted({*counts, *([1] if (frames == 1).any() else [])})
-
-
-class Way(NamedTuple):
-    """A way of batching rows.
-
-    Attributes:
-        name (`str`): Name of its table, and whether rows are bucketed or packed.
-        settings (`TableConfig`, *optional*): The table; None for that of a prepared folder.
-        table ([`BucketTable`]): The table itself.
-        batching (`"bucket"` or `"pack"`): Buckets or packs.
-        targets ([`Targets`][hf_bucketing.report.measure.Targets]): What becomes of each row.
-    """
-
-    name: str
-    settings: TableConfig | None
-    table: BucketTable
-    batching: Batching
-    targets: Targets
-
-
-def ways_of(
-    tables: Mapping[str, tuple[TableConfig | None, BucketTable]],
-    sizes: Sizes,
-    *,
-    spec: LatentSpec,
-    rule: AssignmentRule | None = None,
-) -> Iterator[Way]:
-    """Iterate over buckets of each table, and packs of rows at their own size, cut to as many frames.
-
-    Args:
-        tables (mapping): Tables by name, each with its settings.
-        sizes ([`Sizes`][hf_bucketing.report.measure.Sizes]): Sizes of the rows.
-        spec ([`LatentSpec`]): Strides and patch of the model.
-        rule ([`AssignmentRule`], *optional*): Limits of the assignment of buckets.
-    """
-    packed = set()
-    for name, (settings, table) in tables.items():
-        yield Way(
-            f"{name}, buckets",
-            settings,
-            table,
-            "bucket",
-            bucket_targets(sizes, table, spec=spec, rule=rule or AssignmentRule()),
-        )
-        if table.max_frames not in packed:
-            packed.add(table.max_frames)
-            targets = own_targets(sizes, spec=spec, max_area=None, max_frames=table.max_frames)
-            yield Way(f"own sizes of at most {table.max_frames} frames, packs", settings, table, "pack", targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,14 @@ def extended(frames: list[Any]) -> dict[str, Any]:
     return {"video": frames, "overlap_history": len(frames), "base_num_frames": 97}
 
 
+def image(frames: list[Any]) -> dict[str, Any]:
+    return {"image": frames[0]}
+
+
+def ends(frames: list[Any]) -> dict[str, Any]:
+    return {"image": frames[0], "last_image": frames[-1]}
+
+
 def test_a_sample_of_which_nothing_would_be_left_is_shown_nothing() -> None:
     spec = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 1, 1))
     shares, parts = read_condition("first_frame+last_frame"), []
@@ -82,12 +90,14 @@ STOCK = {
     "cosmos-v2w": ("CosmosVideoToWorldPipeline", "prefix@2", video),
     "cosmos2-v2w": ("Cosmos2VideoToWorldPipeline", "prefix@2", video),
     "skyreels-v2-df": ("SkyReelsV2DiffusionForcingVideoToVideoPipeline", "prefix@2", extended),
-    "wan-2.2-i2v": (
-        "WanImageToVideoPipeline",
-        "first_frame+last_frame",
-        lambda frames: {"image": frames[0], "last_image": frames[-1]},
-    ),
-    "wan-2.2-ti2v": ("WanImageToVideoPipeline", "first_frame", lambda frames: {"image": frames[0]}),
+    "wan-2.2-i2v": ("WanImageToVideoPipeline", "first_frame+last_frame", ends),
+    "wan-flf2v": ("WanImageToVideoPipeline", "first_frame+last_frame", ends),
+    "wan-i2v": ("WanImageToVideoPipeline", "first_frame", image),
+    "wan-2.2-ti2v": ("WanImageToVideoPipeline", "first_frame", image),
+    "skyreels-v2-i2v": ("SkyReelsV2ImageToVideoPipeline", "first_frame", image),
+    "cogvideox-i2v": ("CogVideoXImageToVideoPipeline", "first_frame", image),
+    "ltx-i2v": ("LTXImageToVideoPipeline", "first_frame", image),
+    "ltx2-i2v": ("LTX2ImageToVideoPipeline", "first_frame", image),
 }
 """Stock pipelines that show frames: their class, the condition, and their arguments for the frames that are shown."""
 
@@ -105,9 +115,10 @@ def test_a_recipe_shows_frames_as_the_stock_pipeline_does(
     pipeline.tokenizer_padding_side = "left"  # that of LTX-2's published tokenizer, which its pipeline sets too late
     request.getfixturevalue("without_noise")
     stride = recipe.spec.temporal_stride
-    size = Size(3 * stride + 1, 32, 64)
+    size = recipe.spec.snap(Size(3 * stride + 1, 32, 64))
+    count = 1 + size.frames // stride
     pixels = torch.randint(0, 256, (3, *size), generator=torch.Generator().manual_seed(0)) / 255 * 2 - 1
-    shown = read_condition(condition).draw(0, latent_frames=4, stride=stride).frames
+    shown = read_condition(condition).draw(0, latent_frames=count, stride=stride).frames
     frames = [picture for picture, visible in zip(pictures(pixels), shown, strict=True) if visible]
     call = {**case.render, **recipe.size_arguments(size), "prompt": case.captions[0], **arguments(frames)}
     call |= {rate: FPS for rate in ("fps", "frame_rate") if rate in recipe.call_parameters()}
@@ -117,7 +128,7 @@ def test_a_recipe_shows_frames_as_the_stock_pipeline_does(
     zeros = [torch.zeros_like(latent) for latent in clean]
     level = LEVELS["cosmos2"](pipeline.scheduler) if name.startswith("cosmos2") else pipeline.scheduler.timesteps[0]
     timesteps = torch.as_tensor(level).view(1).float()
-    by_frame = [timesteps.expand(4)] if recipe.flow is DiffusionForcing else None
+    by_frame = [timesteps.expand(count)] if recipe.flow is DiffusionForcing else None
     noised = Noised(zeros, zeros, timesteps, clean, by_frame)
     samples = Samples(
         noised=noised, text=recipe.encode_text([case.captions[0]]), fps=torch.tensor([FPS]), conditions=media
@@ -198,14 +209,29 @@ def test_each_sample_of_a_pack_loses_what_it_loses_alone(recipe: Recipe, conditi
 
 
 @pytest.mark.parametrize("recipe", ["ltx"], indirect=True)
+@pytest.mark.parametrize(
+    ("condition", "places"),
+    [
+        ("prefix@1", [0]),
+        pytest.param("suffix@2", [2, 3], marks=pytest.mark.slow),
+        pytest.param("first_frame+last_frame", [0, 3], marks=pytest.mark.slow),
+        pytest.param("keyframes@2", None, marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
-def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(recipe: Recipe) -> None:
-    batch, step = make_batch(recipe, stacked=True, mask=True), step_of(recipe, "prefix@1+mask")
+def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(
+    recipe: Recipe, condition: str, places: list[int] | None
+) -> None:
+    batch, step = make_batch(recipe, stacked=True, mask=True), step_of(recipe, f"{condition}+mask")
     values = losses(step, batch)
     clean = recipe.encode_latents(batch["pixel_values"])
     noised = step.objective(list(clean), indices=batch["index"], epoch=1)
     shown = torch.zeros_like(clean[:, :1], dtype=torch.bool)
-    shown[:, :, 0] = True
+    stride, shares = recipe.spec.temporal_stride, read_condition(f"{condition}+mask")
+    for row, index in enumerate(batch["index"]):
+        drawn = shares.draw(0, 1, index, latent_frames=4, stride=stride).frames[::stride].nonzero()[0].tolist()
+        assert len(drawn) == 2 if places is None else drawn == places
+        shown[row, :, drawn] = True
     shown[..., : shown.shape[4] // 2] = True
     levels = noised.timesteps[:, None, None, None, None] * ~shown
     tokens = torch.where(shown, clean, torch.stack(noised.latents)).flatten(2).transpose(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from hf_bucketing import BucketingError
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import families, family_of
+from hf_bucketing.models.unpackable import UNPACKABLE
 from hf_bucketing.placement.context_parallel import check_model, fill_up_text, form_groups
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.logs import Logs
@@ -282,6 +284,16 @@ def test_what_context_parallelism_does_not_work_with_is_refused_before_weights_a
 def test_every_family_with_a_plan_in_diffusers_is_compared_with_one_process() -> None:
     planned = {name for name in families() if getattr(diffusers, name)._cp_plan is not None}
     assert planned == {type(FAMILIES[family].model()).__name__ for family, _ in CASES.values()}
+
+
+def test_every_transformer_with_a_plan_in_diffusers_is_taken_or_explained() -> None:
+    transformers = [name for name in dir(diffusers) if re.fullmatch(r"\w+Transformer\w*Model", name)]
+    planned = {name for name in transformers if getattr(getattr(diffusers, name), "_cp_plan", None) is not None}
+    assert "WanTransformer3DModel" in planned
+    assert {name for name in planned if name not in families()} <= UNPACKABLE.keys()
+    text = (ROOT / "docs" / "many-gpus.md").read_text().partition("## Context parallelism")[2].partition("\n## ")[0]
+    for name in planned & UNPACKABLE.keys():
+        assert name.partition("Transformer")[0] in text, f"docs/many-gpus.md says why a {name} is not taken"
 
 
 def test_packs_take_models_and_degrees_that_stacks_cannot_take() -> None:

@@ -19,9 +19,10 @@ from hf_bucketing.planner import PlanConfig, memory as planner, trace
 from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.rows import DataRows
 from hf_bucketing.planner.settings import MachineConfig
-from hf_bucketing.planner.suggestion import Suggester, tables_of, ways_of
+from hf_bucketing.planner.suggestion import Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.trackers import PeakTracker
+from hf_bucketing.planner.ways import tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
 
 SILENT = PlanConfig(

@@ -11,14 +11,16 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
+from hf_bucketing.buckets.assignment import has_bucket
 from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.memory import PLAN_ERROR, MemoryParts, MemoryPlan, plan_components
 from hf_bucketing.planner.rows import DataRows
 from hf_bucketing.planner.settings import MachineConfig
-from hf_bucketing.planner.suggestion import Suggester, Suggestion, Way, tables_of, ways_of
+from hf_bucketing.planner.suggestion import Suggester, Suggestion
 from hf_bucketing.planner.time import Speed
+from hf_bucketing.planner.ways import Way, tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
 from tests.conftest import run_script_here
 
@@ -62,6 +64,12 @@ def test_tables_are_those_of_the_models_sizes_and_of_the_data(components: Compon
     assert [table.bucket_tokens[-1] == 4 * table.bucket_tokens[0] for table in tables.values()] == [True, True, False]
     images = rows_of((1, 64, 64)).sizes
     assert tables_of(components, images)["sizes of the data"].bucket_frames == [1]
+
+
+def test_packs_are_prepared_with_the_table_that_rejects_fewest_rows(components: Components) -> None:
+    (packs,) = (way for way in ways(components, MIXED) if way.batching == "pack")
+    assert packs.settings == tables_of(components, MIXED.sizes)["sizes of the data"]
+    assert has_bucket(packs.table.assign(*MIXED.sizes).bucket_id).all()
 
 
 def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> None:
@@ -165,3 +173,36 @@ def test_a_suggested_run_prepares_caches_and_trains_as_written(
     )
     assert "table of the folder, buckets" in again.stdout
     assert f"dataset_dir: {tmp_path / '1' / 'prepared'}" in (tmp_path / "again" / "1" / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_suggestions_for_a_stream_prepare_and_train_as_written(
+    media_dir: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    common = ("--pretrained_model_name_or_path", pipeline_dir, "--gpu_memory", 1, "--device", "cpu", "--streaming")
+    done = run_script_here(
+        "suggest_run.py", *common, dataset=media_dir, target_fps=8, mixed_precision="no", output_dir=tmp_path
+    )
+    assert "Of the stream, the first 20 rows are known" in done.stdout
+    files = [tmp_path / rank / "config.yaml" for rank in "12"]
+    assert "packs" in "".join(file.read_text() for file in files)
+    for file in files:
+        run_script_here("prepare_dataset.py", "--streaming", config=file)
+        run_script_here(
+            "train_text_to_video.py", config=file, max_train_steps=2, report_to="none", dataloader_num_workers=0
+        )
+        assert (file.parent / "trained" / "model_index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [({"clip_frames": 9}, "Omit --clip_frames"), ({"clips": "head"}, "Give --clip_frames with --clips")],
+)
+def test_flags_that_do_not_fit_are_refused_before_anything_is_read(
+    flags: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    ended = run_script_here(
+        "suggest_run.py", check=False, pretrained_model_name_or_path=tmp_path / "none", dataset=tmp_path / "none",
+        gpu_memory=1, output_dir=tmp_path, **flags,
+    )  # fmt: skip
+    assert message in ended.stderr
