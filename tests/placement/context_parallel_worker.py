@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,12 +36,25 @@ STACKED = (
 )
 """Cases of the families whose stock class has a plan for context parallelism, but for one that runs packs alone."""
 
+THREE_HEADS: dict[str, dict[str, int]] = {
+    **{name: {"num_attention_heads": 3} for name in ("wan", "flux", "flux.2", "qwen-image", "minimax-h3")},
+    "ltx": {"num_attention_heads": 3, "cross_attention_dim": 24},
+    "ltx2": {
+        "num_attention_heads": 3,
+        "cross_attention_dim": 48,
+        "audio_num_attention_heads": 3,
+        "audio_cross_attention_dim": 24,
+    },
+    "chronoedit": {"num_attention_heads": 3, "added_kv_proj_dim": 36},
+}
+"""Configurations of as many heads as two processes cannot share alike."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in STACKED},
     **{f"{name} pack": (name, PACKED) for name in (*STACKED, "wan image", "minimax-h3")},
     **{f"{name} pack checkpointing": (name, PACKED | CHECKPOINTED) for name in ("wan", "qwen-image", "minimax-h3")},
     **{f"{name} checkpointing": (name, CHECKPOINTED) for name in ("wan", "ltx", "flux")},
-    **{f"{name} pack of 3 heads": (name, PACKED | {"heads": 3}) for name in ("wan", "flux.2", "minimax-h3")},
+    **{f"{name} pack of 3 heads": (name, PACKED | {"config": config}) for name, config in THREE_HEADS.items()},
     "wan lora": ("wan", {"lora": True}),
     "wan pack lora": ("wan", PACKED | {"lora": True}),
     "wan pack offload": ("wan", PACKED | CHECKPOINTED | {"lora": True, "offload": True}),
@@ -72,9 +86,9 @@ def compare(
     lora: bool = False,
     offload: bool = False,
     token_drop: TokenDrop | None = None,
-    heads: int | None = None,
+    config: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    model = case.model(torch.float64, **({} if heads is None else {"num_attention_heads": heads}))
+    model = case.model(torch.float64, **config)
     freeze_unused(family_of(model), model)
     if lora:
         model.requires_grad_(False)
