@@ -178,7 +178,7 @@ class ConditionShares:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class SourceConditions:
     """Conditions of a run: shares that its sources have of their own, and those of all others.
 
     Args:
@@ -204,9 +204,9 @@ class Conditions:
         """Whether it is drawn which samples are shown their references."""
         return any(shares.draws_references for shares in self.all)
 
-    def dropping_references(self, share: float) -> Conditions:
+    def dropping_references(self, share: float) -> SourceConditions:
         """Return conditions with references for all but a share of the samples of each source, from 0 to 1."""
-        return Conditions(
+        return SourceConditions(
             None if self.others is None else self.others.dropping_references(share),
             {name: shares.dropping_references(share) for name, shares in self.by_source.items()},
         )
@@ -225,7 +225,7 @@ class Conditions:
             )
 
 
-NOTHING_DRAWN = Conditions(ConditionShares(((),), (1.0,)))
+NOTHING_DRAWN = SourceConditions(ConditionShares(((),), (1.0,)))
 """Conditions of a run that draws none: samples are shown their references, and what their pipeline shows."""
 
 
@@ -234,7 +234,7 @@ def draws_parts(text: str | None) -> bool:
     return text is not None and read_conditions(text).draws_parts
 
 
-def read_conditions(text: str) -> Conditions:
+def read_conditions(text: str) -> SourceConditions:
     """Return the conditions of a run as a setting writes them: `first_frame:0.3,none:0.7;stills=none;clips=prefix`.
 
     Lists of shares are separated by semicolons. One has no name, and holds for all sources that the others do not
@@ -258,7 +258,7 @@ def read_conditions(text: str) -> Conditions:
             by_source[name] = read_condition(shares)
         else:
             others = read_condition(shares)
-    return Conditions(others, by_source)
+    return SourceConditions(others, by_source)
 
 
 def read_condition(text: str) -> ConditionShares:

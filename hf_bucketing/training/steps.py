@@ -24,7 +24,7 @@ from ..media.conditions import MASK, REFERENCE
 from ..media.row_audio import AUDIO
 from ..media.rows import SOURCE
 from ..media.sample import frame_rates
-from ..models.conditioning import NOTHING_DRAWN, Conditions, Drawn, read_conditions
+from ..models.conditioning import NOTHING_DRAWN, Drawn, SourceConditions, read_conditions
 from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
@@ -87,7 +87,7 @@ class Step(ABC):
     objective: Objective
     caption_dropout: float = 0.0
     reference_dropout: float = 0.0
-    condition: Conditions | None = None
+    condition: SourceConditions | None = None
     seed: int = 0
     offload_activations: bool = False
     preservation: PreservationConfig = field(default_factory=PreservationConfig)

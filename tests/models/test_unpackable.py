@@ -6,28 +6,32 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import HeliosTransformer3DModel, WanAnimate2Transformer3DModel
-from diffusers.models.transformers import transformer_wan_animate_2
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+animate_2 = pytest.importorskip("diffusers.models.transformers.transformer_wan_animate_2")
+helios = pytest.importorskip("diffusers.models.transformers.transformer_helios")
 
 
 @pytest.fixture
-def animate(monkeypatch: pytest.MonkeyPatch) -> WanAnimate2Transformer3DModel:
-    make = transformer_wan_animate_2.create_block_mask
+def animate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    make = animate_2.create_block_mask
 
     def uncompiled(*args: Any, **options: Any) -> Any:
         return make(*args, **{**options, "_compile": False})
 
-    monkeypatch.setattr(transformer_wan_animate_2, "create_block_mask", uncompiled)
+    monkeypatch.setattr(animate_2, "create_block_mask", uncompiled)
     torch.manual_seed(0)
     sizes = {"text_len": 8, "in_dim": 12, "dim": 64, "ffn_dim": 48, "freq_dim": 32, "text_dim": 16, "out_dim": 4}
-    return WanAnimate2Transformer3DModel(**sizes, num_heads=2, num_layers=2, use_img_emb=False)
+    return animate_2.WanAnimate2Transformer3DModel(**sizes, num_heads=2, num_layers=2, use_img_emb=False)
 
 
 @torch.no_grad()
-def denoised(model: WanAnimate2Transformer3DModel, latents: list[torch.Tensor]) -> list[torch.Tensor]:
+def denoised(model: Any, latents: list[torch.Tensor]) -> list[torch.Tensor]:
     """Run the pass over references, each the last two frames of its latent, and the one that reads their keys."""
-    cache, count, tokens = WanAnimate2KVCache(2), len(latents), [latent[0].numel() // 4 for latent in latents]
+    cache, count, tokens = (
+        animate_2.WanAnimate2KVCache(2),
+        len(latents),
+        [latent[0].numel() // 4 for latent in latents],
+    )
     shown = [latent[:, -2:] for latent in latents]
     grids = torch.tensor([[2, latent.shape[2] // 2, latent.shape[3] // 2] for latent in latents])
 
@@ -40,7 +44,7 @@ def denoised(model: WanAnimate2Transformer3DModel, latents: list[torch.Tensor]) 
     return run("cached", latents, tokens[0], reference_grid_sizes=grids, origin_len=5, origin_area=[64, 96])
 
 
-def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: WanAnimate2Transformer3DModel) -> None:
+def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     latents = [torch.randn(4, 3, *sides, generator=generator) for sides in ((4, 6), (6, 4), (4, 4))]
     both = denoised(animate, latents[:2])
@@ -54,7 +58,7 @@ def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: Wan
 @torch.no_grad()
 def test_helios_takes_the_earlier_frames_of_all_rows_in_one_length() -> None:
     shape = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48}
-    model = HeliosTransformer3DModel(
+    model = helios.HeliosTransformer3DModel(
         **shape, in_channels=4, out_channels=4, num_layers=2, rope_dim=(4, 4, 4), is_amplify_history=True
     )
     earlier = {"latents_history_short": torch.randn(1, 4, 2, 8, 12)}

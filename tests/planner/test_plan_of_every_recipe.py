@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,20 @@ def test_a_longer_text_takes_more_where_the_forward_reads_its_mask(tmp_path: Pat
         plan_memory(str(tmp_path), dataclasses.replace(config, max_sequence_length=length)) for length in (64, 128)
     ]
     assert plans[0].peak.activations < plans[1].peak.activations
+
+
+@pytest.mark.slow
+def test_a_plan_of_wan_animate_counts_the_character_and_the_size_of_faces(tmp_path: Path) -> None:
+    make_tiny_pipeline(tmp_path, family="wan-animate")
+    config = dataclasses.replace(settings("wan-animate", tmp_path), cached="all")
+    plan, file = plan_memory(str(tmp_path), config), tmp_path / "transformer" / "config.json"
+    assert plan.shape.tokens == 2 * (3 + 1) * 2 * 3, "two samples of nine frames"
+    model = json.loads(file.read_text())
+    model["motion_encoder_channel_sizes"] |= {"32": 8, "64": 8}
+    file.write_text(json.dumps({**model, "motion_encoder_size": 64}))
+    larger = plan_memory(str(tmp_path), config)
+    faces = 2 * 3 * 9 * 4 * (64**2 - 16**2)  # bytes of the pixels of two faces
+    assert larger.phases["forward"].activations > plan.phases["forward"].activations + faces
 
 
 @pytest.mark.slow
