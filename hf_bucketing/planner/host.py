@@ -160,7 +160,7 @@ def plan_disk(plan: MemoryPlan, config: PlanConfig, *, checkpoints: int, cache: 
         plan ([`MemoryPlan`]): What each process needs on its device.
         config ([`PlanConfig`]): What it was planned for.
         checkpoints (`int`): Checkpoints that are kept.
-        cache (`int`): Bytes of cached latents and texts, see [`cache_bytes`].
+        cache (`int`): Bytes of cached latents and texts.
     """
     averages = 0 if config.ema_decay is None else _FLOAT32
     checkpoint = sum(

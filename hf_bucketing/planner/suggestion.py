@@ -197,7 +197,9 @@ class Suggester:
         """Plan a way with the tokens of its largest sample per step, and with as many as memory holds."""
         ids, where = np.unique(way.targets.num_tokens, return_index=True)
         if not len(ids) or ids[-1] == 0:
-            raise BucketingError(f"No row can be trained: {dict(count_rejections(way.targets.rejection))}.")
+            rejected = count_rejections(way.targets.rejection).items()
+            reasons = ", ".join(f"{round(count / self.rows.share):,} {reason}" for reason, count in rejected)
+            raise BucketingError(f"no row can be trained: {reasons}.")
         sizes = [Size(*(int(side[row]) for side in way.targets.sizes)) for row in where[ids > 0]]
         config, plan = self._option(way, sizes[-1])
         flops = training_flops(self.components, config, sizes)

@@ -163,7 +163,8 @@ def _about_best(suggestion: Suggestion, machine: MachineConfig) -> list[str]:
         lines.append(
             f"Of 1, latents and texts are cached: encoding takes {format_seconds(best.once.seconds)} "
             f"({format_seconds(best.once.least)} to {format_seconds(best.once.most)}) once, and not in each of "
-            f"{epochs} epochs. A cache holds one view of each sample."
+            f"{epochs} epochs. The cache holds one view of each sample, or more "
+            "with --views_per_sample of cache_latents.py."
         )
     if best.workers is not None and best.once is not None:
         lines.append(f"Of 1, without the cache {best.workers:,} decoding processes per GPU would keep up with it.")
