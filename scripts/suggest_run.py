@@ -97,11 +97,12 @@ def read_sources(
     common: dict[str, Any] = {
         "spec": components.spec,
         "native_sizes": components.recipe.native_sizes,
+        "taken": components.recipe.reference_rule(),
         "audio": components.audio,
     }
     if args.streaming:
         stream, columns = prepare_stream(sources, **common)
-        rows = DataRows.of_stream(columns, audio=stream.audio)
+        rows = DataRows.of_stream(columns, audio=stream.audio, references=stream.references)
     else:
         rows = DataRows.of_prepared(prepare(sources, num_proc=args.num_proc, overwrite=True, **common))
     readable = rows.sizes.select(rows.readable.nonzero()[0])

@@ -203,6 +203,17 @@ class StepShape:
             audio_tokens=audio_tokens,
         )
 
+    def repeated(self, samples: int, *, tokens: int | None = None) -> StepShape:
+        """Return the shape of as many samples as this one, each of as many tokens, by default of its own."""
+        return replace(
+            self,
+            samples=samples,
+            tokens=samples * (self.tokens if tokens is None else tokens),
+            text_tokens=samples * self.text_tokens,
+            pixels=samples * self.pixels,
+            audio_tokens=samples * self.audio_tokens,
+        )
+
     @property
     def length(self) -> int:
         """Tokens that count for `max_tokens`: those of the samples, their audio and the texts in their sequences."""
@@ -236,7 +247,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     return MemoryPlan(phases=phases, shape=shape, blocks=round(traced.blocks), experts=(traced, *idle))
 
 
-def audio_tokens(components: Components, config: PlanConfig, size: Size) -> int:
+def _audio_tokens(components: Components, config: PlanConfig, size: Size) -> int:
     """Return the tokens of the audio of a sample of a size; 0 where no audio is trained.
 
     Raises:
@@ -249,6 +260,28 @@ def audio_tokens(components: Components, config: PlanConfig, size: Size) -> int:
     return int(components.audio.num_tokens(size.frames, config.audio_fps))
 
 
+def sample_shape(components: Components, config: PlanConfig, size: Size) -> StepShape:
+    """Return the shape of a step of one sample of a size, with the references and the audio that the settings name.
+
+    Raises:
+        BucketingError: If the model takes no such references, or makes no audio.
+    """
+    recipe, spec = components.recipe, components.spec
+    rule = recipe.reference_rule()
+    shown = config.references() or (size._replace(frames=1),) * rule.least
+    if fault := rule.fault(len(shown)):
+        raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
+    if recipe.references_in_front:
+        shown = (size._replace(frames=1),) * len(shown)
+    return StepShape.of(
+        [size],
+        tokens=sum(map(spec.num_tokens, (size, *shown))),  # raises if one does not divide into tokens
+        text_tokens=recipe.text_tokens(config.max_sequence_length, references=len(shown)),
+        audio_tokens=_audio_tokens(components, config, size),
+        references=[shown],
+    )
+
+
 def _shape(components: Components, config: PlanConfig) -> StepShape:
     spec = components.spec
     if config.sample_size is None:
@@ -257,28 +290,14 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
         size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
     else:
         size = Size(*config.sample_size)
-    recipe = components.recipe
-    rule = recipe.reference_rule()
-    shown = config.references() or (size._replace(frames=1),) * rule.least
-    if fault := rule.fault(len(shown)):
-        raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
-    if recipe.references_in_front:
-        shown = (size._replace(frames=1),) * len(shown)
-    per_sample = sum(map(spec.num_tokens, (size, *shown)))  # raises if one does not divide into tokens
-    heard = audio_tokens(components, config, size)
+    one = sample_shape(components, config, size)
+    tokens = one.tokens
     if config.batching == "pack":
-        per_sample = strip_tokens(per_sample + heard, config.strip_length) - heard
-    text = recipe.text_tokens(config.max_sequence_length, references=len(shown))
+        tokens = strip_tokens(tokens + one.audio_tokens, config.strip_length) - one.audio_tokens
     samples = config.train_batch_size
     if config.max_tokens is not None:
-        samples = max(1, config.max_tokens // (per_sample + heard + text))
-    return StepShape.of(
-        [size] * samples,
-        tokens=samples * per_sample,
-        text_tokens=samples * text,
-        audio_tokens=samples * heard,
-        references=[shown] * samples,
-    )
+        samples = max(1, config.max_tokens // (tokens + one.audio_tokens + one.text_tokens))
+    return one.repeated(samples, tokens=tokens)
 
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:

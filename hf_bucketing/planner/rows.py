@@ -16,7 +16,10 @@ from ..columns.arrays import column_array
 from ..columns.captions import all_texts
 from ..columns.prepared import PreparedDataset
 from ..errors import BucketingError, MediaError
+from ..media.conditions import REFERENCE
+from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import AudioRule, RowAudio
+from ..media.row_references import RowReferences
 from ..media.rows import CLIP_START
 from ..media.sample import load
 from ..media.views import ViewRule
@@ -45,6 +48,8 @@ class DataRows:
         notes (`tuple` of `str`): Sentences on what was sampled or is not known.
         audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
             trained.
+        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
+            rows, where samples have some.
     """
 
     sizes: Sizes
@@ -53,6 +58,7 @@ class DataRows:
     decoding: float | None = None
     notes: tuple[str, ...] = ()
     audio: RowAudio | None = None
+    references: RowReferences | None = None
 
     @property
     def share(self) -> float:
@@ -73,14 +79,15 @@ class DataRows:
         notes = []
         if len(rows) < total:
             notes.append(f"Epochs are planned on {len(rows):,} of {total:,} rows, evenly spread.")
-        if prepared.conditions:
-            notes.append(f"Conditions ({', '.join(prepared.conditions)}) are in neither memory nor time.")
+        if others := sorted({*prepared.conditions} - {REFERENCE}):
+            notes.append(f"Conditions ({', '.join(others)}) are in neither memory nor time.")
         characters = None
         if prepared.caption_column is not None:
             few = prepared.dataset.select(rows[:: max(1, len(rows) // _CAPTIONS)])
             texts = [*all_texts(few, prepared.caption_column)]
             characters = sum(map(len, texts)) / max(len(texts), 1)
         decoding, fault = measure_decoding(prepared)
+        references = prepared.row_references()
         columns = (column_array(prepared.dataset, name)[rows] for name in ("num_frames", "height", "width"))
         return cls(
             sizes=Sizes(*(column.astype(np.int64) for column in columns)),
@@ -89,16 +96,27 @@ class DataRows:
             decoding=decoding,
             notes=(*notes, *([fault] if fault else [])),
             audio=None if prepared.row_audio is None else prepared.row_audio.select(rows),
+            references=None if references is None else references.select(rows),
         )
 
     @classmethod
-    def of_stream(cls, columns: Mapping[str, npt.NDArray[Any]], *, audio: AudioRule | None = None) -> DataRows:
-        """Return the first rows of a stream, by their columns, with audio of a rule if some is trained."""
+    def of_stream(
+        cls,
+        columns: Mapping[str, npt.NDArray[Any]],
+        *,
+        audio: AudioRule | None = None,
+        references: ReferenceRule | None = None,
+    ) -> DataRows:
+        """Return the first rows of a stream, by their columns, with audio and references by their rules, if any."""
         sizes = Sizes(*(columns[name].astype(np.int64) for name in ("num_frames", "height", "width")))
         count = len(sizes.frames)
         note = f"Of the stream, the first {count} rows are known; steps and hours are those of as many rows."
         heard = None if audio is None else RowAudio.of_columns(columns, rule=audio)
-        return cls(sizes=sizes, total=None, notes=(note, "Decoding is not measured for streams."), audio=heard)
+        shown = None
+        if references is not None and REFERENCE_SIZES in columns:
+            shown = RowReferences.of_lists([*columns[REFERENCE_SIZES]], rule=references.counted)
+        notes = note, "Decoding is not measured for streams."
+        return cls(sizes=sizes, total=None, notes=notes, audio=heard, references=shown)
 
     @property
     def readable(self) -> npt.NDArray[np.bool_]:

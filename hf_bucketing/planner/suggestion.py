@@ -27,10 +27,10 @@ from ..settings import changed
 from ..units import format_bytes
 from .components import Components
 from .host import DiskPlan, HostPlan, check_host, plan_disk, plan_host
-from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, audio_tokens, plan_components, verdict_on
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, plan_components, sample_shape, verdict_on
 from .options import iter_plans
 from .rows import DataRows
-from .settings import MachineConfig, PlanConfig
+from .settings import MachineConfig, PlanConfig, as_reference_sizes
 from .time import BatchCost, EpochTime, Speed, StepSeconds, encoding_flops, epoch_time, training_flops
 from .ways import Way
 
@@ -180,7 +180,8 @@ class Suggester:
         candidates: list[Candidate] = []
         refused = []
         for way in ways:
-            way = way._replace(targets=way.targets.beside(audio=self.rows.audio, spec=self.components.spec))
+            beside = way.targets.beside(self.rows.references, self.rows.audio, spec=self.components.spec)
+            way = way._replace(targets=beside)
             try:
                 candidates += self._candidates_of(way)
             except BucketingError as error:
@@ -217,32 +218,28 @@ class Suggester:
         text, length = self.text_tokens, plan.shape.length
         of_epoch = float((way.targets.all_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
         at_most = min(of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
-        tokens = self.components.spec.num_tokens(smallest)
-        heard = audio_tokens(self.components, config, smallest)
-        shape = StepShape.of([smallest], tokens=tokens, text_tokens=text, audio_tokens=heard)
-        small = plan_components(self.components, config, shape)
+        small = plan_components(self.components, config, sample_shape(self.components, config, smallest))
         room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
         most = min(_tokens_that_fit(small, plan, room), at_most)
         if most >= _MORE_TOKENS * length:
-            more = plan_components(self.components, config, self._shape(way, config, plan.shape.size, int(most)))
+            more = plan_components(self.components, config, self._shape(config, plan.shape.size, int(most)))
             if more.total > room:  # another moment of the step is its highest, and each token adds more to it
                 most = min(_tokens_that_fit(plan, more, room), most)
         if way.batching == "bucket":
             most -= most % length  # more hold no further sample of the largest bucket
         return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
 
-    def _shape(self, way: Way, config: PlanConfig, size: Size, max_tokens: int) -> StepShape:
+    def _shape(self, config: PlanConfig, size: Size, max_tokens: int) -> StepShape:
         """Return the shape of a step of as many of the largest samples as the tokens hold."""
-        tokens, text = int(way.targets.num_tokens.max()), self.text_tokens
-        heard = audio_tokens(self.components, config, size)
-        samples = max(1, max_tokens // (tokens + heard + text))
-        return StepShape.of(
-            [size] * samples, tokens=samples * tokens, text_tokens=samples * text, audio_tokens=samples * heard
-        )
+        one = sample_shape(self.components, config, size)
+        return one.repeated(max(1, max_tokens // one.length))
 
     def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
         base = replace(self.base, batching=way.batching, sample_size=[*size])
+        if self.rows.references is not None:
+            most = self.rows.references.most(size, spec=self.components.spec)
+            base = replace(base, reference_sizes=as_reference_sizes(most))
         if self.rows.total and self.machine.num_train_epochs > 1:
             base = replace(base, cached="all")
         memory, degree = self.machine.gpu_memory * 2**30, 1
@@ -271,7 +268,7 @@ class Suggester:
         assert config.max_tokens is not None, "every candidate has tokens"
         tokens = way.targets.all_tokens
         plan, computed = self._epoch(way, config, processes=processes)
-        memory = plan_components(self.components, config, self._shape(way, config, size, config.max_tokens))
+        memory = plan_components(self.components, config, self._shape(config, size, config.max_tokens))
         encoding = self.speed.seconds(encoding_flops(self.components, config, size))
         step = self.measured
         if step is None:
@@ -319,7 +316,8 @@ class Suggester:
             plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text)
             return plan, strip_tokens(tokens[plan.indices], config.strip_length) + text
         spec = self.components.spec
-        parts = bucket_parts(way.targets.bucket_id, table=way.table, spec=spec, audio=self.rows.audio)
+        references, audio = self.rows.references, self.rows.audio
+        parts = bucket_parts(way.targets.bucket_id, table=way.table, spec=spec, references=references, audio=audio)
         limits = BucketPlanConfig(max_tokens=config.max_tokens)
         beside = parts.beside_tokens + text
         sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=beside)

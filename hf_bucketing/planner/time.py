@@ -19,7 +19,7 @@ from ..units import format_seconds
 from .components import Components
 from .encoding import encode_media, encode_texts
 from .gpus import TimeConfig
-from .memory import StepShape, audio_tokens, plan_components
+from .memory import plan_components, sample_shape
 from .settings import PlanConfig
 
 _TRACED_SIZES = 3
@@ -96,13 +96,10 @@ def training_flops(components: Components, config: PlanConfig, sizes: Sequence[S
     """
     degree = config.memory.context_parallel_degree
     alone = replace(config, memory=replace(config.memory, context_parallel_degree=1))
-    text = components.recipe.text_tokens(config.max_sequence_length)
     by_tokens = {components.spec.num_tokens(size): size for size in sizes}
     lengths, flops = [], []
     for tokens in _spread(sorted(by_tokens)):
-        size = by_tokens[tokens]
-        heard = audio_tokens(components, config, size)
-        shape = StepShape.of([size], tokens=tokens, text_tokens=text, audio_tokens=heard)
+        shape = sample_shape(components, config, by_tokens[tokens])
         lengths.append(shape.length)
         flops.append(plan_components(components, alone, shape).flops)
     scale = max(lengths)  # so that the powers are of one order
@@ -130,7 +127,7 @@ def encoding_flops(components: Components, config: PlanConfig, size: Size) -> Ba
         size ([`Size`]): A size of samples, in pixels, at which the VAE is traced.
     """
     media = encode_media(components, config, size=size, samples=1).flops
-    texts = encode_texts(components, config, samples=1).flops
+    texts = encode_texts(components, config, samples=1, references=len(config.references())).flops
     return BatchCost(per_sample=texts, linear=SLOWER_IN_FLOAT32 * media / components.spec.num_tokens(size))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,20 @@ import pytest
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.buckets.assignment import has_bucket
+from hf_bucketing.buckets.sizes import Size
+from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.memory import PLAN_ERROR, MemoryParts, MemoryPlan, plan_components
 from hf_bucketing.planner.rows import DataRows
 from hf_bucketing.planner.settings import MachineConfig
-from hf_bucketing.planner.suggestion import Suggester, Suggestion
+from hf_bucketing.planner.suggestion import Candidate, Suggester, Suggestion
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import Way, tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
 from tests.conftest import run_script_here
+from tests.training.test_reference_runs import CLIPS, make_samples
 
 BASE = PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, adapters=AdapterConfig(lora_rank=4))
 MACHINE = MachineConfig(gpu_memory=1.0)
@@ -145,6 +149,53 @@ def test_what_does_not_fit_is_refused_with_the_reason_of_each_way(components: Co
         suggest(components, small, dataclasses.replace(MACHINE, gpu_memory=0.001), names="buckets")
     with pytest.raises(BucketingError, match=r"`cpu_memory` is 0\.1 GiB"):
         suggest(components, small, dataclasses.replace(MACHINE, cpu_memory=0.1), names="buckets")
+
+
+def test_references_count_in_tokens_memory_and_time(tiny_folder: Callable[[str], Path]) -> None:
+    components = read_components(str(tiny_folder("flux2")))
+    spec = components.spec
+    rule = dataclasses.replace(components.recipe.reference_rule(), multiples=spec.multiples)
+    rows = rows_of((1, 64, 96), (1, 96, 64), repeats=10)
+    shown = RowReferences.of_lists([[1, 64, 32, 1, 32, 32], [1, 32, 32], []] * 6 + [[], []], rule=rule)
+    without, with_references = (
+        suggest(components, found, names="data") for found in (rows, dataclasses.replace(rows, references=shown))
+    )
+    assert {run.config.reference_sizes for run in without.candidates} == {None}
+    assert {run.config.reference_sizes for run in with_references.candidates} == {"1,64,32;1,32,32"}
+    tokens = sum(spec.num_tokens(Size(1, *sides)) for sides in ((64, 32), (32, 32)))
+    for alone, beside in zip(
+        *(sorted(run.candidates, key=by_way) for run in (without, with_references)), strict=False
+    ):
+        assert beside.way.targets.beside_tokens.max() == tokens
+        assert beside.memory.shape.references == (Size(1, 64, 32), Size(1, 32, 32))
+        assert beside.memory.shape.length >= alone.memory.shape.length + tokens
+        assert beside.time.seconds > alone.time.seconds
+
+
+def by_way(run: Candidate) -> tuple[str, int]:
+    return run.way.name, run.config.max_tokens or 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_suggested_run_with_references_prepares_and_trains_as_written(
+    streaming: bool, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    make_samples(tmp_path / "images", clips=[clip._replace(frames=1, fps=0) for clip in CLIPS])
+    kind = {"streaming": True} if streaming else {}
+    common = ("--pretrained_model_name_or_path", tiny_folder("flux2"), "--gpu_memory", 1, "--device", "cpu")
+    run_script_here(
+        "suggest_run.py", *common, dataset=tmp_path / "images", reference_column="several", mixed_precision="no",
+        output_dir=tmp_path, **kind,
+    )  # fmt: skip
+    file = tmp_path / "1" / "config.yaml"
+    run_script_here("prepare_dataset.py", config=file, **kind)
+    if not streaming:
+        run_script_here("cache_latents.py", config=file)
+    run_script_here(
+        "train_text_to_video.py", config=file, max_train_steps=2, report_to="none", dataloader_num_workers=0
+    )
+    assert (tmp_path / "1" / "trained" / "model_index.json").is_file()
 
 
 @pytest.mark.slow
