@@ -80,9 +80,7 @@ def decode(prepared: "PreparedDataset", row: dict[str, Any], *, name: str) -> tu
     try:
         if row.get("bucket_id", -1) < 0:
             second = row.get(CLIP_START) or 0.0
-            return {
-                "not trained": thumbnail(prepared.files.source(row[prepared.column], name=name), second=second)
-            }, ""
+            return {"no bucket": thumbnail(prepared.files.source(row[prepared.column], name=name), second=second)}, ""
         size = prepared.table.size(row["bucket_id"])
         sample = prepared.files.sample(row, size, views=ViewRule(random_crop=False), draws=np.zeros(0), name=name)
         return sample_thumbnails(sample), ""

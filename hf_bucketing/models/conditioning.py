@@ -273,8 +273,8 @@ def read_condition(text: str) -> ConditionShares:
         BucketingError: On anything else.
 
     Example:
-        >>> read_condition("prefix@2:0.4,none:0.6")
-        ConditionShares(conditions=((Part(kind='prefix', length=2),), ()), shares=(0.4, 0.6))
+        >>> read_condition("prefix@2:0.4,none:0.6").conditions
+        ((Part(kind='prefix', length=2),), ())
     """
     terms = [term.strip().partition(":") for term in text.split(",")]
     if len(terms) == 1 and not terms[0][1]:

@@ -58,7 +58,8 @@ def describe_difference(was: RowTexts, now: RowTexts, fields: Sequence[str]) -> 
 
 def _trained_at(prepared: PreparedDataset, row: Mapping[str, Any], stored: Size | None) -> str:
     if row.get("bucket_id", -1) < 0 or stored is None:
-        return f"rejected: {row.get('rejection', 'no bucket')}"
+        rejected = f"rejected: {row.get('rejection', 'no bucket')}"
+        return rejected if stored is None else f"{rejected}; packs take rows at their own size"
     target = prepared.table.size(int(row["bucket_id"]))
     height, width = cover_resize(stored.height, stored.width, target=target)
     return f"{size_label(target)}, {percent(target.height * target.width / (height * width))} of the area"

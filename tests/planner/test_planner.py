@@ -467,6 +467,7 @@ def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_tables_in_the_documentation_are_what_the_script_writes(tmp_path: Path) -> None:
     write_published_configs(tmp_path / "configs", "ltx-13b")
     plan = json.loads(PLANS.read_text())["ltx_13b"]["lora_24"]

@@ -76,6 +76,7 @@ def test_packs_are_prepared_with_the_table_that_rejects_fewest_rows(components: 
     assert has_bucket(packs.table.assign(*MIXED.sizes).bucket_id).all()
 
 
+@pytest.mark.slow
 def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> None:
     suggestion = suggest(components, MIXED)
     runs = suggestion.candidates
@@ -143,6 +144,7 @@ def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) 
     assert (run.config.cached, run.workers, run.num_workers) == ("nothing", None, 2)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_reason_of_each_way(components: Components) -> None:
     small = rows_of((1, 64, 64))
     with pytest.raises(BucketingError, match=r"`gpu_memory=0.001` GiB:\n- 480×832(?s:.*)the least that options make"):

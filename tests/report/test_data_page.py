@@ -80,8 +80,8 @@ def test_rows_hold_what_the_model_will_see(tmp_path: Path) -> None:
     assert "broken.png" in broken["fault"]
     assert not broken["pictures"]
     assert small["filters"]["rejected"] == "too_small"
-    assert small["texts"]["trained at"] == ["rejected: too_small"]
-    assert [label for label, *_ in small["pictures"]] == ["not trained"]
+    assert small["texts"]["trained at"] == ["rejected: too_small; packs take rows at their own size"]
+    assert [label for label, *_ in small["pictures"]] == ["no bucket"]
 
 
 def test_references_that_lie_over_their_sample_have_its_crop(tmp_path: Path) -> None:
