@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,23 +26,19 @@ from ..caching.columns import NULL_TEXT_KEY
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, CacheInfo, PreparedDataset
-from ..columns.prepared_stream import PreparedStream, holds_stream
+from ..columns.prepared import ROW_WEIGHT, PreparedDataset
+from ..columns.prepared_stream import holds_stream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
-from ..loaders.collators import BUCKET_PART, BucketCollator, PackCollator
-from ..loaders.faults import Replacements
+from ..loaders.collators import BUCKET_PART
 from ..loaders.occurrences import NumberedRows
 from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
-from ..media.conditions import REFERENCE
 from ..media.row_audio import RowAudio
 from ..media.row_references import RowReferences, sample_sizes
-from ..media.rows import REGULARIZATION
-from ..models.conditioning import read_conditions
 from ..models.texts import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
@@ -53,11 +48,19 @@ from ..plans.packs import PackPlanConfig, sample_spans
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
 from .agreement import check_same
+from .collation import make_collator
 from .config import TrainingConfig
+from .data_checks import (
+    check_audio,
+    check_cached_rows,
+    check_marks,
+    check_named_sources,
+    check_prepared,
+    check_reference_dropout,
+)
 from .held_out import check_apart, split_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
-from .run_log import log_path
-from .source_weights import read_loss_weight, weights_of_sources
+from .source_weights import weights_of_sources
 
 logger = get_logger(__name__)
 
@@ -255,7 +258,7 @@ def make_data(
     """
     prepared = _rows_of(config, config.dataset_dir, spec, prepared)
     check_named_sources(config, prepared.sources)
-    _check_marks(config, prepared)
+    check_marks(config, prepared)
     if _views_of(prepared) == 1 and not_default(config, "cached_views"):
         raise BucketingError(
             f"Omit `cached_views`: {config.dataset_dir} caches no views to choose from. scripts/cache_latents.py "
@@ -303,7 +306,7 @@ def _rows_of(
     prepared = prepared or PreparedDataset.load(folder)
     check_prepared(config, prepared, spec, folder=folder)
     if prepared.cache is not None:
-        _check_cached(config, prepared.cache, folder=folder)
+        check_cached_rows(config, prepared.cache, folder=folder)
     if config.batches.batching == "bucket":
         return prepared
     columns = BucketColumns(prepared.open_table, spec)
@@ -380,7 +383,7 @@ def _data_of(
             counted[BUCKET_PART] = sampler.parts.ids
         dataset = with_columns(dataset, counted)
         prepared = dataclasses.replace(prepared, dataset=dataset)
-    collator = _make_collator(config, prepared, table=table, resize=resize)
+    collator = make_collator(config, prepared, table=table, resize=resize)
     texts = {}
     if isinstance(collator, CachedCollator) and not evaluation:
         captions = {*config.preservation.captions, *([""] if config.objective.caption_dropout else [])}
@@ -487,103 +490,10 @@ def _frames_that_fit(
     ]
 
 
-def check_prepared(
-    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, spec: LatentSpec, *, folder: str
-) -> None:
-    """Raise BucketingError if a data set was prepared for another model, or has no captions."""
-    if prepared.spec != spec:
-        raise BucketingError(
-            f"{folder} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
-            f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
-        )
-    if prepared.caption_column is None:
-        raise BucketingError(
-            f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
-            "--caption_column, or with captions beside its files."
-        )
-
-
-def _check_marks(config: TrainingConfig, prepared: PreparedDataset) -> None:
-    """Raise BucketingError if no sample can be preserved; say so if marked rows are not."""
-    rows, wanted = prepared.dataset, config.preservation
-    count = sum(map(bool, rows[REGULARIZATION])) if REGULARIZATION in rows.column_names else 0
-    if wanted.preservation is not None and not wanted.preservation_share and not count:
-        raise BucketingError(
-            f"`preservation` preserves no sample: {config.dataset_dir} marks no rows. Give `preservation_share`, or "
-            "prepare a source of regularization samples with --is_regularization."
-        )
-    if count and wanted.preservation is None:
-        logger.warning(
-            f"{count} rows are marked as regularization samples and are trained as all others; with --preservation "
-            "prior, the base model's own predictions are their targets."
-        )
-
-
 def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
     """Return the cost of tokens in a model of a width, or as a run measured it."""
     measured = config.batches.cost_model
     return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
-
-
-def check_reference_dropout(
-    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool, evaluation: bool = False
-) -> None:
-    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents.
-
-    With `evaluation`, they need not have any.
-    """
-    objective = config.objective
-    if objective.reference_dropout:
-        name = "`reference_dropout`"
-    elif objective.condition is not None and read_conditions(objective.condition).draws_references:
-        name = "`reference` in `condition`"
-    else:
-        return
-    if REFERENCE not in prepared.conditions:
-        if evaluation:
-            return
-        raise BucketingError(f"Omit {name}: the samples of {config.dataset_dir} have no references.")
-    if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
-        raise BucketingError(
-            f"Omit {name}: this model's cached texts are those of an encoder that saw the references. "
-            "Train from the folder that scripts/prepare_dataset.py wrote."
-        )
-    if in_front:
-        raise BucketingError(
-            f"Omit {name}: references of this model are frames of a sample's latents, which it is always shown."
-        )
-
-
-def check_named_sources(config: TrainingConfig, sources: Sequence[str]) -> None:
-    """Raise BucketingError if settings name sources that the data set has not; `sources` are none where it has one."""
-    condition, loss_weight = config.objective.condition, config.objective.loss_weight
-    named = {
-        "condition": [] if condition is None else read_conditions(condition).by_source,
-        "loss_weight": [] if loss_weight is None else read_loss_weight(loss_weight),
-    }
-    for setting, names in named.items():
-        if unknown := sorted({*names} - {*sources}):
-            has = f"the sources {quoted(sources)}" if sources else "one source, which has no name"
-            raise BucketingError(f"`{setting}` names {quoted(unknown)}, but {config.dataset_dir} has {has}.")
-
-
-def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStream) -> None:
-    """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
-    if prepared.audio is None:
-        if given := not_default(config, "audio_weight"):
-            raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
-        return
-    faults = {
-        "`random_resize`": config.batches.random_resize is not None,
-        '`frame_picking="uniform"`, by which frames are further apart than their sound': (
-            config.views.frame_picking == "uniform"
-        ),
-        "`preservation` and `slider`, whose targets are video alone": config.preservation.base_predictions,
-        "`context_parallel_degree`": config.memory.context_parallel_degree > 1,
-    }
-    for what, wrong in faults.items():
-        if wrong:
-            raise BucketingError(f"{config.dataset_dir} has audio, which does not go with {what}.")
 
 
 def references_of(prepared: PreparedDataset, *, in_front: bool, text_tokens: int = 0) -> RowReferences | None:
@@ -611,77 +521,3 @@ def counted_tokens(
     grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
     kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
     return kept
-
-
-def _make_collator(
-    config: TrainingConfig,
-    prepared: PreparedDataset,
-    *,
-    table: BucketTable | OpenTable,
-    resize: RandomResize | None,
-) -> BucketCollator | PackCollator | CachedCollator:
-    if prepared.cache is not None:
-        return CachedCollator(
-            prepared.cache,
-            caption_column=prepared.caption_column,
-            seed=config.seed,
-            first_view=config.batches.cached_views == "first",
-            null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
-            sources=prepared.sources,
-        )
-    replacements = config.faults.replacements(prepared.dataset, log=unreadable_log(config))
-    return media_collator(config, prepared, table=table, resize=resize, replacements=replacements)
-
-
-def unreadable_log(config: TrainingConfig) -> Path:
-    """Return the path of the log of a run's unreadable samples."""
-    return log_path(Path(config.output_dir), "unreadable")
-
-
-def media_collator(
-    config: TrainingConfig,
-    prepared: PreparedDataset | PreparedStream,
-    *,
-    table: BucketTable | OpenTable,
-    resize: RandomResize | None = None,
-    replacements: Replacements | None = None,
-) -> BucketCollator | PackCollator:
-    """Return the collator that decodes the files of rows: packs for an open table, else stacks."""
-    options: dict[str, Any] = {
-        "column": prepared.column,
-        "caption_column": prepared.caption_column,
-        "captions": config.captions,
-        "root": prepared.root,
-        "other_roots": prepared.other_roots,
-        "conditions": prepared.conditions,
-        "references": prepared.references,
-        "audio": prepared.audio,
-        "sources": prepared.sources,
-        "views": config.views,
-        "seed": config.seed,
-        "replacements": replacements,
-    }
-    if isinstance(table, OpenTable):
-        return PackCollator(table, resize=resize, **options)
-    return BucketCollator(table, **options)
-
-
-def _check_cached(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:
-    batching = config.batches.batching
-    if cache.batching != batching:
-        raise BucketingError(
-            f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
-            "scripts/cache_latents.py with the same --batching."
-        )
-    encoded = marked(TrainingConfig, "encoded")
-    given = not_default(config, *encoded)
-    if media := [name for name in given if encoded[name] == "media"]:
-        raise BucketingError(
-            f"Omit {quoted(media)}: {folder} holds encoded latents, and such settings change what is decoded. Give "
-            "them to scripts/cache_latents.py."
-        )
-    if given:
-        raise BucketingError(
-            f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
-            "from the folder that scripts/prepare_dataset.py wrote."
-        )

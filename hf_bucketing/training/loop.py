@@ -46,8 +46,9 @@ from .checkpoint import (
     save_checkpoint,
     without_accelerates_lines,
 )
+from .collation import unreadable_log
 from .config import TrainingConfig
-from .data import make_data, make_held_out_data, unreadable_log
+from .data import make_data, make_held_out_data
 from .data_changes import describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from ..devices import to_device
-from .data import StepRows
+from .run_data import StepRows
 
 
 class LossWindow:

@@ -38,17 +38,10 @@ from ..streaming.batcher import StreamingBucketBatcher
 from ..streaming.grouping import BucketGrouping, Grouping, PackGrouping
 from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
+from .collation import media_collator, unreadable_log
 from .config import TrainingConfig
-from .data import (
-    check_audio,
-    check_named_sources,
-    check_prepared,
-    check_reference_dropout,
-    counted_tokens,
-    make_cost_model,
-    media_collator,
-    unreadable_log,
-)
+from .data import counted_tokens, make_cost_model
+from .data_checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
 from .source_weights import weights_of_sources
 

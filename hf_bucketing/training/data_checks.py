@@ -1,0 +1,136 @@
+"""What a run checks of its data before it draws a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate.logging import get_logger
+
+from ..buckets.sizes import LatentSpec
+from ..caching.columns import NULL_TEXT_KEY
+from ..columns.prepared import CacheInfo, PreparedDataset
+from ..columns.prepared_stream import PreparedStream
+from ..errors import BucketingError, quoted
+from ..media.conditions import REFERENCE
+from ..media.rows import REGULARIZATION
+from ..models.conditioning import read_conditions
+from ..settings import marked, not_default
+from .config import TrainingConfig
+from .source_weights import read_loss_weight
+
+logger = get_logger(__name__)
+
+
+def check_prepared(
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, spec: LatentSpec, *, folder: str
+) -> None:
+    """Raise BucketingError if a data set was prepared for another model, or has no captions."""
+    if prepared.spec != spec:
+        raise BucketingError(
+            f"{folder} was prepared for {prepared.spec}, but the model has {spec}; prepare it again with "
+            f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}."
+        )
+    if prepared.caption_column is None:
+        raise BucketingError(
+            f"The rows of {folder} have no captions, which the model needs; prepare the data set with "
+            "--caption_column, or with captions beside its files."
+        )
+
+
+def check_marks(config: TrainingConfig, prepared: PreparedDataset) -> None:
+    """Raise BucketingError if no sample can be preserved; say so if marked rows are not."""
+    rows, wanted = prepared.dataset, config.preservation
+    count = sum(map(bool, rows[REGULARIZATION])) if REGULARIZATION in rows.column_names else 0
+    if wanted.preservation is not None and not wanted.preservation_share and not count:
+        raise BucketingError(
+            f"`preservation` preserves no sample: {config.dataset_dir} marks no rows. Give `preservation_share`, or "
+            "prepare a source of regularization samples with --is_regularization."
+        )
+    if count and wanted.preservation is None:
+        logger.warning(
+            f"{count} rows are marked as regularization samples and are trained as all others; with --preservation "
+            "prior, the base model's own predictions are their targets."
+        )
+
+
+def check_reference_dropout(
+    config: TrainingConfig, prepared: PreparedDataset | PreparedStream, *, in_front: bool, evaluation: bool = False
+) -> None:
+    """Raise BucketingError if references cannot be dropped: samples have none, or they are part of the latents.
+
+    With `evaluation`, they need not have any.
+    """
+    objective = config.objective
+    if objective.reference_dropout:
+        name = "`reference_dropout`"
+    elif objective.condition is not None and read_conditions(objective.condition).draws_references:
+        name = "`reference` in `condition`"
+    else:
+        return
+    if REFERENCE not in prepared.conditions:
+        if evaluation:
+            return
+        raise BucketingError(f"Omit {name}: the samples of {config.dataset_dir} have no references.")
+    if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
+        raise BucketingError(
+            f"Omit {name}: this model's cached texts are those of an encoder that saw the references. "
+            "Train from the folder that scripts/prepare_dataset.py wrote."
+        )
+    if in_front:
+        raise BucketingError(
+            f"Omit {name}: references of this model are frames of a sample's latents, which it is always shown."
+        )
+
+
+def check_named_sources(config: TrainingConfig, sources: Sequence[str]) -> None:
+    """Raise BucketingError if settings name sources that the data set has not; `sources` are none where it has one."""
+    condition, loss_weight = config.objective.condition, config.objective.loss_weight
+    named = {
+        "condition": [] if condition is None else read_conditions(condition).by_source,
+        "loss_weight": [] if loss_weight is None else read_loss_weight(loss_weight),
+    }
+    for setting, names in named.items():
+        if unknown := sorted({*names} - {*sources}):
+            has = f"the sources {quoted(sources)}" if sources else "one source, which has no name"
+            raise BucketingError(f"`{setting}` names {quoted(unknown)}, but {config.dataset_dir} has {has}.")
+
+
+def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStream) -> None:
+    """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
+    if prepared.audio is None:
+        if given := not_default(config, "audio_weight"):
+            raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
+        return
+    faults = {
+        "`random_resize`": config.batches.random_resize is not None,
+        '`frame_picking="uniform"`, by which frames are further apart than their sound': (
+            config.views.frame_picking == "uniform"
+        ),
+        "`preservation` and `slider`, whose targets are video alone": config.preservation.base_predictions,
+        "`context_parallel_degree`": config.memory.context_parallel_degree > 1,
+    }
+    for what, wrong in faults.items():
+        if wrong:
+            raise BucketingError(f"{config.dataset_dir} has audio, which does not go with {what}.")
+
+
+def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:
+    """Raise BucketingError if a cache is of another way of batching, or settings change what it encoded."""
+    batching = config.batches.batching
+    if cache.batching != batching:
+        raise BucketingError(
+            f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
+            "scripts/cache_latents.py with the same --batching."
+        )
+    encoded = marked(TrainingConfig, "encoded")
+    given = not_default(config, *encoded)
+    if media := [name for name in given if encoded[name] == "media"]:
+        raise BucketingError(
+            f"Omit {quoted(media)}: {folder} holds encoded latents, and such settings change what is decoded. Give "
+            "them to scripts/cache_latents.py."
+        )
+    if given:
+        raise BucketingError(
+            f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
+            "from the folder that scripts/prepare_dataset.py wrote."
+        )
