@@ -123,7 +123,9 @@ def normalised(transformer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what a call's arguments mean to the model: the text without its padding, and its positions."""
     rest = {name: value for name, value in arguments.items() if name not in IGNORED and not name.startswith("audio_")}
     rest |= rest.pop("added_cond_kwargs", {})
-    masks = [rest.pop(name, None) for name in MASKS]
+    words = rest["encoder_hidden_states"].shape[1] if "encoder_hidden_states" in rest else None
+    of_text = [name for name in MASKS if rest.get(name) is not None and rest[name].shape[-1] == words]
+    masks = [rest.pop(name) for name in of_text]
     masks.append((rest.pop("attention_kwargs", None) or {}).pop("text_attn_mask", None))
     for mask in masks:
         if mask is not None:  # of numbers that are added to scores, or of zeros and ones
