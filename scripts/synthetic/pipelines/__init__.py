@@ -36,7 +36,7 @@ def importable_modules(package: str, path: Iterable[str]) -> list[ModuleType]:
     for module in pkgutil.iter_modules(path):
         try:
             modules.append(importlib.import_module(f"{package}.{module.name}"))
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, RuntimeError) as error:  # diffusers raises the last for its own modules
             if Version(diffusers.__version__) >= NEWEST or not re.search("diffusers|transformers", str(error)):
                 raise
     return modules
