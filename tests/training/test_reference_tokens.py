@@ -310,7 +310,8 @@ def test_cached_latents_of_a_step_that_is_tried_out_have_the_frame_of_a_referenc
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), loading=Loading(parts=("trained",)))
     data = make_data(in_process(pipeline, referenced, tmp_path, **MODES["pack"]), recipe.spec, COUNTING)
-    batch = _random_batch([Size(9, 32, 48)], [(Size(1, 32, 48),)], recipe, torch.device("cpu"), data=data)
+    largest = LargestStep([Size(9, 32, 48)], tokens=0, references=[(Size(1, 32, 48),)])
+    batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     assert batch["latents"][0].shape[1:] == (4, 4, 6)
 
 
