@@ -85,9 +85,10 @@ def check_equal(alone: Callable[[], list[Any]], together: Callable[[], list[Any]
 
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--heads", type=int, nargs="+", default=[1, 4, 16], help="Attention heads, of 24 channels.")
-    parser.add_argument("--layers", type=int, default=12, help="Blocks of the transformer.")
-    parser.add_argument("--steps", type=int, default=10, help="Steps of the scheduler.")
+    parser.set_defaults(runs=3)
+    parser.add_argument("--heads", type=int, nargs="+", default=[1, 4, 8], help="Attention heads, of 24 channels.")
+    parser.add_argument("--layers", type=int, default=6, help="Blocks of the transformer.")
+    parser.add_argument("--steps", type=int, default=4, help="Steps of the scheduler.")
     parser.add_argument("--max_tokens", type=int, default=1024, help="Most tokens of a pack.")
     return parser
 
