@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..errors import BucketingError, quoted
 from ..media.conditions import REFERENCE
+from ..media.row_audio import AUDIO
 from ..randomness import Purpose, generator
 
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
@@ -19,9 +20,9 @@ FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
 BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
-VIDEO, AUDIO, NO_AUDIO = "video", "audio", "no_audio"
-"""Conditions of samples with audio: their video is shown, so that their audio alone is generated; their audio is
-shown, so that their video alone is; or their audio is absent."""
+VIDEO, NO_AUDIO = "video", "no_audio"
+"""Conditions of samples with audio: their video is shown, so that their audio alone is generated; or their audio is
+absent. Under [`AUDIO`], their audio is shown, so that their video alone is generated."""
 MODALITIES = (VIDEO, AUDIO, NO_AUDIO)
 
 _KINDS = (*FRAMES, BLACK, REFERENCE, *MODALITIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import (
     DiffusionPipeline,
@@ -15,8 +17,9 @@ from transformers import CLIPTextModel
 from .components import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, hunyuan_vae, numbered, qwen_components
 
 
-def _transformer() -> Kandinsky5Transformer3DModel:
-    transformer = Kandinsky5Transformer3DModel(
+def kandinsky_transformer(kind: Any, modulation: Any, **config: Any) -> Any:
+    """Return a small transformer of Kandinsky 5 or 6, with modulations that are not zero, as they are at first."""
+    transformer = kind(
         in_visual_dim=CHANNELS,
         out_visual_dim=CHANNELS,
         in_text_dim=TEXT_DIM,
@@ -27,10 +30,10 @@ def _transformer() -> Kandinsky5Transformer3DModel:
         num_text_blocks=1,
         num_visual_blocks=2,
         axes_dims=(8, 12, 12),
-        visual_cond=True,
+        **config,
     )
     for module in transformer.modules():
-        if isinstance(module, Kandinsky5Modulation):  # zero at first, so that no block would do anything
+        if isinstance(module, modulation):
             torch.nn.init.normal_(module.out_layer.weight, std=0.1)
     return transformer
 
@@ -41,7 +44,7 @@ def _text_to_video() -> DiffusionPipeline:
         **numbered(clip_components(CLIPTextModel), 2),
         vae=hunyuan_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-        transformer=_transformer(),
+        transformer=kandinsky_transformer(Kandinsky5Transformer3DModel, Kandinsky5Modulation, visual_cond=True),
     )
 
 
