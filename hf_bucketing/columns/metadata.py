@@ -301,8 +301,9 @@ def add_sizes(
                 f"The sizes cannot be taken from columns: {reason}; the data set has {dataset.column_names}.",
                 advice=["name columns as `size_columns`", 'read the files with `sizes_from="headers"`'],
             )
+    checks = "no file was opened"
     if names and sizes_from == "auto":
-        unreadable = _compare_with_files(dataset, names, metadata, report)
+        unreadable, checks = _compare_with_files(dataset, names, metadata, report)
         if unreadable:
             names, reason = {}, f"{unreadable} of the files that were checked cannot be read"
     if not names:
@@ -315,8 +316,6 @@ def add_sizes(
     batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
     columns = _sizes(batch, names, target_fps=metadata.target_fps)
     sized = with_columns(undecoded(dataset, [metadata.column]), columns)
-    checked = min(len(dataset), _SAMPLED_FILES)
-    checks = "no file was opened" if sizes_from == "columns" else f"the headers of {checked} files agree"
     return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names)
 
 
@@ -388,8 +387,10 @@ def _all_still_images(dataset: Dataset, column: str) -> bool:
     )
 
 
-def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: MediaMetadata, report: Report) -> int:
-    """Read some headers, report those that differ from the columns, and return how many cannot be read.
+def _compare_with_files(
+    dataset: Dataset, names: Mapping[str, str], metadata: MediaMetadata, report: Report
+) -> tuple[int, str]:
+    """Read some headers, report those that differ from the columns, and return how many cannot be read, and a summary.
 
     Frames are those of the file, before any `target_fps`. A frame rate may be rounded, and a number of frames that was
     computed from the duration may be off by a few.
@@ -422,7 +423,8 @@ def _compare_with_files(dataset: Dataset, names: Mapping[str, str], metadata: Me
                 advice=["correct the columns", 'read the sizes of all files with `sizes_from="headers"`'],
             )
         )
-    return unreadable
+    outcome = f"{len(differing)} of {len(rows)} files differ" if differing else f"{len(rows)} files agree"
+    return unreadable, f"the headers of {outcome}"
 
 
 def _agrees(name: str, given: float, file: Mapping[str, Any]) -> bool:

@@ -233,7 +233,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     """
     if config.adapters.lora_rank is not None and config.adapters.has_pairs:
         check_loads_lora(components.recipe.pipeline_type())
-    shape = shape or _shape(components, config)
+    shape = shape or step_shape(components, config)
     step = _step(components, config, shape)
     experts = [trace(step)]
     if components.second is not None:
@@ -282,15 +282,18 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     )
 
 
-def _shape(components: Components, config: PlanConfig) -> StepShape:
-    spec = components.spec
-    if config.sample_size is None:
-        images_only = components.recipe.family.images_only
-        frames = 1 if images_only else components.transformer.config.get("video_length", _FRAMES)
-        size = spec.snap(Size(frames, *components.recipe.native_sizes[0]))
-    else:
-        size = Size(*config.sample_size)
-    one = sample_shape(components, config, size)
+def step_shape(components: Components, config: PlanConfig, size: Size | None = None) -> StepShape:
+    """Return the shape of a step of as many samples of a size as the settings name, each of whole strips in packs.
+
+    Args:
+        components ([`Components`]): Configurations of the pipeline.
+        config ([`PlanConfig`]): What is planned for: `max_tokens`, or else `train_batch_size`, says how many samples.
+        size ([`Size`][hf_bucketing.Size], *optional*): Size of the samples, by default `sample_size`.
+
+    Raises:
+        BucketingError: As [`sample_shape`].
+    """
+    one = sample_shape(components, config, size or _size_of(components, config))
     tokens = one.tokens
     if config.batching == "pack":
         tokens = strip_tokens(tokens + one.audio_tokens, config.strip_length) - one.audio_tokens
@@ -298,6 +301,14 @@ def _shape(components: Components, config: PlanConfig) -> StepShape:
     if config.max_tokens is not None:
         samples = max(1, config.max_tokens // (tokens + one.audio_tokens + one.text_tokens))
     return one.repeated(samples, tokens=tokens)
+
+
+def _size_of(components: Components, config: PlanConfig) -> Size:
+    if config.sample_size is not None:
+        return Size(*config.sample_size)
+    images_only = components.recipe.family.images_only
+    frames = 1 if images_only else components.transformer.config.get("video_length", _FRAMES)
+    return components.spec.snap(Size(frames, *components.recipe.native_sizes[0]))
 
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:

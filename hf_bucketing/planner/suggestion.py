@@ -27,7 +27,7 @@ from ..settings import changed
 from ..units import format_bytes
 from .components import Components
 from .host import DiskPlan, HostPlan, check_host, plan_disk, plan_host
-from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, StepShape, plan_components, sample_shape, verdict_on
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, plan_components, step_shape, verdict_on
 from .options import iter_plans
 from .rows import DataRows
 from .settings import MachineConfig, PlanConfig, as_reference_sizes
@@ -218,21 +218,20 @@ class Suggester:
         text, length = self.text_tokens, plan.shape.length
         of_epoch = float((way.targets.all_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
         at_most = min(of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
-        small = plan_components(self.components, config, sample_shape(self.components, config, smallest))
+        small = self._memory(config, smallest)
         room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
         most = min(_tokens_that_fit(small, plan, room), at_most)
         if most >= _MORE_TOKENS * length:
-            more = plan_components(self.components, config, self._shape(config, plan.shape.size, int(most)))
+            more = self._memory(replace(config, max_tokens=int(most)), plan.shape.size)
             if more.total > room:  # another moment of the step is its highest, and each token adds more to it
                 most = min(_tokens_that_fit(plan, more, room), most)
         if way.batching == "bucket":
             most -= most % length  # more hold no further sample of the largest bucket
         return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
 
-    def _shape(self, config: PlanConfig, size: Size, max_tokens: int) -> StepShape:
-        """Return the shape of a step of as many of the largest samples as the tokens hold."""
-        one = sample_shape(self.components, config, size)
-        return one.repeated(max(1, max_tokens // one.length))
+    def _memory(self, config: PlanConfig, size: Size) -> MemoryPlan:
+        """Plan the memory of a step of samples of a size."""
+        return plan_components(self.components, config, step_shape(self.components, config, size))
 
     def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
@@ -268,7 +267,7 @@ class Suggester:
         assert config.max_tokens is not None, "every candidate has tokens"
         tokens = way.targets.all_tokens
         plan, computed = self._epoch(way, config, processes=processes)
-        memory = plan_components(self.components, config, self._shape(config, size, config.max_tokens))
+        memory = self._memory(config, size)
         encoding = self.speed.seconds(encoding_flops(self.components, config, size))
         step = self.measured
         if step is None:
@@ -289,7 +288,7 @@ class Suggester:
         host = plan_host(memory, config, num_workers=num_workers)
         if self.machine.cpu_memory is not None:
             check_host(host, cpu_memory=self.machine.cpu_memory)
-        cache = 0 if once is None else self._cache_bytes(tokens, config)
+        cache = 0 if once is None else self._cache_bytes(way.targets, config)
         return Candidate(
             way=way,
             config=config,
@@ -349,20 +348,27 @@ class Suggester:
         most = max(1, (self.machine.cpus or 2**10) // self.machine.num_gpus)
         return min(workers or self.num_workers, most)
 
-    def _cache_bytes(self, tokens: IntArray, config: PlanConfig) -> int:
+    def _cache_bytes(self, targets: Targets, config: PlanConfig) -> int:
         """Return the bytes of cached latents in float32 and of texts, whose tokens are counted by characters."""
-        components = self.components
+        components, recipe = self.components, self.components.recipe
+        transformer, family = components.transformer.build(), recipe.family
         vae = components.vae.config
         values = math.prod(components.spec.patch) * int(vae.get("latent_channels") or vae["z_dim"])
-        latents = 4 * values * int(tokens.sum()) / self.rows.share
-        most = config.max_sequence_length or components.recipe.default_sequence_length
+        pictures = targets.beside(self.rows.references, spec=components.spec).all_tokens.sum()
+        heard = targets.all_tokens.sum() - pictures
+        read = 0  # tokens of references in texts
+        if self.rows.references is not None:
+            read = recipe.reference_text_tokens * self.rows.references.counts[targets.num_tokens > 0].sum()
+        latents = 4 * values * (pictures - read)
+        most = config.max_sequence_length or recipe.default_sequence_length
         length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)
-        transformer, family = components.transformer.build(), components.recipe.family
         width = family.text_dim(transformer)
         if self.base.audio_fps is not None:
             width += family.audio_text_dim(transformer)
+            latents += 4 * transformer.config.audio_in_channels * heard
         half = 4 if config.mixed_precision == "no" else 2
-        return round(latents + half * length * width * (self.rows.total or 0))
+        texts = half * width * (length * (self.rows.total or 0) + read / self.rows.share)
+        return round(latents / self.rows.share + texts)
 
 
 def _tokens_that_fit(fewer: MemoryPlan, more: MemoryPlan, memory: float) -> float:

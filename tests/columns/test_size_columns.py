@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PillowImage
 
-from hf_bucketing import ColumnError, MediaError
+from hf_bucketing import BucketingError, ColumnError, MediaError
 from hf_bucketing.columns import ExistingMetadata, MediaMetadata, PreparedDataset, add_sizes
 from hf_bucketing.columns.settings import read_size_columns
 from hf_bucketing.media import write_video
@@ -80,6 +80,9 @@ def test_columns_that_disagree_with_a_file_are_an_error_that_names_it(folder: Pa
     metadata = MediaMetadata("path", root=str(folder))
     with pytest.raises(ColumnError, match=message):
         add_sizes(table(**changes), metadata)
+    reported: list[BucketingError] = []
+    origin = add_sizes(table(**changes), metadata, report=reported.append).origin
+    assert origin.endswith(f"the headers of {str(reported[0])[0]} of 2 files differ.")
     read = add_sizes(table(**changes), metadata, sizes_from="headers")
     assert rows_of(read.dataset) == [(32, 16, 9, 16.0), (48, 32, 1, 0.0)]
     assert "instead of the columns width, height, num_frames, fps: as asked for" in read.origin

@@ -23,7 +23,7 @@ from hf_bucketing.planner.suggestion import Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.trackers import PeakTracker
 from hf_bucketing.planner.ways import tables_of, ways_of
-from hf_bucketing.report.measure import Sizes
+from hf_bucketing.report.measure import Sizes, own_targets
 
 SILENT = PlanConfig(
     sample_size=[9, 32, 64], train_batch_size=2, device="cpu", mixed_precision="no", max_sequence_length=64
@@ -39,7 +39,7 @@ def components(tiny_folder: Callable[[str], Path]) -> Components:
 
 
 def test_a_step_with_audio_takes_what_is_planned(components: Components, tiny_folder: Callable[[str], Path]) -> None:
-    step = planner._step(components, HEARD, planner._shape(components, HEARD))
+    step = planner._step(components, HEARD, planner.step_shape(components, HEARD))
     folder = str(tiny_folder("ltx2"))
     recipe = recipe_of(folder).load(folder, audio=True, max_sequence_length=64)
     model, family, length = recipe.transformer, recipe.family, step.text_length
@@ -73,19 +73,37 @@ def test_a_step_with_audio_takes_what_is_planned(components: Components, tiny_fo
 
 
 def test_audio_counts_in_tokens_and_in_the_samples_that_they_hold(components: Components) -> None:
-    shape = planner._shape(components, HEARD)
+    shape = planner.step_shape(components, HEARD)
     assert (shape.tokens, shape.audio_tokens, shape.length) == (2 * 96, 2 * TOKENS, 2 * (96 + TOKENS))
-    assert planner._shape(components, replace(HEARD, max_tokens=3 * 96)).samples == 2
-    packed = planner._shape(components, replace(HEARD, batching="pack", strip_length=10, max_tokens=300))
+    assert planner.step_shape(components, replace(HEARD, max_tokens=3 * 96)).samples == 2
+    packed = planner.step_shape(components, replace(HEARD, batching="pack", strip_length=10, max_tokens=300))
     assert (packed.samples, packed.length) == (2, 2 * 130), "whole strips"
 
 
 def test_a_model_without_audio_refuses_its_rate(tiny_folder: Callable[[str], Path]) -> None:
     wan = read_components(str(tiny_folder("wan")))
     with pytest.raises(BucketingError, match="Omit `audio_fps`: a WanPipeline makes no audio"):
-        planner._shape(wan, HEARD)
+        planner.step_shape(wan, HEARD)
     with pytest.raises(BucketingError, match="`audio_fps` must be above 0"):
         replace(HEARD, audio_fps=0.0)
+
+
+def test_cached_audio_is_counted_in_channels_of_its_own(components: Components) -> None:
+    sizes = Sizes(*np.tile([[9], [64], [64]], (1, 10)))
+    audio = RowAudio(
+        rule=AudioRule(rate=16000, samples_per_token=640), present=np.arange(10) < 3, fps=np.full(10, 8.0)
+    )
+    rows = DataRows(sizes=sizes, total=20, caption_characters=40.0, audio=audio)
+    suggester = Suggester(
+        components, rows, machine=MachineConfig(gpu_memory=24), base=SILENT, speed=Speed(1e12, 2e12, "a test")
+    )
+    targets = own_targets(sizes, spec=components.spec, max_area=None)
+    latents = components.spec.num_tokens((9, 64, 64)) * 4 * 4
+    heard = suggester._cache_bytes(targets.beside(audio=audio, spec=components.spec), SILENT)
+    silent = suggester._cache_bytes(targets, SILENT)
+    assert heard - silent == 4 * 4 * 3 * TOKENS * 20 // 10, "four channels in float32, of as many rows"
+    assert silent > 20 * latents
+    assert heard < 1.5 * silent
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def rows_of(model: Any, step: trace.TracedStep, family: Any) -> Rows:
 def test_a_step_with_references_takes_what_is_planned(name: str, tiny_folder: Callable[[str], Path]) -> None:
     folder = str(tiny_folder(name))
     components = read_components(folder)
-    step = planner._step(components, TWO, planner._shape(components, TWO))
+    step = planner._step(components, TWO, planner.step_shape(components, TWO))
     model = recipe_of(folder).load(folder).transformer
     family = components.recipe.family
     rows = rows_of(model, step, family)
@@ -71,7 +71,7 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
     folder = tiny_folder("qwen-image-edit-2511")
     components = read_components(str(folder))
     configs = (CONFIG, ONE, TWO)
-    none, one, two = shapes = [planner._shape(components, config) for config in configs]
+    none, one, two = shapes = [planner.step_shape(components, config) for config in configs]
     assert [shape.tokens for shape in shapes] == [2 * 16, 2 * (16 + 24), 2 * (16 + 24 + 8)]
     assert (none.pixels, one.pixels) == (2 * 64 * 64, 2 * (64 * 64 + 64 * 96))
     assert two.references == (Size(1, 64, 96), Size(1, 32, 64))
@@ -84,7 +84,7 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
     ]
     assert texts == sorted({*texts})
     packs = replace(TWO, batching="pack", strip_length=32, max_tokens=1100)
-    packed = planner._shape(components, packs)
+    packed = planner.step_shape(components, packs)
     assert (packed.samples, packed.tokens) == (2, 2 * 64)
     small, large = (
         plan(folder, replace(CONFIG, reference_sizes=sizes, cached="nothing")) for sizes in ("32,32", "96,192")
@@ -95,7 +95,7 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
 
 def test_references_in_front_are_frames_of_their_sample(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("wan-vace")))
-    shape = planner._shape(components, TWO)
+    shape = planner.step_shape(components, TWO)
     assert (shape.references, shape.tokens) == ((Size(1, 64, 64),) * 2, 2 * 3 * 16)
     step = planner._step(components, TWO, shape)
     latents = step.latent_sizes[0]

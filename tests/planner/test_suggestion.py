@@ -112,6 +112,12 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
     runs = suggest(components, rows, ROOMY).candidates
     assert 500 < max(run.config.max_tokens for run in runs) < flat
     assert all(run.memory.total * (1 + PLAN_ERROR) <= ROOMY.gpu_memory * 2**30 for run in runs)
+    packs = [run for run in runs if run.way.batching == "pack"]
+    assert packs
+    for run in packs:
+        shape, strips = run.memory.shape, -(-components.spec.num_tokens(run.memory.shape.size) // 64)
+        assert run.config.strip_length == 64
+        assert shape.tokens == shape.samples * 64 * strips, "whole strips, as packs hold them"
 
 
 def test_runs_that_drop_many_rows_come_last(components: Components) -> None:

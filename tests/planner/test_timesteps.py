@@ -30,7 +30,7 @@ def test_a_step_with_clean_parts_takes_what_is_planned(
 ) -> None:
     folder = str(tiny_folder(name))
     components, config = read_components(folder), replace(CONFIG, condition=condition)
-    step = planner._step(components, config, planner._shape(components, config))
+    step = planner._step(components, config, planner.step_shape(components, config))
     recipe = recipe_of(folder).load(folder, max_sequence_length=16)
     model, (size, *_) = recipe.transformer, step.latent_sizes
     samples = samples_of(recipe, torch.randn(2, recipe.latent_channels, *size), fps=[8.0, 8.0])
@@ -68,7 +68,7 @@ def test_tokens_have_timesteps_where_the_recipe_gives_them_some(
     name: str, condition: str | None, expected: bool, tiny_folder: Callable[[str], Path]
 ) -> None:
     components, config = read_components(str(tiny_folder(name))), replace(CONFIG, condition=condition)
-    step = planner._step(components, config, planner._shape(components, config))
+    step = planner._step(components, config, planner.step_shape(components, config))
     assert step.token_timesteps is expected
     if expected:
         assert trace.trace(step).peaks["backward"].activations > 0
