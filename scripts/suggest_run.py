@@ -56,18 +56,29 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def read_prepared(folder: str, components: "Components") -> tuple["DataRows", "list[Way]", bool]:
-    """Return the rows of a prepared folder, the ways to batch them by its own table, and whether it is cached."""
+def read_prepared(
+    args: argparse.Namespace, folder: str, components: "Components"
+) -> tuple["DataRows", "list[Way]", bool]:
+    """Return the rows of a prepared folder, or the first of its stream, ways by its table, and if it is cached."""
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.columns.prepared_stream import PreparedStream, holds_stream
     from hf_bucketing.planner.rows import DataRows
     from hf_bucketing.planner.ways import ways_of
 
-    prepared = PreparedDataset.load(folder)
+    stream = PreparedStream.load(folder) if holds_stream(folder) else None
+    prepared = stream or PreparedDataset.load(folder)
     if prepared.spec != components.spec:
         raise BucketingError(f"{folder} was prepared for {prepared.spec}, and the model has {components.spec}.")
-    rows, cache = DataRows.of_prepared(prepared), prepared.cache
+    cache = rule = None
+    if stream is not None:
+        rows = DataRows.of_stream(stream.read_first(), audio=stream.audio, references=stream.references)
+        rule = stream.parts[0].source.rule
+    elif args.streaming:
+        raise BucketingError(f"Omit `streaming`: {folder} holds rows, which are all known.")
+    else:
+        rows, cache = DataRows.of_prepared(prepared), prepared.cache
     tables = {"table of the folder": (None, prepared.table)}
-    ways = ways_of(tables, rows.sizes, spec=prepared.spec)
+    ways = ways_of(tables, rows.sizes, spec=prepared.spec, rule=rule)
     return rows, [way for way in ways if cache is None or way.batching == cache.batching], cache is not None
 
 
@@ -143,7 +154,7 @@ def suggest(args: argparse.Namespace) -> Suggested:
     data: Any
     if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
         data = args.dataset[0]
-        rows, ways, cached = read_prepared(data, components)
+        rows, ways, cached = read_prepared(args, data, components)
         base = replace(base, cached="all") if cached else base
     else:
         rows, ways, data = read_sources(args, sources, components)

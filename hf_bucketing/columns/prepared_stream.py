@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
-from ..errors import BucketingError
+from ..errors import BucketingError, MediaError
 from ..files import complete_folder
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule
@@ -50,7 +51,7 @@ from .prepared import (
 )
 from .settings import RowsConfig, SourceConfig
 from .shares import given_shares
-from .sources import bytes_in, find_rows
+from .sources import SAMPLED_ROWS, bytes_in, find_rows
 from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 
 _BATCH_ROWS = 8
@@ -238,6 +239,19 @@ class PreparedStream:
             rows = part.open(buckets, references=self.references, reject=reject)
             streams.append(rows.map(function, batched=True, batch_size=_BATCH_ROWS))
         return _shuffled(_interleaved(streams, self.parts, seed), shuffle_buffer, seed)
+
+    def read_first(self) -> Columns:
+        """Read the first rows of the stream as training does, and return their sizes and buckets.
+
+        Raises:
+            MediaError: If there is no row, or as [`open`][PreparedStream.open].
+            ColumnError: If a row is at fault, unless such rows are rejected.
+        """
+        first = [*islice(self.open(), SAMPLED_ROWS * len(self.parts))]
+        if not first:
+            raise MediaError("The stream has no rows any more; prepare it again with scripts/prepare_dataset.py.")
+        rows = Dataset.from_list([{name: row[name] for name in _REPORTED if name in row} for row in first])
+        return {name: column_array(rows, name) for name in rows.column_names}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, replacing an earlier one; it gets its name only when it is complete.

@@ -14,6 +14,9 @@ from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.buckets.assignment import has_bucket
 from hf_bucketing.buckets.sizes import Size
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
@@ -251,6 +254,28 @@ def test_suggestions_for_a_stream_prepare_and_train_as_written(
             "train_text_to_video.py", config=file, max_train_steps=2, report_to="none", dataloader_num_workers=0
         )
         assert (file.parent / "trained" / "model_index.json").is_file()
+    stream = tmp_path / "1" / "prepared"
+    again = run_script_here(
+        "suggest_run.py", *common[:-1], dataset=stream, mixed_precision="no", output_dir=tmp_path / "again"
+    )
+    assert "table of the folder, buckets" in again.stdout
+    assert "Of the stream, the first 20 rows are known" in again.stdout
+    settings = (tmp_path / "again" / "1" / "config.yaml").read_text()
+    assert f"dataset_dir: {stream}\n" in settings
+    assert "streaming: " in settings
+    assert "prepare_dataset.py" not in settings
+
+
+def test_a_prepared_stream_is_read_through_its_own_description(
+    media_dir: Path, components: Components, tmp_path: Path
+) -> None:
+    folder, table = tmp_path / "stream", TableConfig(buckets="64,64", bucket_frames=[1, 9])
+    source = SourceConfig(dataset=str(media_dir), target_fps=8, clips="all", table=table)
+    prepare_stream(source, spec=components.spec, say=lambda text: None)[0].save(folder)
+    columns = PreparedStream.load(folder).read_first()
+    whole = prepare(source, spec=components.spec, say=lambda text: None).dataset
+    for name in ("num_frames", "height", "width", "bucket_id"):
+        assert columns[name].tolist() == whole[name][:], name
 
 
 @pytest.mark.parametrize(
