@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ class Part(NamedTuple):
     kind: str
     length: int | None = None
 
+    def __str__(self) -> str:
+        return self.kind if self.length is None else f"{self.kind}_{self.length}"
+
     def show(self, frames: npt.NDArray[np.bool_], *, stride: int, random: np.random.Generator) -> None:
         """Mark the frames `(F,)` of a sample that it shows; the latent frames after the first hold `stride` each."""
         latent_frames = len(frames[::stride])
@@ -65,6 +69,16 @@ Condition: TypeAlias = tuple[Part, ...]
 """Parts that are shown together; none where nothing is shown."""
 
 
+def name_of(condition: Condition) -> str:
+    """Return the name of a condition in logs, of letters that all trackers take.
+
+    Example:
+        >>> name_of((Part("prefix", 2), Part("last_frame"))), name_of(())
+        ('prefix_2_and_last_frame', 'none')
+    """
+    return "_and_".join(map(str, condition)) or NONE
+
+
 class Drawn(NamedTuple):
     """What is shown of a sample.
 
@@ -75,6 +89,8 @@ class Drawn(NamedTuple):
         video (`bool`): Whether the whole video is shown, if it has audio that is left to generate.
         audio (`bool`): Whether its audio is shown, if it has some.
         no_audio (`bool`): Whether its audio is absent.
+        name (`str`): Name of the condition, see [`name_of`].
+        weight (`float`): Weight of the condition in the loss.
     """
 
     frames: npt.NDArray[np.bool_]
@@ -83,6 +99,8 @@ class Drawn(NamedTuple):
     video: bool = False
     audio: bool = False
     no_audio: bool = False
+    name: str = NONE
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +114,21 @@ class ConditionShares:
         shares (`tuple` of `float`): Their shares, above 0, which add up to 1.
         draws_references (`bool`): Whether samples are shown their references where a condition has the part
             `reference`, and else not; by default all are shown theirs.
+        weights (`tuple` of `float`, *optional*): Weight of each condition in the loss, above 0; by default 1.
 
     Raises:
-        BucketingError: If a share is not above 0, or they do not add up to 1.
+        BucketingError: If a share or a weight is not above 0, or the shares do not add up to 1.
     """
 
     conditions: tuple[Condition, ...]
     shares: tuple[float, ...]
     draws_references: bool = False
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", self.weights or (1.0,) * len(self.shares))
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise BucketingError(f"The weights of `condition` must be above 0 and finite, got {list(self.weights)}.")
         if not all(share > 0 for share in self.shares) or not abs(sum(self.shares) - 1) < 1e-6:
             raise BucketingError(
                 f"The shares of `condition` must be above 0 and add up to 1, got {list(self.shares)}; `none` is the "
@@ -125,12 +148,12 @@ class ConditionShares:
     def dropping_references(self, share: float) -> ConditionShares:
         """Return these conditions, each with references for all but a share of its samples, from 0 to 1."""
         shown = [(*condition, Part(REFERENCE)) for condition in self.conditions]
-        pairs = [
-            *zip(shown, (own * (1 - share) for own in self.shares), strict=True),
-            *zip(self.conditions, (own * share for own in self.shares), strict=True),
+        terms = [
+            *zip(shown, (own * (1 - share) for own in self.shares), self.weights, strict=True),
+            *zip(self.conditions, (own * share for own in self.shares), self.weights, strict=True),
         ]
-        conditions, shares = zip(*((condition, own) for condition, own in pairs if own > 0), strict=True)
-        return ConditionShares(conditions, shares, draws_references=True)
+        conditions, shares, weights = zip(*(term for term in terms if term[1] > 0), strict=True)
+        return ConditionShares(conditions, shares, draws_references=True, weights=weights)
 
     def draw(
         self,
@@ -175,6 +198,8 @@ class ConditionShares:
             video=VIDEO in kinds,
             audio=AUDIO in kinds,
             no_audio=bool(silent[chosen]) if no_audio is None else no_audio,
+            name=name_of(drawn),
+            weight=self.weights[chosen],
         )
 
 
@@ -205,8 +230,20 @@ class SourceConditions:
         """Whether it is drawn which samples are shown their references."""
         return any(shares.draws_references for shares in self.all)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all conditions, each once."""
+        return tuple(dict.fromkeys(name_of(condition) for shares in self.all for condition in shares.conditions))
+
+    @property
+    def weighs(self) -> bool:
+        """Whether conditions have other weights in the loss than 1."""
+        return any(weight != 1 for shares in self.all for weight in shares.weights)
+
     def dropping_references(self, share: float) -> SourceConditions:
         """Return conditions with references for all but a share of the samples of each source, from 0 to 1."""
+        if not share:
+            return self
         return SourceConditions(
             None if self.others is None else self.others.dropping_references(share),
             {name: shares.dropping_references(share) for name, shares in self.by_source.items()},
@@ -267,26 +304,30 @@ def read_condition(text: str) -> ConditionShares:
 
     A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `mask` and `reference`,
     and for samples with audio one of `video`, `audio` and `no_audio`, joined by `+`, or `none`. `prefix@2` has a fixed
-    length, in latent frames. A single condition needs no share. In a list that names `reference`, the other conditions
-    are shown none.
+    length, in latent frames. A single condition needs no share. Behind its share, a condition may have a weight in the
+    loss: `prefix:0.2:0.5`. In a list that names `reference`, the other conditions are shown none.
 
     Raises:
         BucketingError: On anything else.
 
     Example:
-        >>> read_condition("prefix@2:0.4,none:0.6").conditions
-        ((Part(kind='prefix', length=2),), ())
+        >>> shares = read_condition("prefix@2:0.4:0.5,none:0.6")
+        >>> shares.conditions, shares.weights
+        (((Part(kind='prefix', length=2),), ()), (0.5, 1.0))
     """
-    terms = [term.strip().partition(":") for term in text.split(",")]
-    if len(terms) == 1 and not terms[0][1]:
-        terms = [(terms[0][0], ":", "1")]
+    terms = [term.strip().split(":") for term in text.split(",")]
+    if len(terms) == 1 and len(terms[0]) == 1:
+        terms = [[*terms[0], "1"]]
     try:
-        shares = tuple(float(share) for _, _, share in terms)
+        named = [(name, float(share), float(weight[0]) if weight else 1.0) for name, share, *weight in terms]
     except ValueError:
         raise _unreadable(text) from None
-    conditions = tuple(_read_parts(name, text) for name, _, _ in terms)
+    if max(map(len, terms)) > 3:
+        raise _unreadable(text)
+    names, shares, weights = zip(*named, strict=True)
+    conditions = tuple(_read_parts(name, text) for name in names)
     names_references = any(Part(REFERENCE) in parts for parts in conditions)
-    return ConditionShares(conditions, shares, draws_references=names_references)
+    return ConditionShares(conditions, shares, draws_references=names_references, weights=weights)
 
 
 def _read_parts(name: str, text: str) -> Condition:
@@ -308,7 +349,7 @@ def _read_parts(name: str, text: str) -> Condition:
 
 def _unreadable(text: str) -> BucketingError:
     return BucketingError(
-        "`condition` must be conditions with their shares, such as first_frame:0.3,prefix:0.2,none:0.5, got "
-        f"{text!r}. A condition is `none`, or one or more of {quoted(_KINDS)} joined by +; {quoted(_LONG)} may have a "
-        "length in latent frames, as in prefix@2."
+        "`condition` must be conditions with their shares, and weights where they have some, such as "
+        f"first_frame:0.3,prefix:0.2:0.5,none:0.5, got {text!r}. A condition is `none`, or one or more "
+        f"of {quoted(_KINDS)} joined by +; {quoted(_LONG)} may have a length in latent frames, as in prefix@2."
     )

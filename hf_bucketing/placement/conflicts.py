@@ -43,6 +43,8 @@ class Combination:
         grouped (`bool`): Whether accelerate's parallelism_config groups the processes.
         replaces (`bool`): Whether unreadable samples are replaced.
         strip_length (`int`, *optional*): Tokens of a strip, in packs.
+        weighs_late (`bool`): Whether the weights of the samples of accumulated batches are known when the last one
+            comes, as those of conditions.
         planned (`bool`): Whether only memory is planned: one process of FSDP can train, but shares nothing.
     """
 
@@ -63,6 +65,7 @@ class Combination:
     grouped: bool = False
     replaces: bool = False
     strip_length: int | None = None
+    weighs_late: bool = False
     planned: bool = False
 
     @property
@@ -147,6 +150,12 @@ CONFLICTS = (
         lambda run: run.sharding != "ddp" and run.searches and run.loads_once,
         'Give a number as `max_tokens`: "auto" runs the whole transformer in each process, and with '
         "`fsdp_cpu_ram_efficient_loading: true` only one process has its weights.",
+    ),
+    Conflict(
+        ("gradient_accumulation_steps", "sharding"),
+        lambda run: run.weighs_late and run.sharding.startswith("DEEPSPEED"),
+        "Omit the weights in `condition`, or `gradient_accumulation_steps`, or use DDP or FSDP: the weights of a "
+        "window's samples are known when it ends, but DeepSpeed then has applied its gradients.",
     ),
     Conflict(
         ("trained_dtype", "mixed_precision"),

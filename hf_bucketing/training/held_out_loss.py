@@ -35,9 +35,13 @@ _NAMED = 5
 
 
 class _Levels(NamedTuple):
-    """Losses and noise levels of rows, `(n, levels)` each, of one expert, which has a share of all noise levels."""
+    """Losses and noise levels of rows, `(n, levels)` each, of one expert, which has a share of all noise levels.
+
+    `weights`, `(n,)`, are those of the conditions that the rows are shown.
+    """
 
     share: float
+    weights: FloatArray
     losses: FloatArray
     noise: FloatArray
 
@@ -103,7 +107,7 @@ class HeldOutLoss:
         ]
         (seen,) = np.nonzero(np.min([score[:, 0] for score in scores], axis=0))
         parts = [
-            _Levels(share, score[seen, 1 : 1 + levels], score[seen, 1 + levels :])
+            _Levels(share, score[seen, 0], score[seen, 1 : 1 + levels], score[seen, 1 + levels :])
             for score, (_step, share, levels) in zip(scores, divided, strict=True)
         ]
         return {
@@ -113,7 +117,7 @@ class HeldOutLoss:
         }
 
     def _score(self, step: Step, transformer: torch.nn.Module, accelerator: Accelerator, *, levels: int) -> FloatArray:
-        """Return of each row whether it counts, its loss at each noise level, and those levels."""
+        """Return of each row its weight by what it is shown, 0 if it does not count, its losses, and their levels."""
         plan = self.data.sampler.plan()
         neighbours = accelerator.num_processes // plan.num_processes  # which take the same samples
         positions = range(accelerator.process_index // neighbours, plan.num_batches, plan.num_processes)
@@ -122,7 +126,7 @@ class HeldOutLoss:
         counts = np.zeros(len(plan.indices), bool)
         counts[first] = True
         index = column_array(self.data.dataset, "index")
-        found = torch.zeros(len(index), 1 + 2 * levels)
+        found, times = torch.zeros(len(index), 1 + 2 * levels), torch.zeros(len(index))
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
             for reason in batch.pop("unreadable", ()):
                 logger.warning(reason, main_process_only=False)
@@ -134,11 +138,14 @@ class HeldOutLoss:
             place = {number: place for place, number in enumerate(batch["index"])}
             read = [row for row in mine.tolist() if index[row] in place]
             columns = [*(loss.values for loss in losses), *(loss.noise_levels for loss in losses)]
-            table = torch.stack([torch.ones_like(columns[0]), *columns], 1).float().cpu()
+            weights = torch.tensor([drawn.weight for drawn in losses[0].drawn])
+            table = torch.cat([weights[:, None], torch.stack(columns, 1).float().cpu()], 1)
             found[read] = table[[place[index[row]] for row in read]]
+            times[read] += 1
+        found = torch.cat([found, times[:, None]], 1)
         whole: FloatArray = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()
-        assert whole[:, 0].max() <= 1, "each row counts once over all processes"
-        return whole
+        assert whole[:, -1].max() <= 1, "each row counts once over all processes"
+        return whole[:, :-1]
 
     def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
         """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
@@ -167,7 +174,7 @@ class HeldOutLoss:
         ids = self.data.bucket_ids[rows]
         mean, below, by_noise = 0.0, 0.0, []
         for part in parts:
-            means = np.average(part.losses, axis=0, weights=weights)
+            means = np.average(part.losses, axis=0, weights=weights * part.weights)
             mean += part.share * float(means.mean())
             count = len(means)
             by_noise += [

@@ -145,7 +145,7 @@ class Trainer:
             held_out=held_out,
             validation=validation,
         )
-        self.window = LossWindow(self.accelerator)
+        self.window = LossWindow(self.accelerator, degree=config.memory.context_parallel_degree)
         self.global_step = self.stopped = 0
         self.planned = self._count_steps()
         self.schedule_steps = self.planned.steps
@@ -329,9 +329,9 @@ class Trainer:
             timer = DeviceTimer(self.accelerator.device)
             num_batches += 1
             step = self.loader.step - 1
-            rows = self.data.rows_of(self.loader, batch, epoch=epoch)
-            weights = self.window.weigh(rows)
             self.step = self.experts.at(self.global_step)
+            rows = self.step.weigh(self.data.rows_of(self.loader, batch, epoch=epoch), batch, epoch=epoch)
+            weights = self.window.weigh(rows)
             with self.accelerator.accumulate(*self.trained.transformers.values()):
                 losses = self._train_on(batch, weights, epoch=epoch)
                 last = self.accelerator.sync_gradients

@@ -14,16 +14,17 @@ from .run_data import StepRows
 class LossWindow:
     """Weigh the losses of a window of gradient accumulation so that together they make one mean over all processes.
 
-    A plan knows the sum of all weights before the window begins. For a stream, the window begins with that of its
-    first batches as if all were alike, and when it ends, [`finish`][LossWindow.finish] scales the gradients to the
-    sum that came: the same mean, without a batch read ahead.
+    A plan knows the sum of all weights before the window begins, unless they are those of what is drawn for samples.
+    For these and for a stream, the window begins with that of its first batches as if all were alike. When it ends,
+    [`finish`][LossWindow.finish] scales the gradients to the sum that came: the same mean, without a batch read ahead.
 
     Args:
         accelerator (`Accelerator`): Its processes and accumulation steps make the window.
+        degree (`int`): Neighbouring processes that take the same samples, which count once.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, *, degree: int = 1) -> None:
+        self.accelerator, self.degree = accelerator, degree
         self._total: float | None = None
         self._own = 0.0
         self._known = False
@@ -56,4 +57,4 @@ class LossWindow:
 
     def _over_processes(self, weight: torch.Tensor) -> float:
         summed: torch.Tensor = self.accelerator.reduce(weight.to(self.accelerator.device), "sum")
-        return float(summed)
+        return float(summed) / self.degree

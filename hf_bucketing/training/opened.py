@@ -19,6 +19,7 @@ from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError
 from ..media.row_references import sample_sizes
+from ..models.conditioning import read_conditions
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
@@ -133,7 +134,7 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
 
 def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Raise BucketingError for settings that cannot be combined on the processes and devices of an accelerator."""
-    flat, memory = config.flat(), config.memory
+    flat, memory, condition = config.flat(), config.memory, config.objective.condition
     check_combination(
         Combination(
             memory=memory,
@@ -153,6 +154,9 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             grouped=accelerator.torch_device_mesh is not None,
             replaces=config.faults.on_error != "raise",
             strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
+            weighs_late=(
+                config.gradient_accumulation_steps > 1 and condition is not None and read_conditions(condition).weighs
+            ),
         )
     )
 

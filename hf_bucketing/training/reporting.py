@@ -21,6 +21,7 @@ from ..devices import DeviceTimer, to_device
 from ..files import complete_file, writing
 from ..loaders.collators import PLANNED
 from ..loaders.planned import StepCount
+from ..models.conditioning import read_conditions
 from .base_targets import TARGETS
 from .config import TrainingConfig
 from .data_changes import keep_lock
@@ -65,7 +66,10 @@ class RunReport:
         keep: Mapping[str, int] | None,
     ) -> None:
         self.config, self.data, self.accelerator, self.folder = config, data, accelerator, Path(config.output_dir)
-        degree = config.memory.context_parallel_degree
+        degree, condition = config.memory.context_parallel_degree, config.objective.condition
+        self.conditions: tuple[str, ...] = ()
+        if condition is not None:
+            self.conditions = read_conditions(condition).dropping_references(config.objective.reference_dropout).names
         self.log = RunLog(
             self.folder,
             process_index=accelerator.process_index,
@@ -77,7 +81,11 @@ class RunReport:
             accelerator,
             max_tokens=config.batches.token_limit,
             degree=degree,
-            groups={"source": data.sources, "target": TARGETS if config.preservation.base_predictions else ()},
+            groups={
+                "source": data.sources,
+                "target": TARGETS if config.preservation.base_predictions else (),
+                "condition": self.conditions,
+            },
         )
         self._window: list[_Batch] = []
         self._ended: list[tuple[_Batch, FloatArray]] = []
@@ -150,6 +158,9 @@ class RunReport:
         groups = {} if rows.sources is None else {"source": rows.sources[counted]}
         if self.config.preservation.base_predictions:
             groups["target"] = losses.targets[counted]
+        if self.conditions:
+            places = [self.conditions.index(drawn.name) for drawn in losses.drawn]
+            groups["condition"] = np.array(places, np.int64)[counted]
         values, noise_levels = losses.values, losses.noise_levels
         if len(counted) < len(index):
             there = to_device(torch.from_numpy(counted), values.device)

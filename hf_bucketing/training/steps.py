@@ -40,7 +40,7 @@ from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
 from .base_targets import TARGETS, BaseTarget, base_targets
 from .config import TrainingConfig
-from .run_data import RunData
+from .run_data import RunData, StepRows
 from .settings.preservation import PreservationConfig
 
 
@@ -52,11 +52,13 @@ class StepLosses(NamedTuple):
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
         targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
             [`TARGETS`][hf_bucketing.training.base_targets.TARGETS].
+        drawn (sequence of [`Drawn`][hf_bucketing.models.conditioning.Drawn]): What each sample was shown.
     """
 
     values: torch.Tensor
     noise_levels: torch.Tensor
     targets: IntArray
+    drawn: Sequence[Drawn]
 
 
 class Prediction(NamedTuple):
@@ -100,12 +102,8 @@ class Step(ABC):
 
     def __call__(self, transformer: torch.nn.Module, batch: Mapping[str, Any], *, epoch: int) -> StepLosses:
         """Return the loss of each sample."""
-        indices: Sequence[int] = batch["index"]
-        occurrences: Sequence[int] = batch.get(OCCURRENCE, [0] * len(indices))
-        seeds = [
-            sample_key(seed=self.seed, epoch=epoch, index=index, occurrence=before)
-            for index, before in zip(indices, occurrences, strict=True)
-        ]
+        indices, occurrences = batch["index"], _occurrences(batch)
+        seeds = self._seeds(batch, epoch=epoch)
         drawn = self.draw(batch, seeds, reference_dropout=self.reference_dropout)
         batch = without_references(batch, drawn)
         media = self.media(batch, drawn)
@@ -131,7 +129,25 @@ class Step(ABC):
                 values = _replaced(values, prediction.losses(noised._replace(targets=predicted)), of_base)
         names = ["data" if target is None else target.name for target in of_base]
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
-        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets)
+        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets, drawn)
+
+    def weigh(self, rows: StepRows, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
+        """Return what a batch counts for, with the weights of the conditions that are drawn for its samples.
+
+        The sum of the weights of other batches is then not known before they come.
+        """
+        if self.condition is None or not self.condition.weighs:
+            return rows
+        seeds = self._seeds(batch, epoch=epoch)
+        weights = [drawn.weight for drawn in self.draw(batch, seeds, reference_dropout=self.reference_dropout)]
+        return rows._replace(weights=rows.weights * torch.tensor(weights, dtype=torch.float64), total=None)
+
+    def _seeds(self, batch: Mapping[str, Any], *, epoch: int) -> list[tuple[int, ...]]:
+        """Return the key of the draws of each sample of a batch."""
+        return [
+            sample_key(seed=self.seed, epoch=epoch, index=index, occurrence=before)
+            for index, before in zip(batch["index"], _occurrences(batch), strict=True)
+        ]
 
     def draw(
         self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]], *, reference_dropout: float = 0.0
@@ -141,9 +157,7 @@ class Step(ABC):
         Samples with references or audio cannot be stacked with others, so that the first sample of a stack decides for
         all of them whether they are shown their references, and whether their audio is absent.
         """
-        conditions = self.condition or NOTHING_DRAWN
-        if reference_dropout:
-            conditions = conditions.dropping_references(reference_dropout)
+        conditions = (self.condition or NOTHING_DRAWN).dropping_references(reference_dropout)
         drawn: list[Drawn] = []
         counts, sources = latent_frames_of(batch, self.recipe.spec), batch.get(SOURCE, [None] * len(keys))
         for key, count, source in zip(keys, counts, sources, strict=True):
@@ -240,9 +254,8 @@ class Step(ABC):
             audio = self._noised_audio(media, noised, drawn, keys=keys)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
             values = self._predict(transformer, samples, None).losses(noised)
-            found.append(
-                StepLosses(values, self.objective.noise_levels(noised.timesteps), np.zeros(len(values), np.int64))
-            )
+            levels = self.objective.noise_levels(noised.timesteps)
+            found.append(StepLosses(values, levels, np.zeros(len(values), np.int64), drawn))
         return found
 
     @abstractmethod
@@ -414,6 +427,11 @@ def loss_weights(inputs: ModelInputs, samples: Samples) -> Sequence[torch.Tensor
     if masks is None or inputs.weights is None:
         return masks if inputs.weights is None else inputs.weights
     return [weights * mask.to(weights) for weights, mask in zip(inputs.weights, masks, strict=True)]
+
+
+def _occurrences(batch: Mapping[str, Any]) -> Sequence[int]:
+    """Return how often the epoch held the row of each sample of a batch before."""
+    return batch.get(OCCURRENCE, [0] * len(batch["index"]))
 
 
 def without_references(batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> Mapping[str, Any]:

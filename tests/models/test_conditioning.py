@@ -79,6 +79,10 @@ def test_shares_are_those_of_the_setting_and_a_draw_depends_on_its_key_alone() -
         ("prefix:0.5,none:0.4", "add up to 1"),
         ("prefix:1.5,none:-0.5", "above 0"),
         ("prefix:nan,none:1", "above 0"),
+        ("prefix:0.5:0,none:0.5", "weights of `condition` must be above 0"),
+        ("prefix:0.5:inf,none:0.5", "weights of `condition` must be above 0"),
+        ("prefix:0.5:x,none:0.5", "must be conditions with their shares"),
+        ("prefix:0.5:1:1,none:0.5", "must be conditions with their shares"),
         ("video+audio", "has one of `video`, `audio`, `no_audio` at most"),
     ],
 )
@@ -102,6 +106,19 @@ def test_sources_have_shares_of_their_own() -> None:
             read_conditions(text)
     with pytest.raises(BucketingError, match="must be conditions with their shares"):
         read_conditions("none;a=")
+
+
+def test_a_condition_has_a_weight_and_a_name_whatever_is_drawn_beside_it() -> None:
+    conditions = read_conditions("prefix@2+last_frame:0.5:0.25,none:0.5;stills=mask:1:2")
+    assert conditions.weighs
+    assert not read_conditions("prefix:0.5,none:0.5").weighs
+    assert conditions.names == ("prefix_2_and_last_frame", "none", "mask")
+    weights = {"prefix_2_and_last_frame": 0.25, "none": 1.0}
+    for shares in (conditions.others, conditions.dropping_references(0.5).others):
+        assert shares is not None
+        drawn = [shares.draw(index, latent_frames=4, stride=1) for index in range(50)]
+        assert {each.name.removesuffix("reference").removesuffix("_and_") or "none" for each in drawn} == {*weights}
+        assert {(bool(each.frames.any()), each.weight) for each in drawn} == {(True, 0.25), (False, 1.0)}
 
 
 def test_references_are_drawn_with_other_parts() -> None:

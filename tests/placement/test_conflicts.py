@@ -31,6 +31,7 @@ BROKEN = [
     ({}, {"sharding": "FSDP", "joined": READ_WHOLE_WEIGHTS}),
     ({}, {"sharding": "DEEPSPEED stage 3", "joined": ("ema_decay",)}),
     ({}, {"sharding": "FSDP2", "searches": True, "loads_once": True}),
+    ({}, {"sharding": "DEEPSPEED", "weighs_late": True}),
     ({"trained_dtype": "bf16"}, {"mixed_precision": "no"}),
     ({"offload_blocks": 1}, {"adapters": False}),
     ({"quantize_base": "nf4"}, {"on_cpu": True}),

@@ -15,6 +15,7 @@ from synthetic.media import Clip, make_media_dataset
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders.resume import resume
+from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
@@ -127,6 +128,41 @@ def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(mode,
     unweighted = {**settings, "loss_weight": None}
     first = run(settings_of(mode, folders, tmp_path / "unweighted", **unweighted))[0]
     assert first == pytest.approx(np.mean(batches[0]["loss"]), rel=1e-5)
+
+
+@pytest.mark.slow
+@each_mode
+def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(mode, folders, tmp_path: Path) -> None:
+    """Weights of conditions inside a source, beside those of sources, over accumulated batches of unequal sums."""
+    settings = {
+        "max_train_steps": 4,
+        "checkpointing_steps": 2,
+        "gradient_accumulation_steps": 2,
+        "condition": "first_frame:0.5:3,none:0.5:0.5",
+        "loss_weight": "stills=0.25",
+        "num_train_epochs": 6,
+    }
+    whole = run(settings_of(mode, folders, tmp_path / "out", **settings))
+    logs, conditions = Logs(tmp_path / "out"), read_conditions(str(settings["condition"]))
+    steps: list[list[tuple[str, float, float]]] = [[] for _ in whole]
+    position = 0
+    for line in logs.batches:
+        for index, source, loss in zip(line["index"], line["sources"], line["loss"], strict=True):
+            drawn = conditions.of(None).draw(0, line["epoch"], index, latent_frames=3, stride=4)
+            steps[position].append((drawn.name, drawn.weight * (1.0, 0.25)[source], loss))
+        ends = line["step"] == max(other["step"] for other in logs.batches if other["epoch"] == line["epoch"])
+        if position + 1 < len(whole) and (line["step"] % 2 or ends):
+            position += 1
+    for loss, logged, samples in zip(whole, logs.losses, steps, strict=True):
+        names, weights, losses = zip(*samples, strict=True)
+        assert loss == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
+        for name in {*names}:
+            mean = np.mean([own for own, other in zip(losses, names, strict=True) if other == name])
+            assert logged[f"loss_by_condition/{name}"] == pytest.approx(mean, rel=1e-5)
+    again = settings_of(mode, folders, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
+    assert run(again) == whole
+    unweighted = {**settings, "condition": "first_frame:0.5,none:0.5"}
+    assert run(settings_of(mode, folders, tmp_path / "unweighted", **unweighted)) != whole
 
 
 def test_held_out_samples_weigh_as_in_training(folders, tmp_path: Path) -> None:
