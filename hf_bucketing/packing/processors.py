@@ -36,10 +36,17 @@ class Keys(NamedTuple):
 
 
 class Processor:
-    """Base of the packed processors: says which segments of a pack it reads, and refuses diffusers' own backends."""
+    """Base of the packed processors: says which segments of a pack it reads, and refuses diffusers' own backends.
+
+    Args:
+        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
+    """
 
     _parallel_config: Any = None
     """diffusers' `ParallelConfig`, if each process has a part of every strip; set as on its own processors."""
+
+    def __init__(self, backend: Backend = "segments") -> None:
+        self.backend = backend
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
         """Return the segments in which this processor attends, for [`PackedLayout.prepare`]."""
@@ -80,7 +87,7 @@ class PackedAttnProcessor(Processor):
     def __init__(self, backend: Backend = "segments", *, scope: Scope = "sample") -> None:
         if scope not in get_args(Scope):
             raise PackingError(f"scope must be one of {get_args(Scope)}, got {scope!r}.")
-        self.backend = backend
+        super().__init__(backend)
         self.scope = scope
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
@@ -195,9 +202,6 @@ class PackedJointAttnProcessor(Processor):
     Args:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
     """
-
-    def __init__(self, backend: Backend = "segments") -> None:
-        self.backend = backend
 
     def __call__(
         self,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import BucketingError
 from ..units import format_bytes
 from .memory import PLAN_ERROR, MemoryPlan, optimizer_bytes, verdict_on
+from .phases import Parts, Phases
 from .settings import PlanConfig
 
 PROCESS = 530 * 2**20
@@ -26,7 +26,7 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostParts:
+class HostParts(Parts):
     """Bytes that all processes of a run need together in the memory of a machine, by kind.
 
     Attributes:
@@ -43,38 +43,10 @@ class HostParts:
     workers: int = 0
     batches: int = 0
 
-    @property
-    def total(self) -> int:
-        """Sum of all kinds."""
-        return sum(asdict(self).values())
-
-    def __str__(self) -> str:
-        parts = {name: count for name, count in {**asdict(self), "total": self.total}.items() if count}
-        return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostPlan:
-    """Memory of one machine that all processes of a run need together.
-
-    Attributes:
-        phases (mapping of `str` to [`HostParts`]): What exists at the highest moment of loading, training and saving.
-    """
-
-    phases: Mapping[str, HostParts]
-
-    @property
-    def highest(self) -> str:
-        """The phase with the highest memory."""
-        return max(self.phases, key=lambda name: self.phases[name].total)
-
-    @property
-    def total(self) -> int:
-        """Bytes at the highest moment."""
-        return self.phases[self.highest].total
-
-    def __str__(self) -> str:
-        return f"{self.phases[self.highest]} (highest in {self.highest})"
+class HostPlan(Phases[HostParts]):
+    """Memory of one machine that all processes of a run need together, of loading, training and saving."""
 
 
 def plan_host(plan: MemoryPlan, config: PlanConfig, *, num_workers: int, latent_bytes: int = 0) -> HostPlan:
@@ -115,7 +87,7 @@ def plan_host(plan: MemoryPlan, config: PlanConfig, *, num_workers: int, latent_
 
 
 def _with(parts: HostParts, **counts: float) -> HostParts:
-    return HostParts(**{**asdict(parts), **{name: round(count) for name, count in counts.items()}})
+    return replace(parts, **{name: round(count) for name, count in counts.items()})
 
 
 def _waiting_weights(plan: MemoryPlan, config: PlanConfig) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -17,9 +17,9 @@ from ..models.conditioning import draws_parts
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
-from ..units import format_bytes
 from .components import Components, read_components
 from .encoding import encode_media, encode_texts
+from .phases import Parts, Phases
 from .settings import PlanConfig
 from .trace import Traced, TracedStep, trace
 from .trackers import Kinds
@@ -45,7 +45,7 @@ _QUANTISED_MOMENT = 1 + 4 / 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryParts:
+class MemoryParts(Parts):
     """Bytes that one process needs on its device at one time, by kind.
 
     Attributes:
@@ -68,23 +68,14 @@ class MemoryParts:
     vae: int = 0
     context: int = 0
 
-    @property
-    def total(self) -> int:
-        """Sum of all kinds."""
-        return sum(asdict(self).values())
-
     def plus(self, other: MemoryParts) -> MemoryParts:
         """Return this and the other."""
         added = asdict(other)
         return MemoryParts(**{name: count + added[name] for name, count in asdict(self).items()})
 
-    def __str__(self) -> str:
-        parts = {name.replace("_", " "): count for name, count in asdict(self).items() if count}
-        return ", ".join(f"{name} {format_bytes(count)}" for name, count in {**parts, "total": self.total}.items())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(Phases[MemoryParts]):
     """Memory that each process of a run needs on its device.
 
     Attributes:
@@ -95,7 +86,6 @@ class MemoryPlan:
             traced: that which the step trains, and the idle one, if there are two.
     """
 
-    phases: Mapping[str, MemoryParts]
     shape: StepShape
     blocks: int
     experts: tuple[Traced, ...] = ()
@@ -104,24 +94,6 @@ class MemoryPlan:
     def flops(self) -> float:
         """Floating-point operations of a step of one process, a multiply-add as two; of two experts, their mean."""
         return sum(expert.flops for expert in self.experts) / len(self.experts)
-
-    @property
-    def highest(self) -> str:
-        """The phase with the highest memory."""
-        return max(self.phases, key=lambda name: self.phases[name].total)
-
-    @property
-    def peak(self) -> MemoryParts:
-        """What exists at the highest moment of a step."""
-        return self.phases[self.highest]
-
-    @property
-    def total(self) -> int:
-        """Bytes at the highest moment of a step."""
-        return self.peak.total
-
-    def __str__(self) -> str:
-        return f"{self.peak} (highest in {self.highest})"
 
 
 def verdict_on(planned: float, memory: float) -> Verdict:

@@ -40,7 +40,7 @@ class PackedKandinsky5AttnProcessor(Processor):
     """
 
     def __init__(self, backend: Backend = "segments", *, scope: Literal["tokens", "text"] = "tokens") -> None:
-        self.backend = backend
+        super().__init__(backend)
         self.scope = scope
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:

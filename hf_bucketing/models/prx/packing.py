@@ -17,7 +17,7 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
-from ...packing.names import Backend, Grid
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Processor, Rotary, attend
 from ...packing.segments import SegmentSpans
@@ -26,14 +26,7 @@ from ..joint import JointFamily
 
 
 class PackedPRXAttnProcessor(Processor):
-    """Attention of PRX over the strips of a pack: of tokens to the text and the tokens of their sample.
-
-    Args:
-        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-    """
-
-    def __init__(self, backend: Backend = "segments") -> None:
-        self.backend = backend
+    """Attention of PRX over the strips of a pack: of tokens to the text and the tokens of their sample."""
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
         """Return those in which tokens attend to the whole sequence of their sample."""

@@ -46,14 +46,7 @@ def face_frames(latent_frames: int) -> int:
 
 
 class PackedFaceAttnProcessor(Processor):
-    """Cross-attention of the tokens of each frame to the face at that frame, over the strips of a pack.
-
-    Args:
-        backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
-    """
-
-    def __init__(self, backend: Backend = "segments") -> None:
-        self.backend = backend
+    """Cross-attention of the tokens of each frame to the face at that frame, over the strips of a pack."""
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
         """Return none: how many keys a frame has is known when they come."""
