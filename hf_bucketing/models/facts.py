@@ -12,7 +12,7 @@ from ..media.references import ReferenceRule
 from ..media.row_audio import AUDIO, AudioRule
 from ..packing.family import Family
 from .index import PipelineIndex
-from .loading import call_parameters, read_configs, strides_of
+from .loading import Part, call_parameters, read_configs, strides_of
 from .objectives import FlowMatching
 
 
@@ -70,6 +70,8 @@ class RecipeFacts:
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     call_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Arguments of the pipeline's call in renders that name no others, where its own fit one number of steps alone."""
+    constructor_reads: ClassVar[tuple[Part, ...]] = ()
+    """Parts without which the pipeline cannot be made, whatever a run calls of it."""
     output: ClassVar[str | None] = None
     """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()

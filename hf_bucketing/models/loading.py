@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -55,6 +55,15 @@ class Loading:
     quantization: Any = None
     empty: bool = False
     vae_tiling: bool = False
+
+    def widened(self, parts: Collection[Part]) -> Loading:
+        """Return the loading of further parts; a transformer to train that was not asked for is left without weights.
+
+        Args:
+            parts (collection of `str`): Parts to load besides.
+        """
+        empty = self.empty or ("trained" in parts and "trained" not in self.parts)
+        return replace(self, parts={*self.parts, *parts}, empty=empty)
 
 
 def load_pipeline(

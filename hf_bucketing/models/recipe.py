@@ -101,7 +101,7 @@ class Recipe(RecipeCalls):
             cls.pipeline_type(),
             name_or_path,
             trained=names,
-            loading=loading or Loading(),
+            loading=(loading or Loading()).widened(cls.constructor_reads),
             replaced=cls.replaced_components(),
             blocks=cls.blocks(),
         )

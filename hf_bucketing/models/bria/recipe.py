@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ...devices import to_device
-from ..loading import Loading
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
 from .packing import FAMILY
@@ -23,15 +21,7 @@ class BriaRecipe(Recipe):
     default_sequence_length = 128
     native_sizes = ((1024, 1024),)
     prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
-
-    @classmethod
-    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
-        """Load a pipeline with its VAE and, where others have none, an empty transformer: the pipeline reads both."""
-        loading = loading or Loading()
-        loading = replace(
-            loading, parts={*loading.parts, "vae", "trained"}, empty=loading.empty or "trained" not in loading.parts
-        )
-        return super().load(name_or_path, loading=loading, **options)
+    constructor_reads = ("vae", "trained")
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
         """Encode captions; an empty one is zeros, with which the pipeline guides where it has no negative prompt."""

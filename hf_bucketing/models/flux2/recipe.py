@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +14,6 @@ from ...buckets.sizes import Size
 from ...packing.family import UNLIMITED
 from ..flux.packing import BLOCK
 from ..flux.recipe import FluxRecipe
-from ..loading import Loading
 from ..recipe import Recipe
 from .packing import FAMILY, KV_FAMILY
 
@@ -96,14 +94,8 @@ class Flux2KleinKVRecipe(Flux2KleinRecipe):
 
     pipeline_class = "Flux2KleinKVPipeline"
     family = KV_FAMILY
-
-    @classmethod
-    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
-        """Load a pipeline, with an empty transformer where others have none: the pipeline sets its processors."""
-        loading = loading or Loading()
-        if "trained" not in loading.parts:
-            loading = replace(loading, parts={*loading.parts, "trained"}, empty=True)
-        return super().load(name_or_path, loading=loading, **options)
+    constructor_reads = ("trained",)
+    """The pipeline sets the transformer's processors."""
 
     def render(self, prompt: str, size: Size, *, guidance_scale: float | None = None, **options: Any) -> np.ndarray:
         """Call the pipeline, which takes no scale of guidance; see [`Recipe.render`]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from ...buckets.sizes import Size
 from ..first_frame import ENDS, pictures, shown_ends
-from ..loading import Loading
 from ..recipe import Recipe
 from ..samples import Conditions, Samples, Shown
 from .packing import FAMILY, GLYPH_MASK, GLYPHS, IMAGE
@@ -47,13 +45,7 @@ class HunyuanVideo15Recipe(GuiderRecipe):
     """Those of glyphs, and of an image: where there is none, the pipeline passes as many zeros."""
     prompt_outputs = ("values", "mask", GLYPHS, GLYPH_MASK)
     native_sizes = ((480, 848), (720, 1280))
-
-    @classmethod
-    def load(cls, name_or_path: str, *, loading: Loading | None = None, **options: Any) -> Recipe:
-        """Load a pipeline with its VAE, whose configuration diffusers' pipeline reads; see [`Recipe.load`]."""
-        loading = loading or Loading()
-        loading = replace(loading, parts={*loading.parts, "vae"})
-        return super().load(name_or_path, loading=loading, **options)
+    constructor_reads = ("vae",)
 
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode sample by sample: the attention mask of diffusers' VAE fits one sample only."""
