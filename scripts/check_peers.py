@@ -107,13 +107,14 @@ def rows_of(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
 def novelai(folder: Path) -> Iterator[Setting]:
     manager = import_from(folder, "bucketmanager", absent=()).BucketManager
 
-    def own(sizes: Sizes) -> Taken:
+    def own(sizes: Sizes, num_processes: int = PROCESSES) -> Taken:
         images = {row: (width, height) for row, frames, height, width in rows_of(sizes) if frames == 1}
         with tempfile.NamedTemporaryFile() as file:
             file.write(pickle.dumps(images))
             file.flush()
             ranks = [
-                manager(file.name, bsz=BATCH_SIZE, world_size=PROCESSES, global_rank=rank) for rank in range(PROCESSES)
+                manager(file.name, bsz=BATCH_SIZE, world_size=num_processes, global_rank=rank)
+                for rank in range(num_processes)
             ]
         buckets = ranks[0].resolutions.tolist()
         cells = [(row, 1, *buckets[bucket][::-1]) for bucket, rows in ranks[0].buckets.items() for row in rows]
