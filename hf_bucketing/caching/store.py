@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 
 from ..errors import CacheError
 from ..files import PARTIAL, check_folder_writable, complete_file
-from ..media.remote import is_url, reason_of
+from ..media.remote import HOW_TO_REACH, is_url, reason_of
 
 _ENTRY = "entry"
 
@@ -178,10 +178,7 @@ def _object(url: str) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError:
         raise
     except Exception as error:  # types depend on the protocol and its package
-        raise CacheError(
-            f"{url} cannot be reached ({reason_of(error)}); correct the URL, put its credentials into the "
-            "environment, or install the package of its protocol, such as s3fs or gcsfs."
-        ) from error
+        raise CacheError(f"{url} cannot be reached ({reason_of(error)}); {HOW_TO_REACH}.") from error
 
 
 def _part(name: str, place: int) -> str:

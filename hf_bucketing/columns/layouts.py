@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetsError
 
 from ..errors import MediaError
 from ..hub import from_hub
-from ..media.remote import is_url
+from ..media.remote import HOW_TO_REACH, is_url, reason_of
 from .apply import undecoded
 from .settings import RowsConfig
 
@@ -217,6 +217,11 @@ def _load(*args: Any, **options: Any) -> Any:
             raise MediaError(f"{what} holds no rows; write one per sample, with a file and a caption.") from error
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         raise MediaError(f"datasets cannot load {what}: {error}{cause}") from error
+    except Exception as error:  # types depend on the protocol and its package
+        what = options["data_files"]["train"]
+        if not is_url(what if isinstance(what, str) else what[0]):
+            raise
+        raise MediaError(f"{what} cannot be reached ({reason_of(error)}); {HOW_TO_REACH}.") from error
 
 
 def builder_of(path: str, *texts: str | None) -> tuple[str, dict[str, Any]]:

@@ -122,7 +122,7 @@ class MediaCollator:
         """
         require(rows[0], [self.column, "num_frames", "fps", *self._columns.shown_columns])
         if self.caption_column is not None:
-            require(rows[0], [self.caption_column])
+            require(rows[0], [self.caption_column], hint="Name its captions as `caption_column`, or give None.")
         found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
         loaded = [sample for *_, sample in found]
         batch: dict[str, Any] = {
@@ -337,14 +337,14 @@ def names_of_sources(rows: Sequence[Row], sources: Sequence[str]) -> dict[str, l
     return {SOURCE: [sources[row[SOURCE]] for row in rows]} if sources else {}
 
 
-def require(row: Row, columns: Sequence[str]) -> None:
-    """Raise if a row lacks a column; the message says how to add it.
+def require(row: Row, columns: Sequence[str], *, hint: str | None = None) -> None:
+    """Raise if a row lacks a column; the message says how to add it, unless there is another hint.
 
     Raises:
         ColumnError: If a column is missing.
     """
     missing = [column for column in columns if column not in row]
     if missing:
-        hint = ' Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else ""
-        hint = hint or " MediaMetadata and BucketColumns compute columns of sizes and buckets."
-        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}.{hint}")
+        add = 'Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else None
+        hint = hint or add or "MediaMetadata and BucketColumns compute columns of sizes and buckets."
+        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}. {hint}")

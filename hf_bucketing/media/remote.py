@@ -22,6 +22,11 @@ HEADER_BLOCK = 2**16
 WHOLE_BLOCK = 2**20
 """Bytes per request for decoding."""
 
+HOW_TO_REACH = (
+    "correct the URL, put its credentials into the environment, or install the package of its protocol, such as s3fs "
+    "or gcsfs"
+)
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 _DIGESTS = "ETag", "etag", "Content-MD5", "Digest", "md5Hash", "blob_id"
@@ -212,7 +217,7 @@ def _reaching(url: str) -> Iterator[None]:
         raise MediaError(f"{url} cannot be opened: {error}; install that package, or download the file.") from error
     except Exception as error:
         raise MediaError(
-            f"{url} cannot be read ({reason_of(error)}); correct the URL, or remove the row if the file is gone."
+            f"{url} cannot be read ({reason_of(error)}); {HOW_TO_REACH}, or remove the row if the file is gone."
         ) from error
 
 

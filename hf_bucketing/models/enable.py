@@ -55,6 +55,9 @@ def enable_packing(
             diffusers' own or a hook that may mix tokens, the model cannot run such strips, the backend is unknown or
             not available on this machine, or packing is enabled already.
     """
+    if not isinstance(transformer, torch.nn.Module):
+        kind = type(transformer).__name__
+        raise PackingError(f"Expected a transformer, got {kind}; of a pipeline, pass pipeline.transformer.")
     model = unwrap(transformer)
     family = family_of(model)
     if hasattr(model, ATTRIBUTE):

@@ -81,7 +81,7 @@ def family_of(transformer: torch.nn.Module) -> Family:
         )
         raise PackingError(
             f"Packing does not know {name}{disguised}; it knows the diffusers classes {known}. Train this model with "
-            "bucketed batches, which work with any model."
+            "bucketed batches, which work with any model, or write a family for it (docs/models/adding-a-model.md)."
         )
     if cls.forward is not stock.forward:
         raise PackingError(

@@ -80,6 +80,8 @@ def packed_vlb(
 def _real_tokens(*strips: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
     """Return strips of one shape in at least float32, zero where a strip holds padding or a reference."""
     count, length = layout.num_strips, layout.strip_length
+    if wrong := [type(values).__name__ for values in strips if not isinstance(values, torch.Tensor)]:
+        raise BucketingError(f"Expected strips, got {wrong[0]}; `pack.pack_like` makes strips of a list of tensors.")
     first = strips[0]
     if any(values.shape != first.shape for values in strips) or first.shape[0] != count or first.shape[-1] % length:
         raise BucketingError(

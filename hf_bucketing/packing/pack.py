@@ -263,9 +263,10 @@ class Packing:
             )
         got = {name: tuple(getattr(values, "shape", (len(values),))) for name, values in conditioning.items()}
         if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
+            hint = " A recipe's `model_inputs` returns it." if set(names) - set(got) else ""
             raise PackingError(
                 f"This {self.model_name} needs conditioning {names or 'none'}, each with "
-                f"{count} rows; got {got or 'none'}."
+                f"{count} rows; got {got or 'none'}.{hint}"
             )
         return conditioning
 

@@ -186,7 +186,7 @@ def oversize_rows(lengths: npt.NDArray[Any], config: LengthPlanConfig) -> BoolAr
         worst = int(lengths.argmax())
         raise PlanError(
             f"Row {worst} is {lengths[worst]} long and exceeds `max_tokens={config.max_tokens}` "
-            f"({np.count_nonzero(over)} rows do).",
+            f"({np.count_nonzero(over)} of {len(over)} rows do).",
             advice=["raise `max_tokens`", 'give `oversize="own_batch"` or `oversize="drop"`'],
         )
     return over

@@ -203,7 +203,7 @@ def sample_spans(
         strips = f", in strips of {config.strip_length}," if num_tokens[worst] % config.strip_length else ""
         raise OversizeError(
             f"Row {worst} takes {spans[worst]} tokens{strips} and exceeds `{name}={getattr(config, name)}` "
-            f"({np.count_nonzero(over)} rows do).",
+            f"({np.count_nonzero(over)} of {len(over)} rows do).",
             advice=[
                 f"raise `{name}` to {spans[worst]}" if name == "max_tokens" else f"raise `{name}`",
                 SHORTEN,

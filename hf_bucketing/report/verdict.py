@@ -35,6 +35,9 @@ def choose_way(report: Report) -> Verdict:
     ways = {strategy.name: strategy for strategy in report.strategies}
     buckets, packs, total = ways["bucketing"], ways["packing"], report.buckets.num_samples
     if not buckets.kept and not packs.kept:
+        if total < report.config.num_processes:
+            few = f"{_samples(total)} are fewer than {report.config.num_processes} processes, each of which takes one"
+            return Verdict(None, f"{few} in every step.")
         return Verdict(None, f"neither buckets nor packs can take any of the {_samples(total)}.")
     said = f"buckets {_said(buckets)}, packs {_said(packs)}."
     if buckets.kept and packs.kept:

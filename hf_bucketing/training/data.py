@@ -171,18 +171,19 @@ class TrainingData(RunData):
         dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
         limit = batches.token_limit
         fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
+        period = f"left of epoch {epoch}" if plan.consumed else "per epoch"
         groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
         return [
             f"  Num processes = {accelerator.num_processes}{groups}",
             f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
-            f"  Samples per epoch = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
+            f"  Samples {period} = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
             *(
                 f"    of {name} = {counts['kept']} kept, {counts['repeated']} repeated, {counts['dropped']} dropped"
                 for name, counts in self.counts_by_source(plan).items()
             ),
             *_describe_views(self.loader.collate_fn, config),
             *describe_conditions(self.conditions),
-            f"  Steps per epoch = {plan.num_steps} on each process{mixed}",
+            f"  Steps {period} = {plan.num_steps} on each process{mixed}",
             f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
             f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
             f"  Optimizer steps = {max_train_steps}",

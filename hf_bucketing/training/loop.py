@@ -408,7 +408,7 @@ class Trainer:
         with self.trained.optimizer_in_evaluation():
             save_checkpoint(self.accelerator, self.folder, progress, limit=limit)
         if self.accelerator.is_main_process:
-            logger.info(write_cost_model(self.folder))
+            write_cost_model(self.folder)
 
     def _checkpoint_settings(self) -> dict[str, Any]:
         """Return the settings of the run for its checkpoint, with the length of its learning rate schedule."""

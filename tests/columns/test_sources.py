@@ -230,6 +230,18 @@ def test_mistakes_in_naming_a_source_are_said(folder: Path) -> None:
         load_source(str(folder))
 
 
+def test_a_table_in_a_store_that_refuses_says_where_credentials_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):  # as that of botocore
+        pass
+
+    def refuse(*args, **options):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr("hf_bucketing.columns.layouts.load_dataset", refuse)
+    with pytest.raises(MediaError, match=r"s3://bucket/a.jsonl cannot be reached \(NoCred.*locate.*the environment"):
+        load_source("s3://bucket/a.jsonl")
+
+
 def test_relative_paths_of_a_data_set_on_the_hub_are_files_of_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Dataset.from_dict({"video": ["clips/a.mp4"], "caption": ["x"]})
     monkeypatch.setattr("hf_bucketing.columns.layouts.load_dataset", lambda name, config, split: rows)

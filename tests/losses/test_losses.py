@@ -98,6 +98,7 @@ def test_shapes_that_differ_are_errors() -> None:
         lambda: masked_mse(torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([1])),
         lambda: packed_mse(torch.zeros(2, 1, 1, 1, 2), torch.zeros(2, 1, 1, 1, 2), layout),
         lambda: packed_mse(torch.zeros(1, 1, 1, 1, 2), torch.zeros(1, 2, 1, 1, 2), layout),
+        lambda: packed_mse(torch.zeros(1, 1, 1, 1, 2), [torch.zeros(1, 1, 1, 1)], layout),
         lambda: global_mean(torch.zeros(2), torch.zeros(3)),
         lambda: global_mean(torch.zeros(2, 1)),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -141,7 +142,10 @@ def test_packing_is_enabled_once_on_known_models_and_needed_for_packs() -> None:
             diffusers.SanaTransformer2DModel(num_layers=1, num_attention_heads=1, num_cross_attention_heads=1,
                                              attention_head_dim=4, cross_attention_head_dim=4, cross_attention_dim=4,
                                              caption_channels=4, sample_size=4)),
-        r"does not know torch\.nn.*Linear; it knows .*WanTransf": lambda: enable_packing(torch.nn.Linear(1, 1)),
+        r"does not know torch\.nn.*Linear; it knows .*WanTransf.*, or write a family": lambda: enable_packing(
+            torch.nn.Linear(1, 1)),
+        r"expected a transformer, got SimpleNamespace; of a pipeline, pass pipeline\.transformer": lambda: (
+            enable_packing(SimpleNamespace(transformer=model))),
     }  # fmt: skip
     for message, call in cases.items():
         with pytest.raises(PackingError, match=f"(?i){message}"):

@@ -37,7 +37,7 @@ def test_fused_projections_are_used(name: str) -> None:
 
 def test_missing_unknown_and_short_conditioning_are_refused_by_name() -> None:
     cases = [
-        ("ltx", {}, r"needs conditioning \['rope_interpolation_scale'\], each with 6 rows; got none"),
+        ("ltx", {}, r"needs conditioning \['rope_interpolation_scale'\], each with 6 rows; got none.*`model_inputs`"),
         ("cosmos", {"fps": torch.ones(5)}, r"\['fps'\], each with 6 rows; got {'fps': \(5,\)}"),
         ("pixart", {"resolution": torch.ones(6, 2)}, "needs conditioning none"),
         ("pixart conditioned", {"resolution": torch.ones(6, 2)}, "'aspect_ratio'"),

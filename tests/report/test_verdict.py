@@ -58,6 +58,10 @@ def test_samples_without_a_bucket_speak_for_packs_and_are_counted(equal: Report)
 def test_data_that_nothing_can_take_gets_no_way() -> None:
     none = make_report(SizeColumns([-1, -1], [8, 9], [8, 9]), TABLE, spec=SPEC, config=TWO)
     assert choose_way(none).way is None
+    few = replace(none, config=replace(none.config, num_processes=3))
+    assert str(choose_way(few)) == (
+        "Train on none of these yet: 2 samples are fewer than 3 processes, each of which takes one in every step."
+    )
     assert "2 samples" in str(choose_way(none))
     only_packs = make_report(SizeColumns([1] * 4, [32] * 4, [32] * 4), TABLE, spec=SPEC, config=TWO)
     assert str(choose_way(only_packs)) == "Pack these: buckets drop 4 samples, packs lose nothing."

@@ -368,4 +368,8 @@ def test_a_run_that_resumes_on_other_processes_at_the_end_of_an_epoch_describes_
     sampler.load_state_dict({**sampler.state_dict(), "consumed": [[2, steps]]})
     assert sampler.plan().num_steps == 0
     assert f"  Steps per epoch = {sampler.plan(1).num_steps} on each process" in trainer.describe()[4]
+    sampler.load_state_dict({**sampler.state_dict(), "consumed": [[2, steps - 1]]})
+    lines = trainer.describe()
+    assert f"  Samples left of epoch 0 = {sampler.plan().kept} kept" in lines[3]
+    assert f"  Steps left of epoch 0 = {sampler.plan().num_steps} on each process" in lines[4]
     trainer.release()

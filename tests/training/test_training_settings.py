@@ -379,7 +379,7 @@ def test_a_row_that_exceeds_the_limit_of_packs_is_told_what_numbers_of_frames_ke
     with pytest.raises(OversizeError) as raised:
         Trainer(config)
     message = str(raised.value)
-    assert "takes 4416 tokens, in strips of 64, and exceeds `max_tokens=512` (2 rows do)" in message
+    assert "takes 4416 tokens, in strips of 64, and exceeds `max_tokens=512` (2 of" in message
     assert "with --clips all --clip_frames 53 beside it" in message
     assert re.findall(r"--max_frames (\d+) \(keeps (\d) rows\)", message) == [("81", "3"), ("53", "4")]
     run_script_here(*prepare, 53)
