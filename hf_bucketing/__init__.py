@@ -6,6 +6,6 @@ other names are loaded with torch, datasets, accelerate or diffusers when they a
 
 import lazy_loader
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
