@@ -226,7 +226,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             raise BucketingError(
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
-    return counted(peaks=tracker.peaks, flops=counter.get_total_flops(), waiting=waiting)
+    return counted(peaks=tracker.peaks, flops=counter.total, waiting=waiting)
 
 
 def _settings_of(layers: Mapping[str, int]) -> dict[str, Any]:
@@ -333,7 +333,7 @@ def trace_call(
         given = torch.empty(given.shape, dtype=given.dtype)
         with FlopCounter() as counter, tracker:
             call(model, given)
-    return TracedCall(peak=tracker.peaks["forward"], flops=counter.get_total_flops())
+    return TracedCall(peak=tracker.peaks["forward"], flops=counter.total)
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:

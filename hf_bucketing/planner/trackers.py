@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -10,7 +11,7 @@ import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 Phase: TypeAlias = Literal["forward", "backward"]
 
@@ -75,30 +76,50 @@ class _Modules:
         pass
 
 
-class _NoModules:
-    """What torch's counter of operations asks of its ModuleTracker, without its hooks."""
-
-    parents = frozenset({"Global"})
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-
-class FlopCounter(FlopCounterMode):
+class FlopCounter(TorchDispatchMode):
     """Count floating-point operations of matrix products, convolutions and attention; a multiply-add counts as two.
 
-    torch counts flash attention on GPUs alone; that on the CPU, which traces take, has the same formula.
+    torch's FlopCounterMode asks each operation whether it is made of others, and each module whether it is called,
+    which takes as long as the rest of a trace. Its formulas are those of torch, which counts flash attention on GPUs
+    alone; that on the CPU, which traces take, has the same formula.
     """
 
     def __init__(self) -> None:
-        super().__init__(display=False)
+        super().__init__()
         aten: Any = torch.ops.aten
-        self.flop_registry[aten._scaled_dot_product_flash_attention_for_cpu] = sdpa_flop
-        self.flop_registry[aten._scaled_dot_product_flash_attention_for_cpu_backward] = sdpa_backward_flop
-        self.mod_tracker: Any = _NoModules()
+        self.total = 0
+        self._formulas = {
+            **flop_registry,
+            aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is None and _is_made_of_others(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+@functools.cache
+def _is_made_of_others(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _device_of(func: Any, tensor: Any = None) -> torch.device | None:
+    """Return the answer to an operation that asks for the device of a pretended tensor; None for any other.
+
+    Kernels ask three times as often as they compute, and each further mode would pass the question on.
+    """
+    if func is not torch.ops.prim.device.default:
+        return None
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 class PeakTracker(MemTracker):
@@ -128,6 +149,9 @@ class PeakTracker(MemTracker):
     def __exit__(self, *args: Any) -> None:
         TorchDispatchMode.__exit__(self, *args)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _device_of(func, *args[:1]) or super().__torch_dispatch__(func, types, args, kwargs)
+
     def _track_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, "it was just accumulated"
         self._update_and_maybe_create_winfos(parameter.grad, _MemRefType.GRAD)
@@ -151,6 +175,9 @@ class ShardedPeakTracker(FSDPMemTracker):
         tracker = cls(model)
         tracker.track_inputs(tuple(inputs))
         return tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _device_of(func, *args[:1]) or super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         weights = (

@@ -41,6 +41,8 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _INDEXING:
             args = (args[0], _numbered(args[1]), *args[2:])
+        if FakeTensor in types:
+            return func(*args, **kwargs)
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
         if not all(map(_is_known, tensors)) or (not tensors and func not in _FACTORIES):
             return func(*args, **kwargs)
