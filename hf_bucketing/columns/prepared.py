@@ -176,9 +176,16 @@ class PreparedDataset:
         return self.open_table.spec
 
     def row_references(self, rule: ReferenceRule | None = None) -> RowReferences | None:
-        """Return the references of the rows, as a rule or `references` counts them; None if samples have none."""
+        """Return the references of the rows, as a rule or `references` counts them; None if samples have none.
+
+        Rows without any count the frames that the rule appends.
+        """
         if REFERENCE not in self.conditions:
-            return None
+            if rule is None or not rule.appended:
+                return None
+            return RowReferences(
+                rule=rule, stored=np.zeros((0, 3), np.int64), offsets=np.zeros(len(self.dataset) + 1, np.int64)
+            )
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]

@@ -36,6 +36,8 @@ class ReferenceRule:
             sees it; they are counted with its own.
         min_side (`int`): Least height and width of a stored reference that the model takes, in pixels.
         max_ratio (`float`, *optional*): Largest ratio of its longer to its shorter side; by default any.
+        appended (`int`): Most frames of a sample that a run appends behind its references, each of the sample's height
+            and width; at most one less than it has latent frames.
 
     Raises:
         BucketingError: If a number is below 1, or both a largest area and a factor are given.
@@ -50,6 +52,7 @@ class ReferenceRule:
     text_tokens: int = 0
     min_side: int = 1
     max_ratio: float | None = None
+    appended: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))

@@ -87,28 +87,36 @@ class RowReferences:
         stored = self.stored[np.repeat(self.offsets[chosen], counts) + inside]
         return replace(self, stored=stored, offsets=offsets)
 
-    def sizes(self, samples: npt.ArrayLike) -> list[tuple[Size, ...]]:
-        """Return the sizes in which the references of each row are shown; `samples` as in [`num_tokens`]."""
+    def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[tuple[Size, ...]]:
+        """Return the sizes in which the references of each row are shown, and the most frames that are appended.
+
+        Arguments as in [`num_tokens`].
+        """
+        frames = appended_frames(self.rule, samples, spec=spec).tolist()
+        sides = np.asarray(samples, np.int64).reshape(-1, 3)[:, 1:].tolist()
         shown = self.rule.sizes(self.stored, np.repeat(np.asarray(samples, np.int64), self.counts, axis=0)).tolist()
         bounds = self.offsets.tolist()
-        return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(bounds)]
+        return [
+            (*(Size(*size) for size in shown[start:stop]), *(Size(1, *own),) * count)
+            for (start, stop), own, count in zip(pairwise(bounds), sides, frames, strict=True)
+        ]
 
     def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
         """Return the sizes of the references of one row, those that take most tokens beside a sample of a size."""
         if not len(self.counts):
             return ()
         tokens = self.num_tokens(np.tile(size, (len(self.counts), 1)), spec=spec)
-        return self.select([tokens.argmax()]).sizes([size])[0]
+        return self.select([tokens.argmax()]).sizes([size], spec=spec)[0]
 
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
-        """Return the tokens of the references of each row, `(n,)`, with those of text that they add.
+        """Return the tokens of the references of each row, `(n,)`, with those of text and of appended frames.
 
         Args:
             samples (array of `int`, shape `(n, 3)`): Frames, height and width that each row's sample has in a batch;
                 0 for rejected rows, whose references are not counted.
             spec ([`LatentSpec`]): Strides and patch of the model.
         """
-        return self._sums(self._numbers(samples, spec), samples)
+        return self._sums(self._numbers(samples, spec), samples) + appended_tokens(self.rule, samples, spec=spec)
 
     def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return a number for each row, `(n,)`, equal where references have equal grids in the same order.
@@ -158,6 +166,24 @@ class RowReferences:
             keys[rows] += grids[self.offsets[rows] + position]
             found = np.unique(np.append(0, keys), return_inverse=True)[1].ravel()[1:]  # 0 stays that of none
         return found
+
+
+def appended_frames(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+    """Return the most frames that are appended to samples `(n, 3)`, `(n,)`: 0 for images, and for rows without a size.
+
+    Example:
+        >>> spec = LatentSpec(temporal_stride=8, spatial_stride=32, patch=(1, 1, 1))
+        >>> appended_frames(ReferenceRule(appended=2), [[25, 64, 64], [9, 64, 64], [1, 64, 64]], spec=spec).tolist()
+        [2, 1, 0]
+    """
+    frames = np.asarray(samples, np.int64).reshape(-1, 3)[:, 0]
+    return np.minimum(rule.appended, np.maximum(frames - 1, 0) // spec.temporal_stride)
+
+
+def appended_tokens(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+    """Return the tokens of the most frames that are appended to samples `(n, 3)`, `(n,)`; see [`appended_frames`]."""
+    _, height, width = spec.grid_of(*np.maximum(np.asarray(samples, np.int64).reshape(-1, 3), 1).T)
+    return appended_frames(rule, samples, spec=spec) * height * width
 
 
 def _sides(numbers: IntArray) -> IntArray:

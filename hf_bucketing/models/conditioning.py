@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -18,6 +19,9 @@ from ..randomness import Purpose, generator
 
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
 """Conditions that show whole frames."""
+APPENDED = ("appended_last_frame", "appended_keyframes")
+"""Conditions that show frames as further tokens at the time of each, every frame encoded by itself. The first frame is
+not among them, whose latent is that of one frame as it is."""
 BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
@@ -26,8 +30,8 @@ VIDEO, NO_AUDIO = "video", "no_audio"
 absent. Under [`AUDIO`], their audio is shown, so that their video alone is generated."""
 MODALITIES = (VIDEO, AUDIO, NO_AUDIO)
 
-_KINDS = (*FRAMES, BLACK, REFERENCE, *MODALITIES)
-_LONG = ("prefix", "suffix", "keyframes")
+_KINDS = (*FRAMES, *APPENDED, BLACK, REFERENCE, *MODALITIES)
+_LONG = ("prefix", "suffix", "keyframes", "appended_keyframes")
 _PART = re.compile(r"(\w+)(?:@([1-9]\d*))?")
 
 
@@ -35,7 +39,8 @@ class Part(NamedTuple):
     """A part of a condition.
 
     Attributes:
-        kind (`str`): One of [`FRAMES`], of [`MODALITIES`], [`BLACK`], or `reference` for the sample's references.
+        kind (`str`): One of [`FRAMES`], of [`APPENDED`], of [`MODALITIES`], [`BLACK`], or `reference` for the sample's
+            references.
         length (`int`, *optional*): Latent frames, for keyframes their number; at most one less than the
             sample has; by default drawn from 1 to that.
     """
@@ -89,6 +94,7 @@ class Drawn(NamedTuple):
         video (`bool`): Whether the whole video is shown, if it has audio that is left to generate.
         audio (`bool`): Whether its audio is shown, if it has some.
         no_audio (`bool`): Whether its audio is absent.
+        appended (tuple of `int`): Latent frames after the first at which frames are shown as further tokens, rising.
         name (`str`): Name of the condition, see [`name_of`].
         weight (`float`): Weight of the condition in the loss.
     """
@@ -99,6 +105,7 @@ class Drawn(NamedTuple):
     video: bool = False
     audio: bool = False
     no_audio: bool = False
+    appended: tuple[int, ...] = ()
     name: str = NONE
     weight: float = 1.0
 
@@ -141,6 +148,12 @@ class ConditionShares:
         return tuple(dict.fromkeys(part.kind for condition in self.conditions for part in condition))
 
     @property
+    def most_appended(self) -> int:
+        """Most frames that a condition appends; [`sys.maxsize`] where it is any number."""
+        counts = [sum(_most(part) for part in condition if part.kind in APPENDED) for condition in self.conditions]
+        return min(sys.maxsize, max(counts))
+
+    @property
     def draws_parts(self) -> bool:
         """Whether parts of the samples themselves are drawn, or that none is; else references alone."""
         return not self.draws_references or any(kind != REFERENCE for kind in self.kinds)
@@ -162,6 +175,7 @@ class ConditionShares:
         stride: int,
         references: bool | None = None,
         no_audio: bool | None = None,
+        appended: int | None = None,
     ) -> Drawn:
         """Draw what is shown of a sample.
 
@@ -172,6 +186,7 @@ class ConditionShares:
             references (`bool`, *optional*): Whether its references are shown, where that was drawn before: of the
                 conditions, those of the other kind are not drawn, unless there are no others.
             no_audio (`bool`, *optional*): Whether its audio is absent, likewise.
+            appended (`int`, *optional*): How many frames are appended, likewise.
 
         Example:
             >>> shares = read_condition("first_frame+suffix@1")
@@ -181,8 +196,9 @@ class ConditionShares:
         random = generator(Purpose.CONDITION, *key)
         shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
         silent = np.array([Part(NO_AUDIO) in parts for parts in self.conditions])
-        shares = np.array(self.shares)
-        for has, wanted in ((shown, references), (silent, no_audio)):
+        appends = np.array([any(part.kind in APPENDED for part in parts) for parts in self.conditions])
+        shares, alike = np.array(self.shares), None if appended is None else appended > 0
+        for has, wanted in ((shown, references), (silent, no_audio), (appends, alike)):
             if wanted is not None and shares[has == wanted].any():
                 shares[has != wanted] = 0
         chosen = int(random.choice(len(shares), p=shares / shares.sum()))
@@ -198,9 +214,30 @@ class ConditionShares:
             video=VIDEO in kinds,
             audio=AUDIO in kinds,
             no_audio=bool(silent[chosen]) if no_audio is None else no_audio,
+            appended=_append(drawn, latent_frames=latent_frames, count=appended, random=random),
             name=name_of(drawn),
             weight=self.weights[chosen],
         )
+
+
+def _most(part: Part) -> int:
+    """Return the most frames that a part appends."""
+    return 1 if part.kind == APPENDED[0] else part.length or sys.maxsize
+
+
+def _append(
+    condition: Condition, *, latent_frames: int, count: int | None, random: np.random.Generator
+) -> tuple[int, ...]:
+    """Return the latent frames at which a condition appends frames, or as many others as `count` says."""
+    parts = [part for part in condition if part.kind in APPENDED]
+    if latent_frames == 1 or not (parts if count is None else count):
+        return ()
+    last = [latent_frames - 1] if any(part.kind == APPENDED[0] for part in parts) else []
+    places = [*last, *(1 + random.permutation(latent_frames - 1 - len(last))).tolist()]
+    if count is None:
+        lengths = [part.length or int(random.integers(1, latent_frames)) for part in parts if part.kind == APPENDED[1]]
+        count = len(last) + sum(lengths)
+    return tuple(sorted(places[:count]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +273,18 @@ class SourceConditions:
         return tuple(dict.fromkeys(name_of(condition) for shares in self.all for condition in shares.conditions))
 
     @property
+    def most_appended(self) -> int:
+        """Most frames that are appended to a sample; [`sys.maxsize`] where it is any number."""
+        return max(shares.most_appended for shares in self.all)
+
+    @property
+    def most(self) -> SourceConditions:
+        """Conditions of which each sample is shown what takes most tokens."""
+        if not self.most_appended:
+            return self
+        return SourceConditions(ConditionShares(((Part(APPENDED[1], self.most_appended),),), (1.0,)))
+
+    @property
     def weighs(self) -> bool:
         """Whether conditions have other weights in the loss than 1."""
         return any(weight != 1 for shares in self.all for weight in shares.weights)
@@ -265,6 +314,11 @@ class SourceConditions:
 
 NOTHING_DRAWN = SourceConditions(ConditionShares(((),), (1.0,)))
 """Conditions of a run that draws none: samples are shown their references, and what their pipeline shows."""
+
+
+def most_appended(text: str | None) -> int:
+    """Return the most frames that a setting, as [`read_conditions`] reads it, appends to a sample."""
+    return 0 if text is None else read_conditions(text).most_appended
 
 
 def draws_parts(text: str | None) -> bool:
@@ -302,10 +356,11 @@ def read_conditions(text: str) -> SourceConditions:
 def read_condition(text: str) -> ConditionShares:
     """Return one list of conditions and their shares: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
 
-    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `mask` and `reference`,
-    and for samples with audio one of `video`, `audio` and `no_audio`, joined by `+`, or `none`. `prefix@2` has a fixed
-    length, in latent frames. A single condition needs no share. Behind its share, a condition may have a weight in the
-    loss: `prefix:0.2:0.5`. In a list that names `reference`, the other conditions are shown none.
+    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `appended_last_frame`,
+    `appended_keyframes`, `mask` and `reference`, and for samples with audio one of `video`, `audio` and `no_audio`,
+    joined by `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share. After
+    its share, a condition may have a weight in the loss: `prefix:0.2:0.5`. In a list that names `reference`, the other
+    conditions are shown none.
 
     Raises:
         BucketingError: On anything else.

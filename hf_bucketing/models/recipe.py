@@ -39,7 +39,7 @@ from .loading import (
 )
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, Objective, WeightingScheme
-from .samples import REFERENCES, SHOWN_LATENTS, Conditions, ModelInputs, Samples, Shown
+from .samples import KEYFRAMES, REFERENCES, SHOWN_LATENTS, Conditions, ModelInputs, Samples, Shown
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 from .texts import AUDIO_TEXT, TextEmbeddings, cleans_captions
 
@@ -324,6 +324,12 @@ class Recipe(RecipeCalls):
         encoded |= self.encode_conditions(pixel_values, latents, shown)
         if self.max_references and not self.references_in_front and REFERENCE in shown:
             encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
+        if KEYFRAMES in shown:
+            pairs = zip(pixel_values, shown[KEYFRAMES], strict=True)
+            encoded[KEYFRAMES] = [
+                tuple(self.encode_latents(pixels[None, :, frame : frame + 1])[0] for frame in frames)
+                for pixels, frames in pairs
+            ]
         if masks := shown.get(MASK):
             latent_size = tuple(latents.shape[2:])
             frames = {"repeats": self.spec.num_repeats, "chunk_frames": self.spec.chunk_frames}
@@ -382,6 +388,13 @@ class Recipe(RecipeCalls):
         """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
         return False
 
+    def keyframe_of(self, latent_frame: int) -> int:
+        """Return the frame of pixels that is shown as further tokens at a latent frame after the first.
+
+        Its tokens lie at its time. By default it is the last frame that the latent frame holds.
+        """
+        return latent_frame * self.spec.temporal_stride
+
     def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
         """Raise BucketingError if a run cannot show the model what it would draw.
 
@@ -400,7 +413,7 @@ class Recipe(RecipeCalls):
             raise BucketingError(
                 "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
             )
-        if cached and self.encodes_drawn and shares.draws_parts:
+        if cached and (shares.most_appended or (self.encodes_drawn and shares.draws_parts)):
             raise BucketingError(
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
                 "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
@@ -494,12 +507,18 @@ class Recipe(RecipeCalls):
         return samples.conditions.get(SHOWN_LATENTS)
 
     def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
-        """Return the references of each sample, in the dtype of its latent; None where no data set has any."""
-        shown = samples.conditions.get(REFERENCES)
-        if shown is None:
+        """Return the references of each sample and behind them its keyframes, in the dtype of its latent.
+
+        None where there are no such conditions.
+        """
+        shown = [samples.conditions[name] for name in (REFERENCES, KEYFRAMES) if name in samples.conditions]
+        if not shown:
             return None
-        pairs = zip(shown, samples.noised.latents, strict=True)
-        return [[reference.to(latent) for reference in references] for references, latent in pairs]
+        latents = samples.noised.latents
+        return [
+            [reference.to(latent) for references in parts for reference in references]
+            for latent, *parts in zip(latents, *shown, strict=True)
+        ]
 
     def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
         """Return the channels `(C', f, h, w)` that the model takes behind those of each latent; by default none."""

@@ -13,7 +13,8 @@ import torch
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
-from ..models.conditioning import draws_parts
+from ..media.row_references import appended_frames
+from ..models.conditioning import draws_parts, most_appended
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
@@ -245,12 +246,14 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.references_in_front:
         shown = (size._replace(frames=1),) * len(shown)
+    counted = replace(rule, appended=most_appended(config.condition))
+    keyframes = (size._replace(frames=1),) * int(appended_frames(counted, size, spec=spec)[0])
     return StepShape.of(
         [size],
-        tokens=sum(map(spec.num_tokens, (size, *shown))),  # raises if one does not divide into tokens
+        tokens=sum(map(spec.num_tokens, (size, *shown, *keyframes))),  # raises if one does not divide into tokens
         text_tokens=recipe.text_tokens(config.max_sequence_length, references=len(shown)),
         audio_tokens=_audio_tokens(components, config, size),
-        references=[shown],
+        references=[(*shown, *keyframes)],
     )
 
 

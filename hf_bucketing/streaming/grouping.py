@@ -19,7 +19,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences, tokens_of_key
+from ..media.row_references import RowReferences, appended_tokens, tokens_of_key
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
 from ..plans.packs import SHORTEN, PackLimits, strip_tokens
@@ -170,12 +170,20 @@ class BucketGrouping(BucketLimits):
             return ids
         assert self.spec is not None, "__post_init__ checks it"
         missing = [row for row in rows if REFERENCE_SIZES not in row]
-        if missing:
+        if missing and not self.references.appended:
             raise PlanError(f"A row of the stream lacks {REFERENCE_SIZES}; prepare the stream with its references.")
-        references = RowReferences.of_lists([row[REFERENCE_SIZES] for row in rows], rule=self.references)
+        references = RowReferences.of_lists([row.get(REFERENCE_SIZES, []) for row in rows], rule=self.references)
         samples = [(0, 0, 0) if key is None else self.table.size(_bucket_of(key)) for key in ids]
         keys = zip(ids, references.grid_keys(samples, spec=self.spec), strict=True)
         return [None if key is None else key | grids << _BUCKET_BITS + _AUDIO_BITS for key, grids in keys]
+
+    def tokens_beside(self, key: int) -> int:
+        """Return the tokens of audio, references and appended frames of a row of a group by its key."""
+        if (rule := self.references) is None:
+            return _tokens_beside(key, text_tokens=0)
+        assert self.spec is not None, "__post_init__ checks it"
+        size = self.table.size(_bucket_of(key))
+        return _tokens_beside(key, text_tokens=rule.text_tokens) + int(appended_tokens(rule, size, spec=self.spec)[0])
 
     def _audio_tokens(self, rows: Sequence[Row], ids: Sequence[int | None]) -> list[int]:
         """Return the tokens of the audio of each row."""
@@ -207,9 +215,8 @@ class _BucketGroups(OpenGroups):
 
     def __init__(self, grouping: BucketGrouping) -> None:
         super().__init__(grouping)
-        words = 0 if grouping.references is None else grouping.references.text_tokens
         self._size_of = functools.cache(
-            lambda key: grouping.size_of(_bucket_of(key), shown=_tokens_beside(key, text_tokens=words))
+            lambda key: grouping.size_of(_bucket_of(key), shown=grouping.tokens_beside(key))
         )
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:

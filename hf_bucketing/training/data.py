@@ -228,7 +228,9 @@ class TrainingData(RunData):
 
     def reference_sizes(self, rows: npt.NDArray[np.int64]) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are counted."""
-        return [()] * len(rows) if self.references is None else self.references.select(rows).sizes(self.sizes(rows))
+        if self.references is None:
+            return [()] * len(rows)
+        return self.references.select(rows).sizes(self.sizes(rows), spec=self.spec)
 
     def audio_tokens(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return the tokens of the audio of each row; an empty list where none is trained."""
@@ -325,7 +327,10 @@ def _data_of(
     check_reference_dropout(config, prepared, in_front=counting.references_in_front, evaluation=evaluation)
     spec = prepared.spec
     references = references_of(
-        prepared, in_front=counting.references_in_front, text_tokens=counting.reference_text_tokens
+        prepared,
+        in_front=counting.references_in_front,
+        text_tokens=counting.reference_text_tokens,
+        condition=config.objective.condition,
     )
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
@@ -497,9 +502,12 @@ def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
     return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
 
 
-def references_of(prepared: PreparedDataset, *, in_front: bool, text_tokens: int = 0) -> RowReferences | None:
+def references_of(
+    prepared: PreparedDataset, *, in_front: bool, text_tokens: int = 0, condition: str | None = None
+) -> RowReferences | None:
     """Return the references of rows as [`counting_rule`] counts them; None if samples have none."""
-    return prepared.row_references(counting_rule(prepared.references, in_front=in_front, text_tokens=text_tokens))
+    rule = counting_rule(prepared.references, in_front=in_front, text_tokens=text_tokens, condition=condition)
+    return prepared.row_references(rule)
 
 
 def counted_tokens(

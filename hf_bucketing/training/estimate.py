@@ -20,6 +20,7 @@ from ..errors import BucketingError
 from ..media.audio import CHANNELS
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
 from ..media.row_audio import AUDIO
+from ..media.row_references import appended_frames
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
 from ..models.samples import REFERENCES
@@ -182,10 +183,11 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     rows = np.array([tokens.argmax()])
     (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
+    count = 0 if whole.references is None else int(whole.references.counts[rows[0]])
     fps = None
     if whole.audio is not None and whole.audio.present[rows[0]]:
         fps = float(whole.audio.fps[rows[0]])
-    largest = _planned_tokens(opened, size, shown, audio_fps=fps, at_most=share, recipe=recipe)
+    largest = _planned_tokens(opened, size, shown[:count], audio_fps=fps, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
@@ -198,8 +200,9 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
         set_training(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= 0
-        for step in experts.steps:
-            step.texts = data.texts
+        for expert in experts.steps:
+            condition = None if expert.condition is None else expert.condition.most
+            step = dataclasses.replace(expert, texts=data.texts, condition=condition)
             batch = _random_batch(largest, step.recipe, accelerator.device, data=data)
             with accelerator.autocast():
                 losses = step(step.recipe.transformer, batch, epoch=0)
@@ -284,6 +287,9 @@ def _blank(condition: str, size: Size, device: torch.device) -> torch.Tensor:
 def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
     """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
     sizes, references = largest.sizes, largest.references
+    if data.references is not None:  # behind those of the data set are frames that the step appends itself
+        counts = appended_frames(data.references.rule, sizes, spec=data.spec).tolist()
+        references = [own[: len(own) - count] for own, count in zip(references, counts, strict=True)]
     batch: dict[str, Any] = {
         "caption": ["a " * data.text_tokens] * len(sizes),  # as long as a caption can be where its length matters
         "index": list(range(len(sizes))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError
 from ..media.row_references import sample_sizes
-from ..models.conditioning import read_conditions
+from ..models.conditioning import most_appended, read_conditions
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
@@ -33,7 +33,7 @@ from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
 from ..placement.shards import SHARDED
 from .config import TrainingConfig
-from .data import references_of
+from .run_data import counting_rule
 
 logger = get_logger(__name__)
 
@@ -184,12 +184,16 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     sizes: Counter[tuple[Size, int]] = Counter()
     for prepared in filter(None, (opened.prepared, opened.held_out)):
         ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
-        tokens = prepared.table.num_tokens(ids, spec=prepared.spec)
-        if (references := references_of(prepared, in_front=opened.recipe.references_in_front)) is not None:
-            tokens += references.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
-        usable = np.stack([ids, tokens])[:, tokens > 0]
-        for (bucket, length), count in zip(*np.unique(usable.T, axis=0, return_counts=True), strict=True):
-            sizes[prepared.table.size(int(bucket)), int(length)] += int(count)
+        own = prepared.table.num_tokens(ids, spec=prepared.spec)
+        rule = counting_rule(prepared.references, in_front=opened.recipe.references_in_front)
+        for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
+            references = prepared.row_references(replace(rule, appended=appended))
+            tokens = own
+            if references is not None:
+                tokens = own + references.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
+            usable = np.stack([ids, tokens])[:, tokens > 0]
+            for (bucket, length), count in zip(*np.unique(usable.T, axis=0, return_counts=True), strict=True):
+                sizes[prepared.table.size(int(bucket)), int(length)] += int(count)
     return sizes
 
 

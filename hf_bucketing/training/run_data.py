@@ -22,6 +22,7 @@ from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK
 from ..media.references import ReferenceRule
+from ..models.conditioning import most_appended
 from ..models.recipe import Recipe
 from ..models.texts import TextEmbeddings
 from .config import TrainingConfig
@@ -55,12 +56,16 @@ class ModelTokens:
         )
 
 
-def counting_rule(rule: ReferenceRule, *, in_front: bool, text_tokens: int = 0) -> ReferenceRule:
+def counting_rule(
+    rule: ReferenceRule, *, in_front: bool, text_tokens: int = 0, condition: str | None = None
+) -> ReferenceRule:
     """Return the rule that counts the references of a data set for a model, whatever model it was prepared for.
 
-    One in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`.
+    One in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`. Frames that a
+    run's `condition` appends are counted as if each sample had the most of them.
     """
-    return replace(rule, in_front=in_front, text_tokens=text_tokens).counted
+    appended = most_appended(condition)
+    return replace(rule, in_front=in_front, text_tokens=text_tokens, appended=appended).counted
 
 
 class StepRows(NamedTuple):

@@ -29,7 +29,7 @@ from ..models.enable import enable_packing, packing_disabled
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
 from ..models.recipe import Recipe
-from ..models.samples import REFERENCES, SHOWN_FRAMES, SHOWN_LATENTS, ModelInputs, Samples
+from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES, SHOWN_FRAMES, SHOWN_LATENTS, ModelInputs, Samples
 from ..models.shown_parts import shown_part
 from ..models.texts import TextEmbeddings
 from ..packing.forward import packed_forward, packed_forward_with_audio
@@ -155,13 +155,17 @@ class Step(ABC):
         """Draw what each sample of a batch is shown, by its key and its source.
 
         Samples with references or audio cannot be stacked with others, so that the first sample of a stack decides for
-        all of them whether they are shown their references, and whether their audio is absent.
+        all of them whether they are shown their references, whether their audio is absent, and how many frames are
+        appended.
         """
         conditions = (self.condition or NOTHING_DRAWN).dropping_references(reference_dropout)
         drawn: list[Drawn] = []
         counts, sources = latent_frames_of(batch, self.recipe.spec), batch.get(SOURCE, [None] * len(keys))
         for key, count, source in zip(keys, counts, sources, strict=True):
-            alike = {"references": drawn[0].references, "no_audio": drawn[0].no_audio} if drawn and self.stacks else {}
+            alike: dict[str, Any] = {}
+            if drawn and self.stacks:
+                first = drawn[0]
+                alike = {"references": first.references, "no_audio": first.no_audio, "appended": len(first.appended)}
             drawn.append(
                 conditions.of(source).draw(*key, latent_frames=count, stride=self.recipe.spec.temporal_stride, **alike)
             )
@@ -173,7 +177,13 @@ class Step(ABC):
             return media_of(self.recipe, batch)
         spec = self.recipe.spec
         frames = [torch.from_numpy(shown.frames) for shown in drawn]
-        media = media_of(self.recipe, {**batch, "shown": {**batch.get("shown", {}), SHOWN_FRAMES: frames}})
+        shows = {**batch.get("shown", {}), SHOWN_FRAMES: frames}
+        places = [[self.recipe.keyframe_of(latent) for latent in shown.appended] for shown in drawn]
+        if any(places):
+            shows[KEYFRAMES] = places
+        media = media_of(self.recipe, {**batch, "shown": shows})
+        if any(places):
+            media[KEYFRAME_PLACES] = places
         weights = media.get(LOSS_MASK, [None] * len(drawn))
         parts = zip(drawn, media["latents"], weights, strict=True)
         media[SHOWN_FRAMES] = frames

@@ -174,7 +174,7 @@ class StreamedData(RunData):
             sources = np.array([self.sources.index(name) for name in batch[SOURCE]], np.int64)
             weights = self.weigh_sources(weights, sources)
         if self.references is not None:
-            references = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
+            references = references_of_rows(batch, len(sizes), rule=self.references)
             tokens = tokens + references.num_tokens(sizes, spec=self.spec)
         if self.audio is not None:
             each = self.audio.samples_per_token
@@ -206,7 +206,7 @@ class StreamedData(RunData):
         seen, words = None, 0
         if self.references is not None:
             seen, words = (
-                RowReferences.of_lists(self.sample.references, rule=self.references),
+                RowReferences.of_lists(self.sample.references or [[]], rule=self.references),
                 self.references.text_tokens,
             )
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
@@ -313,11 +313,14 @@ def make_streamed_data(
     check_named_sources(config, prepared.sources)
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
     check_audio(config, prepared)
-    references, audio = None, prepared.audio
-    if REFERENCE in prepared.conditions:
-        references = counting_rule(
-            prepared.references, in_front=tokens.references_in_front, text_tokens=tokens.reference_text_tokens
-        )
+    audio, has_references = prepared.audio, REFERENCE in prepared.conditions
+    rule = counting_rule(
+        prepared.references,
+        in_front=tokens.references_in_front,
+        text_tokens=tokens.reference_text_tokens,
+        condition=config.objective.condition,
+    )
+    references = rule if has_references or rule.appended else None
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping
@@ -346,7 +349,7 @@ def make_streamed_data(
         collate_fn=media_collator(config, prepared, table=table),
         config=stream,
         faults=config.faults.log(unreadable_log(config)),
-        kept=[] if references is None else [REFERENCE_SIZES],
+        kept=[REFERENCE_SIZES] if has_references else [],
     )
     return StreamedData(
         loader=batcher.make_loader(**config.loader.options()),
@@ -366,6 +369,11 @@ def make_streamed_data(
     )
 
 
+def references_of_rows(batch: Mapping[str, Any], count: int, *, rule: ReferenceRule) -> RowReferences:
+    """Return the references of `count` rows of a stream by their column, which is absent where rows have none."""
+    return RowReferences.of_lists(batch.get(REFERENCE_SIZES, [[]] * count), rule=rule)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CountedTokens:
     """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function."""
@@ -380,7 +388,7 @@ class _CountedTokens:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
         counted = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
         if self.references is not None:
-            shown = RowReferences.of_lists(batch[REFERENCE_SIZES], rule=self.references)
+            shown = references_of_rows(batch, len(ids), rule=self.references)
             counted = counted + shown.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
         if self.audio is not None:
             audio = RowAudio.of_columns(batch, rule=self.audio)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import numpy as np
@@ -106,6 +107,39 @@ def test_sources_have_shares_of_their_own() -> None:
             read_conditions(text)
     with pytest.raises(BucketingError, match="must be conditions with their shares"):
         read_conditions("none;a=")
+
+
+def test_appended_frames_lie_at_latent_frames_after_the_first() -> None:
+    def places(text: str, *, latent_frames: int = 4, count: int | None = None) -> Counter[tuple[int, ...]]:
+        shares = read_condition(text)
+        drawn = [shares.draw(index, latent_frames=latent_frames, stride=2, appended=count) for index in range(300)]
+        assert not any(each.frames.any() for each in drawn)
+        return Counter(each.appended for each in drawn)
+
+    assert places("appended_last_frame").keys() == {(3,)}
+    assert places("appended_keyframes@2").keys() == {(1, 2), (1, 3), (2, 3)}
+    assert places("appended_keyframes@9").keys() == {(1, 2, 3)}
+    assert places("appended_last_frame+appended_keyframes@1").keys() == {(1, 3), (2, 3)}
+    assert len(places("appended_keyframes")) == 3 + 3 + 1
+    assert places("appended_last_frame", latent_frames=1).keys() == {()}
+    assert places("appended_last_frame:0.5,none:0.5").keys() == {(), (3,)}
+    assert {len(each) for each in places("appended_last_frame:0.5,none:0.5", count=2)} == {2}
+    assert places("appended_last_frame:0.5,none:0.5", count=0).keys() == {()}
+    assert {len(each) for each in places("none", count=1)} == {1}, "as the first sample of its stack"
+
+
+def test_the_most_appended_frames_are_known_before() -> None:
+    most = {
+        "first_frame:0.5,none:0.5": 0,
+        "appended_last_frame:0.1,none:0.9": 1,
+        "appended_last_frame+appended_keyframes@2:0.1,none:0.9;stills=none": 3,
+        "none;clips=appended_keyframes": sys.maxsize,
+    }
+    for text, count in most.items():
+        conditions = read_conditions(text)
+        assert conditions.most_appended == count
+        drawn = conditions.most.of(None).draw(0, latent_frames=4, stride=1)
+        assert len(drawn.appended) == min(count, 3)
 
 
 def test_a_condition_has_a_weight_and_a_name_whatever_is_drawn_beside_it() -> None:

@@ -39,6 +39,7 @@ from tests.models.test_recipe_suite import folder_of, load
 __all__ = ["folder_of", "without_noise"]
 
 MIXED = "first_frame:0.2,prefix:0.2,suffix:0.2,keyframes:0.2,none:0.2"
+APPENDING = "first_frame+appended_keyframes:0.4,appended_last_frame:0.3,prefix:0.3"
 OPTIONS: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 
 
@@ -182,6 +183,9 @@ def losses(step: Step, batch: dict[str, Any], *, epoch: int = 1) -> torch.Tensor
         ("ltx", MIXED),
         ("ltx", "mask:0.5,prefix+mask:0.5"),
         ("ltx", "first_frame+reference:0.3,reference:0.4,prefix:0.3"),
+        ("ltx-condition", APPENDING),
+        ("ltx-condition", "first_frame+appended_keyframes@2+reference:0.5,appended_last_frame:0.5"),
+        pytest.param("ltx2", APPENDING, marks=pytest.mark.slow),
         pytest.param("ltx2-in-context", MIXED, marks=pytest.mark.slow),
         pytest.param("ltx2", MIXED, marks=pytest.mark.slow),
         pytest.param("wan-2.2-ti2v", "mask:0.5,last_frame:0.5", marks=pytest.mark.slow),
@@ -252,6 +256,65 @@ def test_what_is_shown_has_no_noise_timestep_zero_and_no_share_in_the_loss(
     assert torch.allclose(values, by_hand, rtol=1e-6)
     nothing = losses(step_of(recipe, None), batch)
     assert not torch.isclose(values, nothing, rtol=1e-3).any()
+
+
+@pytest.mark.parametrize("recipe", ["ltx-condition"], indirect=True)
+@torch.no_grad()
+def test_appended_frames_of_a_stack_have_the_loss_by_hand(recipe: Recipe) -> None:
+    """Frames lie at their times, as `LTXConditionPipeline` places them; all samples of the stack have as many."""
+    condition = "first_frame+appended_last_frame+appended_keyframes@1"
+    batch, step = make_batch(recipe, stacked=True), step_of(recipe, condition)
+    values, pipeline, spec = losses(step, batch), recipe.pipeline, recipe.spec
+    noised = step.objective(list(recipe.encode_latents(batch["pixel_values"])), indices=batch["index"], epoch=1)
+    text, by_hand, places = recipe.encode_text(batch["caption"]).to(torch.float64), [], set()
+    for row, pixels in enumerate(batch["pixel_values"]):
+        shown = step.draw(batch, [(0, 1, index) for index in batch["index"]])[row].appended
+        frames = [latent * spec.temporal_stride for latent in shown]
+        places.add(shown)
+        clean, noisy = noised.clean[row], noised.latents[row].clone()
+        noisy[:, :1] = clean[:, :1]
+        keyframes = [recipe.encode_latents(pixels[None, :, frame : frame + 1])[0] for frame in frames]
+        grids, tokens, coordinates = [noisy, *keyframes], [], []
+        for grid, frame in zip(grids, [0, *frames], strict=True):
+            ids = pipeline._prepare_video_ids(1, *grid.shape[1:], device="cpu")
+            scaled = pipeline._scale_video_ids(ids, spec.spatial_stride, spec.temporal_stride, frame, device="cpu")
+            coordinates.append(scaled.double())
+            tokens.append(grid.flatten(1).T)
+        where = torch.cat(coordinates, 2)
+        where[:, 0] /= 8.0  # frames per second
+        levels = torch.full_like(clean[0], float(noised.timesteps[row]))
+        levels[0] = 0
+        clean_tokens = torch.zeros(sum(map(len, tokens[1:])))
+        output = recipe.transformer(
+            hidden_states=torch.cat(tokens)[None],
+            encoder_hidden_states=text.values[row : row + 1],
+            timestep=torch.cat([levels.flatten(), clean_tokens])[None],
+            encoder_attention_mask=None if text.mask is None else text.mask[row : row + 1],
+            video_coords=where,
+            return_dict=False,
+        )[0][0, : levels.numel()]
+        errors = (output - noised.targets[row].flatten(1).T).square()[levels[0].numel() :]
+        by_hand.append(errors.mean())
+    assert torch.allclose(values, torch.stack(by_hand), rtol=1e-6)
+    assert places == {(1, 3), (2, 3)}
+    without = losses(step_of(recipe, "first_frame"), batch)
+    assert not torch.isclose(values, without, rtol=1e-6).any()
+
+
+@pytest.mark.parametrize("recipe", ["ltx-condition"], indirect=True)
+def test_a_stack_appends_as_many_frames_to_all_its_samples(recipe: Recipe) -> None:
+    """The first sample decides; alone, each would have its own number."""
+    batch, condition = make_batch(recipe, stacked=True), "appended_keyframes:0.5,prefix:0.5"
+    counts = set()
+    for epoch in range(12):
+        keys = [(0, epoch, index) for index in batch["index"]]
+        drawn = step_of(recipe, condition).draw(batch, keys)
+        (count,) = {len(shown.appended) for shown in drawn}
+        assert {shown.name for shown in drawn} == ({"appended_keyframes"} if count else {"prefix"})
+        alone = step_of(recipe, condition, PackStep, packing=None).draw(batch, keys)
+        assert len(alone[0].appended) == count
+        counts |= {count, *(len(shown.appended) for shown in alone)}
+    assert counts == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("recipe", ["ltx"], indirect=True)

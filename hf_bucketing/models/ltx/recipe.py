@@ -9,10 +9,10 @@ import torch
 
 from ...media.sample import frame_rates
 from ...packing.family import UNLIMITED, Family
-from ..conditioning import BLACK, FRAMES
+from ..conditioning import APPENDED, BLACK, FRAMES
 from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe
-from ..samples import Samples
+from ..samples import KEYFRAME_PLACES, REFERENCES, Samples
 from .packing import FAMILY, SCALES
 
 
@@ -70,11 +70,28 @@ class LTXConditionRecipe(LTXRecipe):
     pipeline_class = "LTXConditionPipeline"
     default_sequence_length = 256
 
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """All, and frames that are appended."""
+        return (*super().drawn_kinds, *APPENDED)
+
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Add the temporal stride, by which the first latent frame is shorter."""
+        """Add the temporal stride, by which the first latent frame is shorter, and the places of appended frames."""
         scales = super().conditioning(samples)[SCALES]
         strides = torch.full_like(scales[:, :1], float(self.spec.temporal_stride))
-        return {SCALES: torch.cat([scales, strides], 1)}
+        return {SCALES: torch.cat([scales, strides, keyframe_places(samples).to(scales)], 1)}
+
+
+def keyframe_places(samples: Samples) -> torch.Tensor:
+    """Return the frames of pixels at which the references of samples and then their keyframes begin, `(n, most)`.
+
+    It is 0 for references, and for keyframes that a sample lacks; there is no column where no sample has keyframes.
+    """
+    places = samples.conditions.get(KEYFRAME_PLACES, [[]] * len(samples.fps))
+    before = map(len, samples.conditions.get(REFERENCES, [[]] * len(places)))
+    rows = [[0.0] * count + list(frames) if frames else [] for count, frames in zip(before, places, strict=True)]
+    most = max(map(len, rows))
+    return torch.tensor([row + [0.0] * (most - len(row)) for row in rows]).view(len(rows), most)
 
 
 RECIPES = (LTXRecipe, LTXImageToVideoRecipe, LTXConditionRecipe)

@@ -18,11 +18,11 @@ from ...media.row_audio import AudioRule
 from ...media.sample import frame_rates
 from ...media.write import Sound
 from ...packing.family import UNLIMITED
-from ..conditioning import MODALITIES
+from ..conditioning import APPENDED, MODALITIES
 from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..ltx.packing import reference_factors
-from ..ltx.recipe import LTXRecipe
+from ..ltx.recipe import LTXRecipe, keyframe_places
 from ..recipe import Recipe
 from ..samples import Samples
 from ..texts import AUDIO_TEXT, TextEmbeddings
@@ -45,8 +45,12 @@ class LTX2Recipe(LTXRecipe):
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
-        """All and, where audio is trained, which modality is generated."""
-        return (*super().drawn_kinds, *(MODALITIES if self.audio else ()))
+        """All, frames that are appended and, where audio is trained, which modality is generated."""
+        return (*super().drawn_kinds, *APPENDED, *(MODALITIES if self.audio else ()))
+
+    def keyframe_of(self, latent_frame: int) -> int:
+        """Return the first frame of a latent frame, at which the pipeline shows a picture."""
+        return (latent_frame - 1) * self.spec.temporal_stride + 1
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:
@@ -109,8 +113,10 @@ class LTX2Recipe(LTXRecipe):
         return Sound(samples, pipeline.vocoder.config.output_sampling_rate)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the frame rates, and the noise levels where the model modulates its text by them."""
-        rates = {"fps": frame_rates(samples.fps)}
+        """Return frame rates, with the places of appended frames, and noise levels where text is modulated by them."""
+        rates, places = {"fps": frame_rates(samples.fps)}, keyframe_places(samples)
+        if places.shape[1]:
+            rates = {"fps": torch.cat([rates["fps"][:, None], places.to(rates["fps"])], 1)}
         return {**rates, "sigma": samples.noised.timesteps} if modulates_text(self.transformer) else rates
 
 
