@@ -89,9 +89,8 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         Section(name="plan", title="Plan and memory", blocks=_plan(report, beside)),
     ]
     strides = f"{spec.temporal_stride} in time, {spec.spatial_stride} in space, patch {'×'.join(map(str, spec.patch))}"
-    processes = "1 process" if config.num_processes == 1 else f"{config.num_processes} processes"
     subtitle = (
-        f"{beside.name}: what its buckets make of the data, planned for {processes} with "
+        f"{beside.name}: what its buckets make of the data, planned for {config.processes} with "
         f"batches of {config.batch_size}. Strides of the model: {strides}. {beside.assignment}"
     )
     head = [Verdict(text=str(choose_way(report)), rule=RULE)]

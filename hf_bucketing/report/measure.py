@@ -90,6 +90,11 @@ class ReportConfig:
             raise BucketingError("Omit `width`: it decides the cost of tokens, and `cost_model` gives that.")
 
     @property
+    def processes(self) -> str:
+        """Number of processes, in words."""
+        return "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+
+    @property
     def costs(self) -> CostModel:
         """Cost in seconds as measured, or in floating-point operations of one transformer block of this width."""
         return CostModel.for_transformer(self.width) if self.cost_model is None else self.cost_model

@@ -153,7 +153,7 @@ def bucket_note(config: ReportConfig) -> str:
 
 def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     title = (
-        f"Buckets by size, with batches of {config.batch_size} on {config.num_processes} processes: "
+        f"Buckets by size, with batches of {config.batch_size} on {config.processes}: "
         f"{report.num_steps:,} steps, {report.mixed_steps:,} of them mixed"
     )
     lines = [title, align(bucket_cells(report.used, config.units)), fill(bucket_note(config), width=118)]
@@ -258,7 +258,7 @@ def describe_strategies(report: Report) -> list[str]:
 def _strategy_lines(report: Report) -> str:
     config = report.config
     return "\n".join([
-        f"Strategies on {config.num_processes} processes, from the plan of one epoch",
+        f"Strategies on {config.processes}, from the plan of one epoch",
         align(strategy_cells(report)),
         *(fill(text, 118) for text in describe_strategies(report)),
         *(f"{measure.title}: {measure.note}" for measure in measures_of(report) if measure.note),

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +215,9 @@ def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Pat
     result = run_script_here("report_buckets.py", prepared_dir, "--novelai", "--buckets", "64,64", check=False)
     assert result.returncode == 2
     assert "not allowed with" in result.stderr
+
+
+def test_one_process_is_no_plural() -> None:
+    config = replace(TWO, num_processes=1)
+    text = format_report(make_report(SizeColumns([1] * 4, [64] * 4, [64] * 4), TABLE, spec=SPEC, config=config))
+    assert "on 1 process:" in text and "on 1 process," in text and "1 processes" not in text
