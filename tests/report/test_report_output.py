@@ -220,4 +220,6 @@ def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Pat
 def test_one_process_is_no_plural() -> None:
     config = replace(TWO, num_processes=1)
     text = format_report(make_report(SizeColumns([1] * 4, [64] * 4, [64] * 4), TABLE, spec=SPEC, config=config))
-    assert "on 1 process:" in text and "on 1 process," in text and "1 processes" not in text
+    assert "on 1 process:" in text
+    assert "on 1 process," in text
+    assert "1 processes" not in text
