@@ -188,7 +188,7 @@ def main(args: argparse.Namespace) -> None:
     given |= shown_of(args, given, pipeline_class.__name__)
     if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png") or len(grid.cells) > 1):
         raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")
-    given |= {"frame_rate": args.fps} if args.with_audio else {}
+    given |= recipe.sound_arguments(args.fps) if args.with_audio else {}
     given |= guidance_of(args, parameters, pipeline_class.__name__)
     if args.max_sequence_length:
         given["max_sequence_length"] = args.max_sequence_length

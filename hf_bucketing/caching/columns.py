@@ -6,7 +6,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -164,7 +164,7 @@ class LatentColumns(_CachedColumns):
         if conditions:
             geometry |= {"conditions": conditions, "reference_multiples": sample.references.multiples}
         if sample.audio is not None:
-            geometry["audio"] = {**asdict(sample.audio), "present": sample.has_audio}
+            geometry["audio"] = {**sample.audio.settings, "present": sample.has_audio}
         if REFERENCE in conditions:
             shown = ("max_pixels", "downscale_factor", "multiples")
             geometry["references"] = {name: getattr(sample.references, name) for name in shown}

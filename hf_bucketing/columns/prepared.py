@@ -228,7 +228,7 @@ class PreparedDataset:
             "other_roots": [root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
             "references": asdict(self.references),
-            "audio": None if self.audio is None else asdict(self.audio),
+            "audio": None if self.audio is None else self.audio.settings,
             "cache": None
             if self.cache is None
             else asdict(self.cache.with_folders(lambda folder: root_from(folder, target))),

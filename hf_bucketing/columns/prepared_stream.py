@@ -265,7 +265,7 @@ class PreparedStream:
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
             "references": asdict(self.references),
-            "audio": None if self.audio is None else asdict(self.audio),
+            "audio": None if self.audio is None else self.audio.settings,
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,15 @@ HAS_AUDIO = "has_audio"
 
 
 @explains_arguments()
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AudioRule:
     """Rate and length of the audio of a sample, by the model that is trained on it.
 
     Args:
         rate (`int`): Samples of sound per second.
         samples_per_token (`int`): Samples of sound per token.
+        tokens_at_once (`int`): Tokens of each such stretch: 2 for models in which left and right have their own.
+        rounds_up (`bool`): Whether a sound that ends within a stretch has all of it; else it ends at the nearest one.
 
     Raises:
         BucketingError: If a number is below 1.
@@ -33,13 +36,30 @@ class AudioRule:
 
     rate: int
     samples_per_token: int
+    tokens_at_once: int = 1
+    rounds_up: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.rate, self.samples_per_token) < 1:
+        if min(self.rate, self.samples_per_token, self.tokens_at_once) < 1:
             raise BucketingError(f"Audio needs a rate and samples per token of at least 1, got {self}.")
 
+    def __repr__(self) -> str:
+        """Return the settings that are not defaults, as locks of data have them."""
+        return f"AudioRule({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that are not defaults, as prepared folders and keys of caches have them.
+
+        Example:
+            >>> AudioRule(rate=16000, samples_per_token=640).settings
+            {'rate': 16000, 'samples_per_token': 640}
+        """
+        values = {rule.name: (getattr(self, rule.name), rule.default) for rule in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
     def num_tokens(self, frames: npt.ArrayLike, fps: npt.ArrayLike) -> IntArray:
-        """Return the tokens of the audio beside some frames, as many as the pipeline of LTX-2 makes; 0 for images.
+        """Return the tokens of the audio beside some frames, as many as the model's pipeline makes; 0 for images.
 
         Args:
             frames (array of `int`): Frames of each sample.
@@ -51,7 +71,25 @@ class AudioRule:
         """
         rates = np.asarray(fps, np.float64)
         seconds = np.where(rates > 0, np.asarray(frames) / np.where(rates > 0, rates, 1.0), 0.0)
-        return np.round(seconds * (self.rate / self.samples_per_token)).astype(np.int64)
+        if self.rounds_up:  # in the pipeline's order, as rounding up shows the last digit of a quotient
+            stretches = np.ceil(seconds * self.rate / self.samples_per_token)
+        else:
+            stretches = np.round(seconds * (self.rate / self.samples_per_token))
+        return stretches.astype(np.int64) * self.tokens_at_once
+
+    def num_samples(self, tokens: int) -> int:
+        """Return the samples of sound of so many tokens.
+
+        Example:
+            >>> rule = AudioRule(rate=32000, samples_per_token=800, tokens_at_once=2)
+            >>> rule.num_samples(6), rule.tokens_of(2400)
+            (2400, 6)
+        """
+        return tokens // self.tokens_at_once * self.samples_per_token
+
+    def tokens_of(self, samples: int) -> int:
+        """Return the tokens of so many samples of sound: the inverse of [`num_samples`]."""
+        return samples // self.samples_per_token * self.tokens_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -97,7 +97,7 @@ def _load_audio(sample: FileSample) -> torch.Tensor:
     tokens = int(rule.num_tokens(view.size.frames, view.fps)) if sample.has_audio else 0
     if not tokens:
         return torch.zeros(CHANNELS, 0)
-    samples = tokens * rule.samples_per_token
+    samples = rule.num_samples(tokens)
     waveform = read_audio(sample.source, start=view.times[0], samples=samples, rate=rule.rate)
     if waveform is None:
         raise MediaError(f"{sample.source.path} has no sound, but its row says so; prepare the data set again.")

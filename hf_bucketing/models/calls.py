@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..buckets.sizes import Size
 from ..errors import BucketingError
@@ -92,10 +94,39 @@ class RecipeCalls(RecipeFacts):
         return self.pipeline(prompt=prompt, output_type="np", **arguments)
 
     def render_with_sound(
-        self, prompt: str, size: Size, *, fps: float, **options: Any
+        self,
+        prompt: str,
+        size: Size,
+        *,
+        fps: float,
+        image: Any = None,
+        last_image: Any = None,
+        references: Any = (),
+        **options: Any,
     ) -> tuple[np.ndarray, Sound | None]:
-        """Render frames as [`render`] does, and sound that lasts as long as they do at `fps`, where there is some."""
-        return self.render(prompt, size, **options), None
+        """Render frames as [`render`] does, and sound that lasts as long as they do at `fps`, where there is some.
+
+        Raises:
+            BucketingError: If the pipeline makes sound for another frame rate alone.
+        """
+        images, rate = {"image": image, "last_image": last_image}, self.sound_arguments(fps)
+        result = self.call(prompt, size, images=images, references=references, **rate, **options)
+        return self.frames_of(result), self.sound_of(self.pipeline, result)
+
+    @classmethod
+    def sound_arguments(cls, fps: float) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call by which it makes sound for frames at a rate.
+
+        Raises:
+            BucketingError: If it makes sound for another frame rate alone.
+        """
+        if cls.sound_fps is None:
+            return {"frame_rate": fps}
+        if fps != cls.sound_fps:
+            raise BucketingError(
+                f"A {cls.pipeline_class} makes sound for {cls.sound_fps:g} frames per second, got {fps:g}."
+            )
+        return {}
 
     @classmethod
     def frames_of(cls, result: Any) -> np.ndarray:
@@ -105,7 +136,10 @@ class RecipeCalls(RecipeFacts):
     @classmethod
     def sound_of(cls, pipeline: Any, result: Any) -> Sound | None:
         """Return the sound of what the call of the pipeline returned; None for models that make none."""
-        return None
+        if not cls.makes_audio():
+            return None
+        samples = torch.as_tensor(result.audio[0]).float().clamp(-1, 1).cpu().numpy()
+        return Sound(np.atleast_2d(samples), attrgetter(cls.sound_rate)(pipeline))
 
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, int]:

@@ -72,6 +72,10 @@ class RecipeFacts:
     """Arguments of the pipeline's call in renders that name no others, where its own fit one number of steps alone."""
     constructor_reads: ClassVar[tuple[Part, ...]] = ()
     """Parts without which the pipeline cannot be made, whatever a run calls of it."""
+    sound_rate: ClassVar[str] = "vocoder.config.output_sampling_rate"
+    """Attribute of the pipeline that holds the samples per second of its sound, for models that make some."""
+    sound_fps: ClassVar[float | None] = None
+    """Frames per second for which the pipeline makes sound; None where its call takes a `frame_rate`."""
     output: ClassVar[str | None] = None
     """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()

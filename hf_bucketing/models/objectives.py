@@ -202,7 +202,7 @@ class Objective(ABC):
         shown: Sequence[bool] | None = None,
         video_shown: Sequence[bool] | None = None,
     ) -> NoisedAudio:
-        """Add noise to the audio of samples at the timesteps of their video, but where it is shown.
+        """Add noise to the audio of samples by the timesteps of their video, but where it is shown.
 
         Args:
             latents (sequence of `(tokens, channels)`): Audio latents without noise.
@@ -323,6 +323,8 @@ class FlowMatching(Objective):
         weighting_scheme (`"logit_normal"` or `"uniform"`): Distribution of σ before the shift.
         sigmas (`tuple[float, float]`): Lowest and highest noise level to train, after the shift; levels outside are
             drawn again.
+        audio_shift (`float`): Shift of the σ of audio that is trained with video, relative to that of its video: both
+            come from one draw, as the steps of the pipeline's two schedules do.
         seed (`int`): Seed of noise and σ, together with epoch and index.
 
     Raises:
@@ -333,6 +335,7 @@ class FlowMatching(Objective):
     shift: Shift = 1.0
     weighting_scheme: WeightingScheme = "logit_normal"
     sigmas: tuple[float, float] = (0.0, 1.0)
+    audio_shift: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigmas[0] < self.sigmas[1] <= 1:
@@ -351,12 +354,13 @@ class FlowMatching(Objective):
         shown: Sequence[bool] | None = None,
         video_shown: Sequence[bool] | None = None,
     ) -> NoisedAudio:
-        """Add noise to audio as to video, see [`Objective.audio`]."""
+        """Add noise to audio as to video, at levels of its own shift, see [`Objective.audio`]."""
         learned, video_learned = (
             to_device(torch.tensor([not clean for clean in given or [False] * len(latents)]), timesteps.device)
             for given in (shown, video_shown)
         )
-        levels = timesteps * learned
+        shift, sigmas = self.audio_shift, self.noise_levels(timesteps)
+        levels = learned * (timesteps if shift == 1 else timesteps * shift / (1 + (shift - 1) * sigmas))
         noises = [
             _noise_like(latent, torch.Generator().manual_seed(integer_seed(Purpose.AUDIO_NOISE, *key)))
             for latent, key in zip(latents, keys, strict=True)

@@ -27,7 +27,7 @@ from ..packing.batch import Rows, token_timesteps
 from ..packing.family import freeze_unused
 from ..packing.strips import token_grid
 from .calls import RecipeCalls
-from .conditioning import BLACK, ConditionShares
+from .conditioning import BLACK, MODALITIES, ConditionShares
 from .experts import TrainedComponent, transformers_of
 from .loading import (
     Loading,
@@ -224,12 +224,17 @@ class Recipe(RecipeCalls):
             shift=law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec),
             weighting_scheme=weighting_scheme or "logit_normal",
             sigmas=self.sigmas(),
+            audio_shift=self.audio_shift(),
             seed=seed,
         )
 
     def shift(self) -> float | ShiftLaw:
         """Return the shift of noise levels, for flow matching: by default that of the scheduler."""
         return shift_of_scheduler(self.pipeline.scheduler.config)
+
+    def audio_shift(self) -> float:
+        """Return the shift of the noise levels of audio relative to that of its video; 1 where both have one."""
+        return 1.0
 
     def sigmas(self) -> tuple[float, float]:
         """Return the lowest and the highest noise level at which the pipeline calls the trained transformer."""
@@ -348,12 +353,11 @@ class Recipe(RecipeCalls):
     def audio_inputs(self, samples: Samples) -> Audio | None:
         """Return the audio of samples as the model takes it; None where none is trained.
 
-        Audio has the noise level of its video, as in the pipeline's call, and its text is that of the same caption. A
-        modality that is shown has timestep 0.
+        Its text is that of the same caption. A modality that is shown has timestep 0.
         """
         if samples.audio is None:
             return None
-        audio, text = samples.audio, samples.text.others[AUDIO_TEXT]
+        audio, text = samples.audio, samples.text.others.get(AUDIO_TEXT)
         return Audio(
             latents=audio.latents, timesteps=audio.timesteps, video_timesteps=audio.video_timesteps, text=text
         )
@@ -380,8 +384,11 @@ class Recipe(RecipeCalls):
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
-        """Kinds of conditions that a run may draw for its samples, see [`read_condition`]; by default none."""
-        return ()
+        """Kinds of conditions that a run may draw for its samples, see [`read_condition`].
+
+        By default which modality is generated, where audio is trained; else none.
+        """
+        return MODALITIES if self.audio else ()
 
     @property
     def encodes_drawn(self) -> bool:
@@ -497,7 +504,9 @@ class Recipe(RecipeCalls):
             audio=self.audio_inputs(samples),
         )
         parts = self.clean_parts(samples)
-        return inputs if parts is None else inputs.showing(parts, clean=noised.clean, patch=self.spec.patch)
+        if parts is None:
+            return inputs
+        return inputs.showing(parts, clean=noised.clean, patch=self.spec.patch, per=self.family.timesteps_per)
 
     def clean_parts(self, samples: Samples) -> Sequence[torch.Tensor] | None:
         """Return the part of each sample that its latents show without noise, see [`ModelInputs.showing`].

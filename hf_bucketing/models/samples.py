@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..packing.audio import Audio
+from ..packing.family import TimestepsPer
 from .objectives import Noised, NoisedAudio
 from .texts import TextEmbeddings
 
@@ -60,7 +61,12 @@ class ModelInputs:
     audio: Audio | None = None
 
     def showing(
-        self, parts: Sequence[torch.Tensor], *, clean: Sequence[torch.Tensor], patch: tuple[int, int, int]
+        self,
+        parts: Sequence[torch.Tensor],
+        *,
+        clean: Sequence[torch.Tensor],
+        patch: tuple[int, int, int],
+        per: TimestepsPer = "token",
     ) -> ModelInputs:
         """Return inputs in which a part of each sample has no noise, timestep 0 and no weight in the loss.
 
@@ -69,6 +75,8 @@ class ModelInputs:
                 not whole frames, which needs a model with a timestep per token.
             clean (sequence of `(C, f, h, w)`): Latents without noise.
             patch (`tuple` of three `int`): Latent frames, rows and columns per token.
+            per (`"row"`, `"frame"` or `"token"`): What has a timestep, see
+                [`Family`][hf_bucketing.packing.family.Family]; samples that have one are shown as a whole or not.
         """
         latents, timesteps, weights = [], [], []
         for noisy, own, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
@@ -76,7 +84,8 @@ class ModelInputs:
             tokens = part[0, :: patch[0], :: patch[1], :: patch[2]]
             timesteps.append(torch.where(tokens, 0, level.view(-1, 1, 1)).flatten())
             weights.append((~part).to(noisy).expand_as(noisy[:1]))
-        return replace(self, latents=latents, timesteps=timesteps, weights=weights)
+        levels = torch.stack([steps.amin() for steps in timesteps]) if per == "row" else timesteps
+        return replace(self, latents=latents, timesteps=levels, weights=weights)
 
 
 Shown: TypeAlias = Mapping[str, Sequence[Any]]

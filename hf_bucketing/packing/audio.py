@@ -1,4 +1,4 @@
-"""Audio of a pack: tokens of a second row beside the strips, which a model runs through layers of its own."""
+"""Audio of a pack: tokens beside the strips, which a model runs through layers of its own, or among all others."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Audio:
         timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample's audio; 0 for audio that is shown clean.
         video_timesteps (`torch.Tensor` of shape `(n,)`): Timestep of each sample's video, whatever its tokens have,
             by which models modulate the attention of audio to it.
-        text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`): The samples' texts
-            as audio attends to them, as long as those of the video.
+        text (sequence of `(length, text_dim)`, or `torch.Tensor` of shape `(n, length, text_dim)`, *optional*): The
+            samples' texts as audio attends to them, as long as those of the video; None for models of which audio
+            attends to the text of its video.
     """
 
     latents: Sequence[torch.Tensor]
     timesteps: torch.Tensor
     video_timesteps: torch.Tensor
-    text: Sequence[torch.Tensor] | torch.Tensor
+    text: Sequence[torch.Tensor] | torch.Tensor | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -47,26 +48,38 @@ class Audio:
             latents=self.latents[some],
             timesteps=self.timesteps[some],
             video_timesteps=self.video_timesteps[some],
-            text=self.text[some],
+            text=None if self.text is None else self.text[some],
         )
 
     def masked(self, rule: TextRule, mask: torch.Tensor | None) -> Audio:
         """Return this audio with texts whose padding, where `mask` is zero, is as the pipeline has it."""
-        return replace(self, text=apply_text_mask(rule, self.text, mask=mask))
+        return self if self.text is None else replace(self, text=apply_text_mask(rule, self.text, mask=mask))
 
     def check(self, *, text_lengths: Sequence[int], channels: int, text_dim: int) -> None:
-        """Raise PackingError if counts, channels or lengths do not fit a pack of samples with these texts."""
-        counts = [len(values) for values in (self.latents, self.timesteps, self.video_timesteps, self.text)]
+        """Raise PackingError if counts, channels or lengths do not fit a pack of samples with these texts.
+
+        A `text_dim` of 0 stands for models of which audio attends to the text of its video.
+        """
+        if (self.text is None) != (text_dim == 0):
+            raise PackingError(
+                "The audio of this model attends to the text of its video; omit `text`."
+                if text_dim == 0
+                else "The audio of this model attends to a text of its own; give `text`."
+            )
+        texts = [] if self.text is None else [self.text]
+        counts = [len(values) for values in (self.latents, self.timesteps, self.video_timesteps, *texts)]
         if set(counts) != {len(text_lengths)}:
             raise PackingError(
                 f"A pack of {len(text_lengths)} samples needs as many audios, timesteps of audio and of video, and "
                 f"texts for audio; got {counts}."
             )
-        for sample, (latent, words, length) in enumerate(zip(self.latents, self.text, text_lengths, strict=True)):
+        for sample, latent in enumerate(self.latents):
             if latent.ndim != 2 or latent.shape[1] != channels:
                 raise PackingError(
                     f"The audio of sample {sample} has shape {tuple(latent.shape)}; expected (tokens, {channels})."
                 )
+        for sample, words in enumerate(() if self.text is None else self.text):
+            length = text_lengths[sample]
             if tuple(words.shape) != (length, text_dim):
                 raise PackingError(
                     f"The text for the audio of sample {sample} has shape {tuple(words.shape)}; expected "

@@ -227,9 +227,13 @@ class Family:
         """Return the channels of a text embedding."""
         return int(getattr(transformer.config, self.text.channels))
 
+    def audio_channels(self, transformer: Transformer) -> int:
+        """Return the channels of a latent of audio, for models whose packs may hold it."""
+        return int(transformer.config.audio_in_channels)
+
     def audio_text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a text embedding for audio."""
-        raise NotImplementedError
+        """Return the channels of a text embedding for audio; 0 where audio attends to the text of its video."""
+        return 0
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return parts of the names of parameters that predictions do not depend on, such as those of an audio stream.
@@ -381,8 +385,9 @@ class Family:
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
     def audio_rows(self, result: Any) -> torch.Tensor:
-        """Return the prediction of audio, `(rows, tokens, channels)`, among what a forward returns."""
-        raise NotImplementedError
+        """Return noise − data of audio, `(rows, tokens, channels)`, from what a forward returns: its second output."""
+        predicted: torch.Tensor = result[1]
+        return -predicted if self.negates else predicted
 
     def output_strips(self, batch: PackedBatch, output: torch.Tensor) -> torch.Tensor:
         """Return the transformer's output as strips `(num_strips, channels, p_t, p_h, strip_length·p_w)`."""
@@ -396,7 +401,7 @@ class Family:
         and schedules read stays exact, as in a pack. The output has shape `(rows, out_channels, frames, height,
         width)`.
         """
-        if self.runs_alone and (len(rows.latents) > 1 or rows.text_mask is not None):
+        if self._splits(rows):
             return torch.cat([self.run(transformer, row, wrapped=wrapped) for row in rows.one_by_one()])
         return self._run(transformer, rows, wrapped)[0]
 
@@ -404,11 +409,15 @@ class Family:
         self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run samples as [`run`], and return with their output the prediction of their audio, `(tokens, channels)`."""
-        if self.runs_alone and len(rows.latents) > 1:
+        if self._splits(rows):
             outputs = [self.run_with_audio(transformer, row, wrapped=wrapped) for row in rows.one_by_one()]
             return torch.cat([output for output, _ in outputs]), [heard for _, (heard,) in outputs]
         output, result = self._run(transformer, rows, wrapped)
         return output, list(self.audio_rows(result))
+
+    def _splits(self, rows: Rows) -> bool:
+        """Return whether samples of one size run one after another, each with its own text."""
+        return self.runs_alone and (len(rows.latents) > 1 or rows.text_mask is not None)
 
     def _run(self, transformer: Transformer, rows: Rows, wrapped: Any) -> tuple[torch.Tensor, Any]:
         """Return the output as latents, and all that the forward returned."""

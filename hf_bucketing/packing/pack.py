@@ -202,7 +202,7 @@ class Packing:
                 f"The {self.processes} processes that share this pack have a part of its video each, to which its "
                 "audio attends; omit `audio`, or context parallelism."
             )
-        channels, text_dim = self.transformer.config.audio_in_channels, self.family.audio_text_dim(self.transformer)
+        channels, text_dim = self.family.audio_channels(self.transformer), self.family.audio_text_dim(self.transformer)
         audio.check(text_lengths=text_lengths, channels=channels, text_dim=text_dim)
         return audio
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from ..adapters.lora import check_loads_lora
-from ..buckets.sizes import LatentSpec, Size
+from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..errors import BucketingError
 from ..media.row_references import appended_frames
 from ..models.conditioning import draws_parts, most_appended
@@ -233,6 +233,12 @@ def _audio_tokens(components: Components, config: PlanConfig, size: Size) -> int
     return int(components.audio.num_tokens(size.frames, config.audio_fps))
 
 
+def _audio_length(components: Components, shape: StepShape) -> int:
+    """Return the tokens of the audio of each sample: their mean, in whole stretches of sound; 0 without audio."""
+    mean = -(-shape.audio_tokens // shape.samples)
+    return round_to_multiple(mean, components.audio.tokens_at_once) if mean and components.audio else 0
+
+
 def sample_shape(components: Components, config: PlanConfig, size: Size) -> StepShape:
     """Return the shape of a step of one sample of a size, with the references and the audio that the settings name.
 
@@ -310,7 +316,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         offload_activations=memory.offload_activations,
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
         base_predictions=config.base_predictions,
-        audio_length=-(-shape.audio_tokens // shape.samples),
+        audio_length=_audio_length(components, shape),
         token_timesteps=recipe.has_clean_parts(components.settings, draws=draws_parts(config.condition)),
     )
 

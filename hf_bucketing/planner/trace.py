@@ -371,12 +371,13 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
 def _audio(model: Any, step: TracedStep, *, text_length: int) -> Audio:
     """Return the audio of the samples, without storage."""
     family, count = families()[type(model).__name__], len(step.latent_sizes)
-    levels, channels = torch.empty(count, device="meta"), model.config.audio_in_channels
+    levels, channels = torch.empty(count, device="meta"), family.audio_channels(model)
+    text_dim = family.audio_text_dim(model)
     return Audio(
         latents=list(torch.empty(count, step.audio_length, channels, device="meta")),
         timesteps=levels,
         video_timesteps=levels,
-        text=torch.empty(count, text_length, family.audio_text_dim(model), device="meta"),
+        text=torch.empty(count, text_length, text_dim, device="meta") if text_dim else None,
     )
 
 

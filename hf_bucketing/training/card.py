@@ -191,6 +191,7 @@ def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
     size = trained_sizes(run.data)[0][0]
+    fps = (recipe.sound_fps if recipe.audio else None) or frame_rate(run.data)
     loaded = _loaded(recipe)
     writer = "encode_video" if recipe.audio else "export_to_video"
     tools = [*{call.partition("(")[0] for call in loaded.values()}, *([] if makes_images(recipe) else [writer])]
@@ -225,7 +226,7 @@ def _code(run: Run, *, name: str, base: str) -> str:
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **loaded,
         **recipe.size_arguments(size),
-        **({"frame_rate": frame_rate(run.data)} if recipe.audio else {}),
+        **(recipe.sound_arguments(fps) if recipe.audio else {}),
     }
     arguments = ", ".join(f"{argument}={value}" for argument, value in call.items())
     lines += ['pipeline.to("cuda")', f"result = pipeline({arguments})"]
@@ -233,9 +234,9 @@ def _code(run: Run, *, name: str, base: str) -> str:
     if makes_images(recipe):
         return "\n".join([*lines, f'{made}.save("image.png")'])
     if recipe.audio:
-        sound = "audio=result.audio[0].float().cpu(), audio_sample_rate=pipeline.vocoder.config.output_sampling_rate"
-        return "\n".join([*lines, f'encode_video({made}, {frame_rate(run.data)}, "video.mp4", {sound})'])
-    return "\n".join([*lines, f'export_to_video({made}, "video.mp4", fps={frame_rate(run.data)})'])
+        sound = f"audio=result.audio[0].float().cpu(), audio_sample_rate=pipeline.{recipe.sound_rate}"
+        return "\n".join([*lines, f'encode_video({made}, {fps}, "video.mp4", {sound})'])
+    return "\n".join([*lines, f'export_to_video({made}, "video.mp4", fps={fps})'])
 
 
 def trained_sizes(data: RunData) -> list[tuple[Size, int]]:

@@ -316,8 +316,8 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             if condition != AUDIO
         }
         if data.audio is not None:
-            each = data.audio.rule.samples_per_token
-            batch["shown"][AUDIO] = [torch.rand(CHANNELS, each * count, device=device) for count in largest.audio]
+            samples = map(data.audio.rule.num_samples, largest.audio)
+            batch["shown"][AUDIO] = [torch.rand(CHANNELS, count, device=device) for count in samples]
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
         batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
@@ -326,7 +326,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
         if data.audio is not None:
-            channels = transformer.config.audio_in_channels
+            channels = family.audio_channels(transformer)
             batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]
     if not recipe.modules("text_encoders"):
         words = recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
@@ -337,7 +337,6 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         batch["text_others"] = {
             name: values.to(device) for name, values in drawn.items() if not has_latent_size(values)
         }
-        if recipe.audio:
-            text_dim = family.audio_text_dim(transformer)
+        if recipe.audio and (text_dim := family.audio_text_dim(transformer)):
             batch["text_others"][AUDIO_TEXT] = torch.randn(*shape, text_dim, device=device)
     return batch

@@ -37,6 +37,8 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
             f"{quoted(recipe.shown)}; render with scripts/sample_video.py."
         )
     sizes = parse_sizes(config.validation.validation_sizes, opened.spec)
+    if opened.trains_audio:
+        recipe.sound_arguments(config.validation.validation_fps)  # raises before the first step
     component = transformers_of(config.trained_component)[0]
     each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))
     return Validation(

@@ -477,7 +477,8 @@ def latent_frames_of(batch: Mapping[str, Any], spec: LatentSpec) -> list[int]:
     """Return the latent frames of each sample of a batch of any collator, without those that repeat the first."""
     if "latents" in batch:
         return [latent.shape[1] - spec.num_repeats for latent in batch["latents"]]
-    return [1 + (pixels.shape[1] - 1) // spec.temporal_stride for pixels in batch["pixel_values"]]
+    grids = [spec.grid_of(*pixels.shape[1:]) for pixels in batch["pixel_values"]]
+    return [spec.patch[0] * frames - spec.num_repeats for frames, _, _ in grids]
 
 
 def text_of(

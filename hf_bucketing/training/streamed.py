@@ -177,8 +177,8 @@ class StreamedData(RunData):
             references = references_of_rows(batch, len(sizes), rule=self.references)
             tokens = tokens + references.num_tokens(sizes, spec=self.spec)
         if self.audio is not None:
-            each = self.audio.samples_per_token
-            tokens = tokens + np.array([waveform.shape[1] // each for waveform in batch["shown"][AUDIO]], np.int64)
+            lengths = [self.audio.tokens_of(waveform.shape[1]) for waveform in batch["shown"][AUDIO]]
+            tokens = tokens + np.array(lengths, np.int64)
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
     def bucket_counts(self) -> dict[int, int]:

@@ -31,6 +31,11 @@ SILENT = PlanConfig(
 HEARD = replace(SILENT, audio_fps=8.0)
 TOKENS = 28
 """Tokens of the audio of nine frames at eight a second."""
+PLANS = {
+    "ltx2": (HEARD, TOKENS),
+    "minimax-h3": (replace(HEARD, sample_size=[22, 32, 64], audio_fps=24.0, train_batch_size=1), 74),
+}
+"""Settings of a step of a model, and the tokens of the audio of each sample."""
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +43,34 @@ def components(tiny_folder: Callable[[str], Path]) -> Components:
     return read_components(str(tiny_folder("ltx2")))
 
 
-def test_a_step_with_audio_takes_what_is_planned(components: Components, tiny_folder: Callable[[str], Path]) -> None:
-    step = planner._step(components, HEARD, planner.step_shape(components, HEARD))
-    folder = str(tiny_folder("ltx2"))
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_with_audio_takes_what_is_planned(name: str, tiny_folder: Callable[[str], Path]) -> None:
+    folder, (config, tokens) = str(tiny_folder(name)), PLANS[name]
+    components = read_components(folder)
+    step, count = planner._step(components, config, planner.step_shape(components, config)), config.train_batch_size
+    assert step.audio_length == tokens
     recipe = recipe_of(folder).load(folder, audio=True, max_sequence_length=64)
     model, family, length = recipe.transformer, recipe.family, step.text_length
-    levels, patch = torch.full((2,), 500.0), family.patch(recipe.transformer.config)
+    levels, patch = torch.full((count,), 500.0), family.patch(recipe.transformer.config)
+    text_dim = family.audio_text_dim(model)
     audio = Audio(
-        latents=list(torch.randn(2, TOKENS, 4)),
+        latents=list(torch.randn(count, tokens, family.audio_channels(model))),
         timesteps=levels,
         video_timesteps=levels,
-        text=torch.randn(2, length, family.audio_text_dim(model)),
+        text=torch.randn(count, length, text_dim) if text_dim else None,
     )
+    grid = tuple(side // part for side, part in zip(step.latent_sizes[0], patch, strict=True))
     rows = Rows(
-        latents=torch.randn(2, family.in_channels(model), *step.latent_sizes[0]),
+        latents=torch.randn(count, family.in_channels(model), *step.latent_sizes[0]),
         timesteps=levels,
-        text=torch.randn(2, length, family.text_dim(model)),
+        text=torch.randn(count, length, family.text_dim(model)),
         patch=patch,
-        text_mask=torch.ones(2, length),
-        conditioning=family.draw_conditioning(model, [step.latent_sizes[0]] * 2),
+        text_mask=torch.ones(count, length) if family.text.padding == "masked" else None,
+        conditioning=family.draw_conditioning(model, [grid] * count),
         audio=audio,
     )
-    tracker = PeakTracker.of(model, [rows.latents, rows.text, *audio.latents, audio.text])
+    given = [rows.latents, rows.text, *audio.latents, *([] if audio.text is None else [audio.text])]
+    tracker = PeakTracker.of(model, given)
     with tracker:
         output, heard = family.run_with_audio(model, rows)
         loss = output.square().mean() + torch.stack(heard).square().mean()

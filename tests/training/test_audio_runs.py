@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from diffusers import LTX2VideoTransformer3DModel
 from safetensors.torch import load_file
-from synthetic.media import Clip, render
+from synthetic.media import Clip
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
@@ -22,10 +23,7 @@ from hf_bucketing.columns import PreparedDataset, preparation
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import resume
-from hf_bucketing.media import MediaSource, probe, write_video
-from hf_bucketing.media.audio import read_audio
 from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
-from hf_bucketing.media.write import Sound
 from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -34,6 +32,15 @@ from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
+from tests.training.audio_runs import (
+    cache,
+    check_sound,
+    encoded,
+    kind_of,
+    loss_by_hand as hand_loss,
+    prepare as prepare_clips,
+    write_clips,
+)
 from tests.training.training_cases import in_process, run, run_card, train
 
 CLIP = Clip(9, 32, 64, 8)
@@ -59,19 +66,10 @@ def pipeline(tiny_folder: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four clips of which the second has no track of sound, each of another pitch."""
-    folder = tmp_path_factory.mktemp("clips")
-    rows = []
-    for number, color in enumerate(("red", "green", "blue", "white")):
-        frames = list(render(CLIP, shape="circle", color=color, direction="left"))
-        times = np.arange(int(CLIP.frames / CLIP.fps * 48000)) / 48000
-        tone = 0.5 * np.sin(2 * np.pi * 300 * (number + 1) * times)
-        sound = None if number == 1 else Sound(np.stack([tone, tone]), 48000)
-        write_video(folder / f"{number}.mp4", frames, fps=CLIP.fps, sound=sound)
-        tone_of = {} if sound is None else {"sound": f"a tone of {300 * (number + 1)} Hz"}
-        rows.append({"file_name": f"{number}.mp4", "text": f"a {color} circle", **tone_of})
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return write_clips(tmp_path_factory.mktemp("clips"), CLIP)
+
+
+prepare = partial(prepare_clips, clip=CLIP)
 
 
 @pytest.fixture(scope="module")
@@ -79,33 +77,9 @@ def prepared(clips: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFacto
     return prepare(clips, pipeline, tmp_path_factory.mktemp("prepared") / "audio", "--with_audio")
 
 
-def prepare(clips: Path, pipeline: Path, output: Path, *flags: object) -> Path:
-    run_script_here(
-        "prepare_dataset.py",
-        *flags,
-        dataset=clips,
-        output_dir=output,
-        pretrained_model_name_or_path=pipeline,
-        target_fps=CLIP.fps,
-        buckets="32,64",
-        bucket_frames="9",
-    )
-    return output
-
-
 @pytest.fixture(scope="module")
 def cached(prepared: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cached")
-    run_script_here(
-        "cache_latents.py",
-        dataset_dir=prepared,
-        pretrained_model_name_or_path=pipeline,
-        cache_dir=folder / "entries",
-        output_dir=folder / "rows",
-        batching="pack",
-        max_sequence_length=TEXT_TOKENS,
-    )
-    return folder / "rows"
+    return cache(prepared, pipeline, tmp_path_factory.mktemp("cached"), max_sequence_length=TEXT_TOKENS)
 
 
 @pytest.fixture
@@ -133,13 +107,14 @@ def test_losses_of_both_modalities_are_those_by_hand(
     config = in_process(pipeline, prepared, tmp_path, **PACKS, audio_weight=0.5)
     data = make_data(config, recipe.spec, ModelTokens.of(recipe))
     batch = data.loader.collate_fn([data.dataset[row] for row in range(4)])
+    assert batch["shown"][AUDIO][1].shape == (2, 0)
     step = make_step(config, recipe)
     with torch.no_grad():
         losses = step(recipe.transformer, batch, epoch=0).values
+        batch = encoded(recipe, batch)
         with step.unpacked():
-            expected = [loss_by_hand(recipe, step, batch, row, weight=0.5) for row in range(4)]
+            expected = [loss_by_hand(recipe.pipeline, step, batch, row, weight=0.5) for row in range(4)]
     assert losses.tolist() == pytest.approx(expected, rel=1e-5)
-    assert batch["shown"][AUDIO][1].shape == (2, 0)
 
 
 def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
@@ -156,7 +131,8 @@ def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
         batch = data.loader.collate_fn([data.dataset[row] for row in rows])
         losses = step(recipe.transformer, batch, epoch=0).values
         with torch.no_grad():
-            expected = [loss_by_hand(recipe, step, batch, row, weight=0.5) for row in range(len(rows))]
+            batch = encoded(recipe, batch)
+            expected = [loss_by_hand(recipe.pipeline, step, batch, row, weight=0.5) for row in range(len(rows))]
         assert losses.tolist() == pytest.approx(expected, rel=1e-5)
         recipe.transformer.zero_grad()
         losses.sum().backward()
@@ -168,49 +144,45 @@ def test_stacks_hold_samples_with_audio_or_without_and_have_the_losses_by_hand(
         assert lacking == [], "another process may wait for them"
 
 
-def loss_by_hand(
-    recipe: Recipe, step: Any, batch: Any, row: int, *, weight: float, epoch: int = 0, shown: str = "none"
-) -> float:
-    pipeline = recipe.pipeline
-    pixels, waveform = batch["pixel_values"][row], batch["shown"][AUDIO][row]
-    clean = recipe.encode_latents(pixels[None])[0]
-    noised = step.objective([clean], indices=[batch["index"][row]], epoch=epoch)
+def predict(
+    pipeline: Any,
+    caption: str,
+    fps: float,
+    *,
+    latent: torch.Tensor,
+    timestep: torch.Tensor,
+    audio: torch.Tensor,
+    audio_timestep: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     states, mask, _, _ = pipeline.encode_prompt(
-        batch["caption"][row], do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+        caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
     )
     text, audio_text, mask = pipeline.connectors(states, mask, padding_side="left")
-    silent = not waveform.shape[1] or shown == "no_audio"
-    video_level, audio_level = (
-        0 * noised.timesteps if shown == kind and not silent else noised.timesteps for kind in ("video", "audio")
-    )
-    sounds = recipe.encode_audio(waveform)
-    key = (step.seed, epoch, batch["index"][row])
-    noisy = step.objective.audio([sounds], timesteps=audio_level, keys=[key])
-    video_in = clean if shown == "video" and not silent else noised.latents[0]
-    frames, height, width = clean.shape[1:]
-    video, audio = pipeline.transformer(
-        hidden_states=pipeline._pack_latents(video_in[None]),
-        audio_hidden_states=sounds.new_zeros(1, 1, 4) if silent else noisy.latents[0][None],
+    silent, (frames, height, width) = not len(audio), latent.shape[1:]
+    video, heard = pipeline.transformer(
+        hidden_states=pipeline._pack_latents(latent[None]),
+        audio_hidden_states=audio.new_zeros(1, 1, 4) if silent else audio[None],
         encoder_hidden_states=text,
         audio_encoder_hidden_states=audio_text,
-        timestep=video_level,
-        audio_timestep=audio_level,
-        sigma=video_level,
-        audio_sigma=audio_level,
+        timestep=timestep[None],
+        audio_timestep=audio_timestep[None],
+        sigma=timestep[None],
+        audio_sigma=audio_timestep[None],
         encoder_attention_mask=mask,
         audio_encoder_attention_mask=mask,
         num_frames=frames,
         height=height,
         width=width,
-        fps=batch["fps"][row],
-        audio_num_frames=1 if silent else len(sounds),
+        fps=fps,
+        audio_num_frames=1 if silent else len(audio),
         isolate_modalities=silent,
         use_cross_timestep=True,
         return_dict=False,
     )
-    loss = (video - pipeline._pack_latents(noised.targets[0][None])).square().mean()
-    heard = weight * (audio[0] - noisy.targets[0]).square().mean() if not silent else 0.0
-    return float((0 if shown == "video" and not silent else loss) + (0 if shown == "audio" else heard))
+    return pipeline._unpack_latents(video, frames, height, width)[0], heard[0]
+
+
+loss_by_hand = partial(hand_loss, predict)
 
 
 @pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
@@ -222,14 +194,11 @@ def test_each_modality_is_generated_shown_or_absent_by_sample(
     data = make_data(config, recipe.spec, ModelTokens.of(recipe))
     step = make_step(config, recipe)
     rows = [0, 1, 2, 3] if batches is PACKS else [0, 2, 3]
-    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+    batch = encoded(recipe, data.loader.collate_fn([data.dataset[row] for row in rows]))
     kinds = set()
     for epoch in range(6):
         drawn = step.draw(batch, [(step.seed, epoch, row) for row in rows])
-        shown = [
-            "no_audio" if part.no_audio else "video" if part.video else "audio" if part.audio else "none"
-            for part in drawn
-        ]
+        shown = [*map(kind_of, drawn)]
         if batches is BUCKETS:
             assert len({kind == "no_audio" for kind in shown}) == 1, "samples of a stack have audio, or none has"
         kinds |= {*shown}
@@ -237,7 +206,7 @@ def test_each_modality_is_generated_shown_or_absent_by_sample(
             losses = step(recipe.transformer, batch, epoch=epoch).values
             with step.unpacked():
                 expected = [
-                    loss_by_hand(recipe, step, batch, row, weight=0.5, epoch=epoch, shown=kind)
+                    loss_by_hand(recipe.pipeline, step, batch, row, weight=0.5, epoch=epoch, shown=kind)
                     for row, kind in enumerate(shown)
                 ]
         assert losses.tolist() == pytest.approx(expected, rel=1e-5)
@@ -414,7 +383,7 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     for module in ("attn1", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"):
         changed = [name for name in weights if f".{module}.to_q.lora" in name and bool(weights[name].any())]
         assert len(changed) == 4, module  # A and B of two blocks
-    check_sound(tmp_path / "validation" / "step-2" / "9x32x64-a-red-circle.mp4")
+    check_sound(tmp_path / "validation" / "step-2" / "9x32x64-a-red-circle.mp4", CLIP)
     card = (tmp_path / "README.md").read_text()
     assert "Video and its audio are trained together; samples without a track of sound train video alone." in card
     assert "Some samples train sound for their video or video for their sound" in card
@@ -425,7 +394,7 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
         (place / folder.name).symlink_to(folder)
     monkeypatch.chdir(place)
     run_card(tmp_path, dtype="float32")
-    check_sound(place / "video.mp4")
+    check_sound(place / "video.mp4", CLIP)
     run_script_here(
         "sample_video.py",
         pipeline,
@@ -439,18 +408,7 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
         num_inference_steps=1,
         max_sequence_length=TEXT_TOKENS,
     )
-    check_sound(tmp_path / "clip.mp4")
-
-
-def check_sound(path: Path) -> None:
-    """Check that a render has a track as long as its frames, that is not silent."""
-    source = MediaSource.from_cell(str(path))
-    info = probe(source)
-    assert (info.num_frames, info.fps) == (CLIP.frames, CLIP.fps)
-    heard = read_audio(source, start=0.0, samples=2 * RULE.rate, rate=RULE.rate)
-    assert heard is not None
-    loud = np.flatnonzero(np.abs(heard).max(0) > 1e-4)
-    assert loud[-1] / RULE.rate == pytest.approx(CLIP.frames / CLIP.fps, abs=0.2)
+    check_sound(tmp_path / "clip.mp4", CLIP)
 
 
 @pytest.mark.parametrize(

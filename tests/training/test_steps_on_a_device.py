@@ -120,11 +120,15 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder
 
 @pytest.mark.parametrize("conditions", [None, "video:0.4,audio:0.4,no_audio:0.2"], ids=["both", "shown"])
 @pytest.mark.parametrize("tokens", [(16, 0, 28), (16,), (0,)], ids=["pack", "stack", "silent stack"])
-def test_a_step_with_audio_waits_at_its_end_alone(tokens: tuple[int, ...], conditions: str | None, folder_of) -> None:
-    case, stacked = RECIPES["ltx2"], len(tokens) == 1
-    batch = batch_of(case, (), stacked=stacked)
+@pytest.mark.parametrize("name", ["ltx2", pytest.param("minimax-h3", marks=pytest.mark.slow)])
+def test_a_step_with_audio_waits_at_its_end_alone(
+    name: str, tokens: tuple[int, ...], conditions: str | None, folder_of
+) -> None:
+    case, stacked = RECIPES[name], len(tokens) == 1
+    batch, folder = batch_of(case, (), stacked=stacked), str(folder_of(case))
     counts = tokens * (len(batch["index"]) if stacked else 1)
-    batch["shown"] = {AUDIO: [torch.rand(2, 640 * count) * 2 - 1 for count in counts]}
+    rule = recipe_of(folder).read_audio_rule(folder)
+    batch["shown"] = {AUDIO: [torch.rand(2, rule.num_samples(count)) * 2 - 1 for count in counts]}
     step, step_there = (make_step(case, folder_of(case), stacked=stacked, audio=True) for _ in range(2))
     if conditions is not None:
         step.condition = step_there.condition = read_conditions(conditions)

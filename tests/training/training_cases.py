@@ -79,14 +79,14 @@ def _common(pipeline: Path, prepared: Path, output: Path) -> list[object]:
     )
 
 
-def run_card(folder: Path, *, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Run the code that the card of a run shows, on the CPU and with one step of the scheduler.
+def run_card(folder: Path, *, dtype: str = "bfloat16", steps: int = 1) -> dict[str, Any]:
+    """Run the code that the card of a run shows, on the CPU and with few steps of the scheduler.
 
     Returns its names, and with them what it has `written`: frames, path and frame rate of each video.
     """
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     code = code.replace('"cuda"', '"cpu"').replace("torch.bfloat16", f"torch.{dtype}")
-    code = code.replace("num_frames=", "num_inference_steps=1, num_frames=")
+    code = code.replace("num_frames=", f"num_inference_steps={steps}, num_frames=")
     names: dict[str, Any] = {}
     written = []
     with pytest.MonkeyPatch.context() as patch:  # diffusers writes videos with packages that are not installed here

@@ -34,7 +34,7 @@ class LTXRecipe(Recipe):
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
         """All: each token has a timestep."""
-        return (*FRAMES, BLACK)
+        return (*FRAMES, BLACK, *super().drawn_kinds)
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:

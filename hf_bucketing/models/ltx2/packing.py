@@ -268,10 +268,6 @@ class LTX2Family(Family):
             output, heard = super().run_with_audio(transformer, given, wrapped=wrapped)
         return output, [audio[:0] for audio in heard]
 
-    def audio_rows(self, result: Any) -> torch.Tensor:
-        """Return the prediction of audio, `(rows, tokens, channels)`, among what a forward returns."""
-        return result[1]
-
 
 def modulates_text(transformer: Transformer) -> bool:
     """Return whether a transformer modulates its text by the noise level."""
@@ -309,7 +305,7 @@ def _no_audio(transformer: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return an audio of one token for each row, and a text of one token for it."""
     shape = (len(rows), 1)
     return {
-        "audio_hidden_states": rows.new_zeros(*shape, transformer.config.audio_in_channels),
+        "audio_hidden_states": rows.new_zeros(*shape, FAMILY.audio_channels(transformer)),
         "audio_encoder_hidden_states": rows.new_zeros(*shape, FAMILY.audio_text_dim(transformer)),
     }
 
@@ -318,6 +314,7 @@ def _stacked_audio(rows: Rows) -> dict[str, Any]:
     """Return the arguments of the forward that the audio of a stack makes, of which each row has as many tokens."""
     audio = rows.audio
     assert audio is not None, "the caller checks it"
+    assert audio.text is not None, "the recipe gives it"
     tokens = torch.stack(list(audio.latents))
     return {
         "audio_hidden_states": tokens,
@@ -342,6 +339,7 @@ def _packed_audio(batch: PackedBatch) -> dict[str, Any]:
     if layout is None or batch.audio is None:
         return {}
     audio, device = batch.audio, batch.strips.device
+    assert audio.text is not None, "Audio.check asks for it"
     timesteps, levels = (
         to_device(values, device, dtype=torch.float32) for values in (audio.timesteps, audio.video_timesteps)
     )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR
 from transformers.audio_utils import mel_filter_bank
@@ -16,9 +15,8 @@ from ...devices import to_device
 from ...errors import BucketingError
 from ...media.row_audio import AudioRule
 from ...media.sample import frame_rates
-from ...media.write import Sound
 from ...packing.family import UNLIMITED
-from ..conditioning import APPENDED, MODALITIES
+from ..conditioning import APPENDED
 from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..ltx.packing import reference_factors
@@ -45,8 +43,8 @@ class LTX2Recipe(LTXRecipe):
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
-        """All, frames that are appended and, where audio is trained, which modality is generated."""
-        return (*super().drawn_kinds, *APPENDED, *(MODALITIES if self.audio else ()))
+        """All, and frames that are appended."""
+        return (*super().drawn_kinds, *APPENDED)
 
     def keyframe_of(self, latent_frame: int) -> int:
         """Return the first frame of a latent frame, at which the pipeline shows a picture."""
@@ -98,19 +96,6 @@ class LTX2Recipe(LTXRecipe):
         side = self.pipeline.tokenizer.padding_side
         values, audio, mask = self.pipeline.connectors(states, mask, padding_side=side)
         return TextEmbeddings(values, mask, {AUDIO_TEXT: audio} if self.audio else {})
-
-    def render_with_sound(
-        self, prompt: str, size: Size, *, fps: float, image: Any = None, references: Any = (), **options: Any
-    ) -> tuple[np.ndarray, Sound]:
-        """Call the pipeline at a frame rate, by which its sound is as long as its frames, and return both."""
-        result = self.call(prompt, size, images={"image": image}, references=references, frame_rate=fps, **options)
-        return self.frames_of(result), self.sound_of(self.pipeline, result)
-
-    @classmethod
-    def sound_of(cls, pipeline: Any, result: Any) -> Sound:
-        """Return the sound that the vocoder made."""
-        samples = result.audio[0].float().clamp(-1, 1).cpu().numpy()
-        return Sound(samples, pipeline.vocoder.config.output_sampling_rate)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return frame rates, with the places of appended frames, and noise levels where text is modulated by them."""

@@ -1,1 +1,1 @@
-"""MiniMax-H3: one sequence of text and video per forward, which is the pack; without its sound; flow matching."""
+"""MiniMax-H3: one sequence of text, sound and video per forward, which is the pack; flow matching."""

@@ -4,7 +4,8 @@ The stock forward takes the rows of one sample, each with a position, a modality
 repeats them. So strips are joined again, and attention alone sees segments: of texts in the text refiner, of samples
 in the blocks. Rows, positions and modalities of a sample are those that the pipeline's own block makes.
 
-The model also generates sound, which no sample has here: its rows are absent.
+Sound is rows of the same sequence, between a sample's text and its video: those of the left channel, then those of the
+right one. Samples without sound have none of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...buckets.sizes import round_to_multiple
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
-from ...packing.context import active_layout
+from ...packing.context import active_layout, exact_timesteps
 from ...packing.family import Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
@@ -39,12 +40,14 @@ AUDIO_CHANNELS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PackSequence:
-    """The texts and tokens of a pack as one sequence: each sample's text, then its tokens; padding comes last.
+    """A pack as one sequence: each sample's text, then its audio, then its tokens; padding comes last.
 
     Attributes:
-        order (`torch.Tensor` of shape `(rows,)`): The index of each row among all text tokens followed by all tokens.
-        places (`torch.Tensor` of shape `(rows,)`): The inverse permutation: the row of each text token and token.
-        samples (`torch.Tensor` of shape `(rows,)`): The sample of each row; 0 for padding.
+        order (`torch.Tensor` of shape `(rows,)`): The index of each row among all text tokens, followed by all tokens,
+            followed by those of audio.
+        places (`torch.Tensor` of shape `(rows,)`): The inverse permutation: the row of each of these.
+        timesteps (`torch.Tensor` of shape `(rows,)`): The index of each row's timestep among those of all samples,
+            followed by those of their audio; 0 for padding.
         modalities (`torch.Tensor` of shape `(rows,)`): The modality of each row.
         segments ([`SegmentSpans`]): Attention of each sample's rows to each other.
         text_segments ([`SegmentSpans`]): Attention of each sample's text to itself, over all text tokens.
@@ -52,7 +55,7 @@ class PackSequence:
 
     order: torch.Tensor
     places: torch.Tensor
-    samples: torch.Tensor
+    timesteps: torch.Tensor
     modalities: torch.Tensor
     segments: SegmentSpans
     text_segments: SegmentSpans
@@ -64,25 +67,31 @@ class PackSequence:
 
     @classmethod
     def _make(cls, layout: PackedLayout) -> PackSequence:
-        words, rows = layout.num_text_tokens, layout.num_text_tokens + layout.num_tokens
-        pieces = [
-            torch.cat([torch.arange(*text), words + torch.arange(*tokens)])
-            for text, tokens in zip(layout.text_spans, layout.spans, strict=True)
+        words, tokens = layout.num_text_tokens, layout.num_tokens
+        lengths = layout.audio_lengths or (0,) * len(layout)
+        rows = words + tokens + sum(lengths)
+        audio = itertools.pairwise(itertools.accumulate(lengths, initial=words + tokens))
+        parts = [
+            [torch.arange(*text), torch.arange(*heard), words + torch.arange(*own)]
+            for text, heard, own in zip(layout.text_spans, audio, layout.spans, strict=True)
         ]
+        pieces = [torch.cat(sample) for sample in parts]
         real = torch.cat(pieces)
         is_padding = torch.ones(rows, dtype=torch.bool).index_fill(0, real, False)
         order = torch.cat([real, is_padding.nonzero()[:, 0]])
         spans = list(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
-        samples = torch.zeros(rows, dtype=torch.long)
+        of_audio = order >= words + tokens
+        timesteps = torch.zeros(rows, dtype=torch.long)
         for sample, span in enumerate(spans):
-            samples[slice(*span)] = sample
-        modalities = torch.where(order < words, TEXT, VIDEO)
-        tensors = (to_device(index, layout.device) for index in (order, order.argsort(), samples, modalities))
-        order, places, samples, modalities = tensors
+            timesteps[slice(*span)] = sample
+        timesteps[of_audio] += len(layout)
+        modalities = torch.where(order < words, TEXT, torch.where(of_audio, AUDIO, VIDEO))
+        tensors = (to_device(index, layout.device) for index in (order, order.argsort(), timesteps, modalities))
+        order, places, timesteps, modalities = tensors
         return cls(
             order=order,
             places=places,
-            samples=samples,
+            timesteps=timesteps,
             modalities=modalities,
             segments=SegmentSpans.within(spans, rows),
             text_segments=SegmentSpans.within(layout.text_spans, words),
@@ -143,6 +152,8 @@ class MiniMaxH3Family(Family):
     attention_kwargs = "attention_kwargs"
     width_settings = ("hidden_size",)
     runs_alone = True
+    audio_parts = ("audio_proj",)
+    cast_inputs = (*Family.cast_inputs, "audio_hidden_states")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse patches of several frames, of which the pipeline has no positions."""
@@ -156,9 +167,19 @@ class MiniMaxH3Family(Family):
         """Return the channels of a latent, which the configuration counts without the patch."""
         return int(transformer.config.in_channels)
 
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
+        """Refuse audio that is not as long on the left as on the right."""
+        super().check_layout(transformer, layout, stretched=stretched)
+        for sample, length in enumerate(layout.audio_lengths or ()):
+            if length % AUDIO_CHANNELS:
+                raise PackingError(
+                    f"The audio of sample {sample} has {length} tokens; those of the left channel are followed by as "
+                    "many of the right one."
+                )
+
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return the layers at both ends of the sound."""
-        return ("audio_proj",)
+        return self.audio_parts
 
     def processor(self, name: str, backend: Backend) -> PackedMiniMaxH3AttnProcessor:
         """Return the processor of the text refiner, or of the blocks."""
@@ -181,8 +202,16 @@ class MiniMaxH3Family(Family):
         return replace(layout, caption_ids=None), round_to_multiple(length, layout.processes) if pads else None
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return the strips with one timestep per sample."""
-        return replace(super().rows(batch), timesteps=batch.timesteps)
+        """Return the strips with one timestep per sample, then one for the audio of each, if the pack has audio."""
+        rows, audio = replace(super().rows(batch), timesteps=batch.timesteps), batch.audio
+        if audio is None:
+            return rows
+        heard = to_device(exact_timesteps(audio.timesteps), batch.strips.device)
+        return replace(
+            rows,
+            timesteps=torch.cat([batch.timesteps, heard]),
+            conditioning={**rows.conditioning, "audio_hidden_states": torch.cat(list(audio.latents))[None]},
+        )
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Join the strips of a pack into one sequence, as its texts are, and turn timesteps round."""
@@ -195,17 +224,27 @@ class MiniMaxH3Family(Family):
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Describe the rows of one sample as the pipeline does."""
-        words = rows.text.shape[1]
-        positions, modalities, video, audio, text = _stock_rows(transformer, rows.grid, words)
+        """Describe the rows of samples of one size as the pipeline does."""
+        words, audio = rows.text.shape[1], rows.audio
+        length = 0 if audio is None else audio.lengths[0]
+        positions, modalities, video, heard, text = _stock_rows(transformer, rows.grid, words, length)
+        of_audio = {"audio_hidden_states": _no_sound(transformer, rows.text)}
+        indices = torch.zeros(len(positions), dtype=torch.long)
+        if audio is not None:
+            levels = to_device(exact_timesteps(audio.timesteps), rows.timesteps.device)
+            indices[heard] = len(rows.timesteps)
+            of_audio = {
+                "audio_hidden_states": torch.stack(list(audio.latents)),
+                "timestep": 1 - torch.cat([rows.timesteps, levels]) / 1000,
+            }
         return {
-            "timestep_indices": torch.zeros(len(positions), dtype=torch.long),
+            "timestep_indices": indices,
             "token_tags": modalities,
             "position_ids": positions,
             "video_indices": video,
             "text_indices": text,
-            "audio_indices": audio,
-            "audio_hidden_states": _no_sound(transformer, rows.text),
+            "audio_indices": heard,
+            **of_audio,
         }
 
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
@@ -213,7 +252,7 @@ class MiniMaxH3Family(Family):
         return super().restored(output.flatten(0, 1).unflatten(0, (-1, math.prod(grid))), grid, patch)
 
 
-def _stock_rows(transformer: Transformer, grid: Grid, words: int) -> tuple[torch.Tensor, ...]:
+def _stock_rows(transformer: Transformer, grid: Grid, words: int, audio: int) -> tuple[torch.Tensor, ...]:
     """Return what the pipeline's block makes of a sample: positions `(rows, 3)`, modalities, and indices of each.
 
     The indices are those of video, of audio and of text.
@@ -226,7 +265,7 @@ def _stock_rows(transformer: Transformer, grid: Grid, words: int) -> tuple[torch
         num_latent_frames=grid[0],
         latent_height=grid[1] * p_h,
         latent_width=grid[2] * p_w,
-        num_audio_latents=0,
+        num_audio_latents=audio // AUDIO_CHANNELS,
         patch_size=transformer.config.patch_size,
         audio_channels=AUDIO_CHANNELS,
         audio_tag=AUDIO,
@@ -236,15 +275,16 @@ def _stock_rows(transformer: Transformer, grid: Grid, words: int) -> tuple[torch
     return rows
 
 
-def _positions(transformer: Any, sample: tuple[Grid, int], *, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the positions of a sample's text, `(length, 3)`, and of its tokens, `(t·h·w, 3)`."""
-    grid, words = sample
-    positions = to_device(_stock_rows(transformer, grid, words)[0].float(), device)  # the model casts them so
-    return positions[:words], positions[words:]
+def _positions(transformer: Any, sample: tuple[Grid, int, int], *, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the positions of a sample's text, `(length, 3)`, of its tokens, `(t·h·w, 3)`, and of its audio."""
+    grid, words, audio = sample
+    positions = _stock_rows(transformer, grid, words, audio)[0].float()  # the model casts them so
+    text, heard, tokens = to_device(positions, device).split([words, audio, len(positions) - words - audio])
+    return text, tokens, heard
 
 
 def _no_sound(transformer: Transformer, like: torch.Tensor) -> torch.Tensor:
-    return like.new_zeros(len(like), 0, transformer.config.audio_in_channels)
+    return like.new_zeros(len(like), 0, FAMILY.audio_channels(transformer))
 
 
 @torch.compiler.disable  # loops over the samples of the pack
@@ -253,20 +293,21 @@ def _describe(
 ) -> tuple[Any, dict[str, Any]]:
     layout, tokens = active_layout(), kwargs["hidden_states"]
     sequence, words, device = PackSequence.of(layout), layout.num_text_tokens, torch.device(layout.device)
-    samples = zip(layout.grids, layout.text_lengths, strict=True)
-    of_texts, of_tokens = zip(*(tables(transformer, sample, device) for sample in samples), strict=True)
+    lengths = layout.audio_lengths or (0,) * len(layout)
+    samples = zip(layout.grids, layout.text_lengths, lengths, strict=True)
+    of_texts, of_tokens, of_audio = zip(*(tables(transformer, sample, device) for sample in samples), strict=True)
     padding = of_texts[0].new_zeros(layout.text_padding, 3)
-    positions = torch.cat([*of_texts, padding, by_strip(of_tokens, layout).flatten(0, 1)])
+    positions = torch.cat([*of_texts, padding, by_strip(of_tokens, layout).flatten(0, 1), *of_audio])
     rows = {
-        "timestep_indices": sequence.samples,
+        "timestep_indices": sequence.timesteps,
         "token_tags": sequence.modalities,
         "position_ids": positions.index_select(0, sequence.order),
         "text_indices": sequence.places[:words],
-        "video_indices": sequence.places[words:],
-        "audio_indices": sequence.places[:0],
+        "video_indices": sequence.places[words : words + layout.num_tokens],
+        "audio_indices": sequence.places[words + layout.num_tokens :],
         "audio_hidden_states": _no_sound(transformer, tokens),
     }
-    return args, {**kwargs, **rows}
+    return args, {**rows, **kwargs}
 
 
 FAMILY = MiniMaxH3Family()

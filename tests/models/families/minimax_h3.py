@@ -40,32 +40,58 @@ def make_minimax_h3(**config: Any) -> MiniMaxH3Transformer3DModel:
 
 def minimax_h3_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """Call the model on `(C, f, h, w)` as the pipeline does, but for the sound; return noise − data."""
-    patch, channels = model.config.patch_size, model.config.in_channels
-    frames, height, width = latent.shape[1:]
-    positions, tags, video, audio, words, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-        torch.full((len(text),), TEXT), frames, height, width, 0, patch, 2, AUDIO, VIDEO
-    )
-    time = float(1 - timestep / 1000)  # in float32, as the scheduler
+    silence = latent.new_zeros(0, model.config.audio_in_channels)
+    return minimax_h3_with_audio(model, latent, timestep, text, audio=silence, audio_timestep=timestep)[0]
+
+
+def minimax_h3_with_audio(
+    model: Any,
+    latent: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    audio: torch.Tensor,
+    audio_timestep: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the model on a latent and audio `(tokens, C)` as the pipeline does; return noise − data of both."""
+    layout = layout_of(model, latent, len(text), num_audio_latents=len(audio) // 2)
     times, indices = MiniMaxH3SetTimestepsStep.build_row_timesteps(
-        video, audio, 0, 0, words.numel(), video_timestep=time, audio_timestep=time,
-        condition_video_timestep=max(time, 0.999), condition_audio_timestep=1.0,
-    )  # fmt: skip
-    velocity, _ = model(
-        hidden_states=patchify_video_latents(latent[None], patch)[None],
-        audio_hidden_states=latent.new_zeros(1, 0, model.config.audio_in_channels),
+        layout["video_indices"],
+        layout["audio_indices"],
+        0,
+        0,
+        len(text),
+        video_timestep=float(1 - timestep / 1000),  # in float32, as the scheduler
+        audio_timestep=float(1 - audio_timestep / 1000),
+        condition_video_timestep=1.0,
+        condition_audio_timestep=1.0,
+    )
+    velocity, heard = model(
+        hidden_states=patchify_video_latents(latent[None], model.config.patch_size)[None],
+        audio_hidden_states=audio[None],
         encoder_hidden_states=text[None],
         timestep=times,
         timestep_indices=indices,
-        token_tags=tags,
-        position_ids=positions,
-        video_indices=video,
-        audio_indices=audio,
-        text_indices=words,
         return_dict=False,
+        **layout,
     )
-    p_t, p_h, p_w = patch
-    rows = velocity[0].reshape(frames // p_t, height // p_h, width // p_w, channels, p_t, p_h, p_w)
-    return -rows.permute(3, 0, 4, 1, 5, 2, 6).reshape(channels, frames, height, width)
+    return -latent_of_rows(velocity[0], latent, patch=model.config.patch_size), -heard[0]
+
+
+def layout_of(model: Any, latent: torch.Tensor, words: int, *, num_audio_latents: int) -> dict[str, torch.Tensor]:
+    """Return the arguments by which the pipeline describes the rows of a sample `(C, f, h, w)` to the model."""
+    made = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        torch.full((words,), TEXT), *latent.shape[1:], num_audio_latents, model.config.patch_size, 2, AUDIO, VIDEO
+    )
+    names = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
+    return dict(zip(names, made, strict=False))
+
+
+def latent_of_rows(rows: torch.Tensor, latent: torch.Tensor, *, patch: tuple[int, int, int]) -> torch.Tensor:
+    """Return rows of patches as a latent of the shape of another, `(C, f, h, w)`."""
+    channels, *sides = latent.shape
+    grid = [side // part for side, part in zip(sides, patch, strict=True)]
+    return rows.reshape(*grid, channels, *patch).permute(3, 0, 4, 1, 5, 2, 6).reshape(latent.shape)
 
 
 @torch.no_grad()
@@ -80,12 +106,18 @@ def normalised_latent(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     return ((latent - latent_mean) / latent_std)[0]
 
 
-def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+def text_of(pipeline: Any, caption: str) -> torch.Tensor:
+    """Encode a caption, `(length, dim)`, by the pipeline's own block."""
     encode_text = MiniMaxH3TextEncoderStep().init_pipeline()
     encode_text.update_components(
         text_encoder=pipeline.text_encoder, tokenizer=pipeline.tokenizer, processor=pipeline.processor
     )
-    (text,) = encode_text(prompt=drawn.caption, output="prompt_embeds")
+    (text,) = encode_text(prompt=caption, output="prompt_embeds")
+    return text
+
+
+def text_to_video_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+    text = text_of(pipeline, drawn.caption)
     clean, noise, sigma = normalised_latent(pipeline, drawn.pixels), drawn.noise, drawn.timestep / 1000
     noisy = (1 - sigma) * clean + sigma * noise
     velocity = minimax_h3_alone(pipeline.transformer, noisy, drawn.timestep, text)

@@ -1,0 +1,261 @@
+"""Runs that train models other than LTX-2 on video with its audio: losses by hand, resume, caches, cards, renders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ModularPipeline
+from safetensors.torch import load_file
+from synthetic.media import Clip
+
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.media.row_audio import AudioRule
+from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.data import make_data
+from hf_bucketing.training.run_data import ModelTokens
+from hf_bucketing.training.steps import make_step
+from tests.conftest import run_script_here
+from tests.models.families.minimax_h3 import minimax_h3_with_audio, text_of
+from tests.training.audio_runs import (
+    SILENT,
+    Predict,
+    cache,
+    check_sound,
+    encoded,
+    kind_of,
+    loss_by_hand,
+    prepare,
+    write_clips,
+)
+from tests.training.training_cases import in_process, run, run_card
+
+TEXT_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioRun:
+    """Runs of a model with audio.
+
+    Args:
+        clip: Size of the clips.
+        rule: Rule of the model's audio.
+        tokens: Tokens of a clip's video, and of its audio.
+        predict: Calls the stock transformer, see [`Predict`].
+        audio_level: Noise level of audio beside video of a level.
+        rendered: Size of the renders.
+        load: Loads a pipeline with the transformer of a run.
+        audio_only: Part of the name of a weight that serves audio alone.
+    """
+
+    clip: Clip
+    rule: AudioRule
+    tokens: tuple[int, int]
+    predict: Predict
+    audio_level: Callable[[float], float]
+    rendered: Clip
+    load: Callable[[Path], Any]
+    audio_only: str
+
+    @property
+    def packs(self) -> dict[str, Any]:
+        """Settings of packs that hold three samples, of which two have sound."""
+        fits = 2 * (sum(self.tokens) + TEXT_TOKENS) + self.tokens[0] + TEXT_TOKENS
+        return {"batching": "pack", "max_tokens": fits + 3 * 8, "strip_length": 8, **COMMON}
+
+
+COMMON: dict[str, Any] = {"max_sequence_length": TEXT_TOKENS, "learning_rate": 1e-3}
+BUCKETS: dict[str, Any] = {"train_batch_size": 2, **COMMON}
+
+
+minimax_h3_text = lru_cache(text_of)
+
+
+def minimax_h3_predict(
+    pipeline: Any, caption: str, fps: float, *, latent: torch.Tensor, timestep: torch.Tensor, **audio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    text = minimax_h3_text(pipeline, caption).to(latent)
+    return minimax_h3_with_audio(pipeline.transformer, latent, timestep, text, **audio)
+
+
+def minimax_h3_audio_level(level: float) -> float:
+    """Return the level of audio where that of its video is given: schedules of one step, shifted by 12 and by 3."""
+    unshifted = level / (12 - 11 * level)
+    return 3 * unshifted / (1 + 2 * unshifted)
+
+
+def load_modular(folder: Path) -> Any:
+    pipeline = ModularPipeline.from_pretrained(folder)
+    pipeline.load_components()
+    return pipeline
+
+
+RUNS = {
+    "minimax-h3": AudioRun(
+        clip=Clip(22, 32, 64, 24),
+        rule=AudioRule(rate=32000, samples_per_token=800, tokens_at_once=2),
+        tokens=(14, 2 * 37),
+        predict=minimax_h3_predict,
+        audio_level=minimax_h3_audio_level,
+        rendered=Clip(124, 32, 64, 24),
+        load=load_modular,
+        audio_only="audio_proj_out.weight",
+    )
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def audio_run(name: str) -> AudioRun:
+    return RUNS[name]
+
+
+@pytest.fixture(scope="module")
+def pipeline(name: str, tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder(name)
+
+
+@pytest.fixture(scope="module")
+def prepared(audio_run: AudioRun, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    clips, output = tmp_path_factory.mktemp("clips"), tmp_path_factory.mktemp("prepared") / "audio"
+    return prepare(write_clips(clips, audio_run.clip), pipeline, output, "--with_audio", clip=audio_run.clip)
+
+
+@pytest.fixture(scope="module")
+def cached(prepared: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cache(prepared, pipeline, tmp_path_factory.mktemp("cached"), max_sequence_length=TEXT_TOKENS)
+
+
+@pytest.fixture
+def recipe(pipeline: Path) -> Recipe:
+    """A recipe in float64, in which losses are compared to 1e-6."""
+    recipe = recipe_of(str(pipeline)).load(str(pipeline), max_sequence_length=TEXT_TOKENS, audio=True)
+    for module in recipe.modules("transformer", "vae"):
+        module.double()
+    return recipe
+
+
+def test_columns_say_which_rows_have_sound_and_plans_count_its_tokens(
+    audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    rows = PreparedDataset.load(prepared)
+    assert rows.audio == audio_run.rule
+    config = in_process(pipeline, prepared, tmp_path, **audio_run.packs)
+    data = make_data(config, rows.spec, ModelTokens.of(recipe))
+    own, heard = audio_run.tokens
+    assert rows.dataset["num_tokens"] == [own] * 4
+    assert (data.num_tokens - own).tolist() == [0 if row == SILENT else heard for row in range(4)]
+
+
+@pytest.mark.parametrize("batching", ["pack", "bucket"])
+def test_each_modality_is_generated_shown_or_absent_and_has_the_loss_by_hand(
+    batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    shares = "video:0.25,audio:0.25,no_audio:0.2,none:0.3"
+    batches = audio_run.packs if batching == "pack" else BUCKETS
+    config = in_process(pipeline, prepared, tmp_path, **batches, audio_weight=0.5, condition=shares)
+    data, step = make_data(config, recipe.spec, ModelTokens.of(recipe)), make_step(config, recipe)
+    rows = [0, SILENT, 2, 3] if batching == "pack" else [0, 2, 3]
+    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+    assert [sound.shape[1] for sound in batch["shown"]["audio"]] == [
+        0 if row == SILENT else audio_run.rule.num_samples(audio_run.tokens[1]) for row in rows
+    ]
+    batch = encoded(recipe, batch)
+    by_hand = partial(loss_by_hand, audio_run.predict, recipe.pipeline, step, batch, audio_level=audio_run.audio_level)
+    kinds = set()
+    for epoch in range(5):
+        shown = [*map(kind_of, step.draw(batch, [(step.seed, epoch, row) for row in rows]))]
+        kinds |= {*shown}
+        with torch.no_grad():
+            losses = step(recipe.transformer, batch, epoch=epoch).values
+            with step.unpacked():
+                expected = [by_hand(row, weight=0.5, epoch=epoch, shown=kind) for row, kind in enumerate(shown)]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-6)
+    assert kinds == {"no_audio", "video", "audio", "none"}
+
+
+def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, recipe: Recipe) -> None:
+    heard = audio_run.tokens[1]
+    sound = torch.rand(2, audio_run.rule.num_samples(heard), dtype=torch.float64) * 2 - 1
+    assert len(recipe.encode_audio(sound)) == heard
+    assert len(recipe.encode_audio(sound[:, :0])) == 0
+
+
+def test_training_from_a_cache_is_training_from_files(
+    audio_run: AudioRun, prepared: Path, cached: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    views = {"random_crop": False, "frame_picking": "start"}
+    from_files = run(in_process(pipeline, prepared, tmp_path / "files", **audio_run.packs, **views))
+    from_cache = run(in_process(pipeline, cached, tmp_path / "cache", **audio_run.packs))
+    assert from_files == pytest.approx(from_cache, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["pack", "bucket"])
+def test_two_epochs_resume_exactly_and_train_all_weights(
+    batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    batches = audio_run.packs if batching == "pack" else BUCKETS
+    settings = {**batches, "num_train_epochs": 2, "max_train_steps": None, "checkpointing_steps": 2}
+    whole = run(in_process(pipeline, prepared, tmp_path, **settings))
+    checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+    assert len(whole) > 2
+    again = run(in_process(pipeline, prepared, tmp_path, **settings, resume_from_checkpoint=str(checkpoints[0])))
+    assert again == whole
+    trained, before = (dict(audio_run.load(folder).transformer.named_parameters()) for folder in (tmp_path, pipeline))
+    same = [name for name, values in trained.items() if torch.equal(values, before[name])]
+    assert not any(audio_run.audio_only in name for name in same)
+    assert len(same) < 0.2 * len(trained)
+
+
+@pytest.mark.slow
+def test_adapters_are_saved_and_rendered_with_sound(
+    audio_run: AudioRun, cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = audio_run.rendered
+    validation = {
+        "validation_prompts": ["a red circle"],
+        "validation_sizes": f"{clip.frames},{clip.height},{clip.width}",
+        "validation_fps": clip.fps,
+        "validation_steps": 2,
+        "validation_inference_steps": 2,
+    }
+    shares = "video:0.2,audio:0.2,none:0.6"
+    run(in_process(pipeline, cached, tmp_path, **audio_run.packs, **validation, lora_rank=2, condition=shares))
+    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    assert all(bool(values.any()) for values in weights.values())
+    size = f"{clip.frames}x{clip.height}x{clip.width}"
+    check_sound(tmp_path / "validation" / "step-2" / f"{size}-a-red-circle.mp4", clip)
+    card = (tmp_path / "README.md").read_text()
+    assert "Video and its audio are trained together; samples without a track of sound train video alone." in card
+    assert "Some samples train sound for their video or video for their sound" in card
+    place = tmp_path / "place"
+    place.mkdir()
+    for folder in (pipeline, tmp_path):  # the card names them by the last part of their paths
+        (place / folder.name).symlink_to(folder)
+    monkeypatch.chdir(place)
+    run_card(tmp_path, dtype="float32", steps=2)
+    check_sound(place / "video.mp4", clip)
+    run_script_here(
+        "sample_video.py",
+        pipeline,
+        "--with_audio",
+        lora_weights=tmp_path,
+        output=tmp_path / "clip.mp4",
+        height=clip.height,
+        width=clip.width,
+        num_frames=clip.frames,
+        num_inference_steps=2,
+        fps=clip.fps,
+    )
+    check_sound(tmp_path / "clip.mp4", clip)
