@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
+
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
@@ -20,6 +22,8 @@ from .held_out_loss import HeldOutLoss, in_evaluation
 from .opened import OpenedRun
 from .trained import TrainedModel
 from .validation import Validation, images_of, parse_sizes, references_of
+
+logger = get_logger(__name__)
 
 
 def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStream) -> Validation | None:
@@ -98,6 +102,7 @@ class Evaluation:
             if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
                 lent = recipe.lent_to(accelerator.device, *(set(PARTS) - {"trained", *self.called}))
                 removed = trained.context_parallel.removed()
+                logger.info(f"Renders {self.validation.describe()}")
                 with removed, self.experts.unpacked(), lent, rendering_in_lockstep(recipe):
                     self.validation.render(recipe, accelerator, step=global_step)
         accelerator.wait_for_everyone()

@@ -74,6 +74,12 @@ class Validation:
             for transformer, was_training in zip(transformers, training, strict=True):
                 transformer.train(was_training)
 
+    def describe(self) -> str:
+        """Return what is rendered, in words."""
+        count, steps = len(self.config.validation_prompts or []), self.config.validation_inference_steps
+        sizes = ", ".join(map(str, self.sizes))
+        return f"{count} prompt{'' if count == 1 else 's'} at {sizes} (--validation_sizes), in {steps} steps each"
+
     def file_of(self, number: int, size: Size, *, step: int) -> Path:
         """Return the file of the rendering of a prompt, by its position, at a size after an optimizer step.
 

@@ -60,6 +60,8 @@ def test_prompts_are_rendered_to_files_and_to_the_tracker(family, frames, pipeli
         seed=0,
         folder=tmp_path,
     )
+    size = f"{frames}×32×64 (frames×height×width)"
+    assert validation.describe() == f"1 prompt at {size} (--validation_sizes), in 2 steps each"
     validation.render(recipe, accelerator, step=3)
     name = f"{frames}x32x64-a-red-square"
     info = probe(MediaSource.from_cell(str(tmp_path / "step-3" / f"{name}.mp4")))
