@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ..buckets.arrays import BoolArray, IntArray, whole_column
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
+from ..media.row_audio import RowAudio
 from ..media.row_references import RowReferences
 from ..randomness import Purpose, generator
 
@@ -66,18 +67,23 @@ class RandomResize:
         width: npt.ArrayLike,
         index: npt.ArrayLike,
         references: RowReferences | None = None,
+        audio: RowAudio | None = None,
     ) -> Callable[[int], IntArray]:
         """Return a function from an epoch to the tokens of each row, of shape `(n,)`, for the sampler's `num_tokens`.
 
         Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns, and the
-        references of its rows, whose tokens count too.
+        references and the audio of its rows, whose tokens count too.
         """
         columns = [whole_column(column, np.int64) for column in (num_frames, height, width)]
         usable = np.minimum.reduce(columns) >= 1
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
         indices = whole_column(index, np.int64)
         # A saved state compares what a partial holds; of a nested function it would compare the code too.
-        return partial(self._tokens, usable, frames, heights, widths, indices, references)
+        counter = partial(self._tokens, usable, frames, heights, widths, indices, references)
+        if audio is None:
+            return counter
+        whole = self.spec.snap_arrays(frames, heights, widths)[0]
+        return partial(counter, heard=audio.num_tokens(np.where(usable, whole, 0)))
 
     def _tokens(
         self,
@@ -88,12 +94,16 @@ class RandomResize:
         indices: IntArray,
         references: RowReferences | None,
         epoch: int,
+        *,
+        heard: IntArray | None = None,
     ) -> IntArray:
         """Return the tokens of each row in an epoch, 0 for rows that are not usable."""
         drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
         whole = self.spec.snap_arrays(frames, *drawn)
         t, h, w = self.spec.grid_of(*whole)
         tokens = t * h * w
+        if heard is not None:
+            tokens += heard
         if references is not None:
             tokens += references.num_tokens(np.stack(whole, 1), spec=self.spec)
         return np.where(usable, tokens, 0)

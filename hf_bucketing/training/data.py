@@ -375,7 +375,8 @@ def _data_of(
         )
         tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = num_tokens
         if resize is not None:
-            tokens, learned = (resize.token_counter(**sizes, references=shown) for shown in (references, None))
+            tokens = resize.token_counter(**sizes, references=references, audio=audio)
+            learned = resize.token_counter(**sizes)
         try:
             sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:

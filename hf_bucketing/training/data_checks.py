@@ -102,11 +102,9 @@ def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStre
             raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
         return
     faults = {
-        "`random_resize`": config.batches.random_resize is not None,
         '`frame_picking="uniform"`, by which frames are further apart than their sound': (
             config.views.frame_picking == "uniform"
         ),
-        "`preservation` and `slider`, whose targets are video alone": config.preservation.base_predictions,
         "`context_parallel_degree`": config.memory.context_parallel_degree > 1,
     }
     for what, wrong in faults.items():

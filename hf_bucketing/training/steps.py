@@ -66,11 +66,18 @@ class Prediction(NamedTuple):
 
     Attributes:
         by_sample (callable): Returns the prediction for each sample, `(C_out, f, h, w)`, 0 where tokens are dropped.
-        losses (callable): Returns the loss of each sample, `(n,)`, given noisy latents and targets.
+        losses (callable): Returns the loss of each sample's video, `(n,)`, given noisy latents and targets.
+        heard (list of `(tokens, channels)`): Predictions for the audio of each sample; none where none is trained.
     """
 
     by_sample: Callable[[], list[torch.Tensor]]
     losses: Callable[[Noised], torch.Tensor]
+    heard: Sequence[torch.Tensor] = ()
+
+    @property
+    def modalities(self) -> list[Sequence[torch.Tensor]]:
+        """Predictions for each sample of its video and, where some is trained, of its audio."""
+        return [self.by_sample(), *([self.heard] if self.heard else [])]
 
 
 @dataclass(kw_only=True)
@@ -124,9 +131,12 @@ class Step(ABC):
             predicted = self._base_predictions(transformer, samples, seeds, batch=batch, targets=of_base)
         with activations_on_cpu() if self.offload_activations else nullcontext():
             prediction = self._predict(transformer, samples, seeds)
-            values = prediction.losses(noised)
+            values = self._losses(prediction, noised, audio)
             if predicted is not None:
-                values = _replaced(values, prediction.losses(noised._replace(targets=predicted)), of_base)
+                own, *heard = predicted
+                base = audio if audio is None else audio._replace(targets=[*heard[0]])
+                of_pairs = self._losses(prediction, noised._replace(targets=[*own]), base)
+                values = _replaced(values, of_pairs, of_base)
         names = ["data" if target is None else target.name for target in of_base]
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
         return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets, drawn)
@@ -220,28 +230,31 @@ class Step(ABC):
         *,
         batch: Mapping[str, Any],
         targets: Sequence[BaseTarget | None],
-    ) -> list[torch.Tensor]:
-        """Return what the base model predicts of each sample, `(C_out, f, h, w)`, with its slider's difference.
+    ) -> list[Sequence[torch.Tensor]]:
+        """Return what the base model predicts, see [`Prediction.modalities`], with the differences of sliders.
 
         It runs before the activations of the trained model exist, which take far more memory.
         """
         bare = transformer if self.sharded else self.recipe.transformer  # DDP would send its buffers
         pairs = [None if target is None else target.pair for target in targets]
 
-        def predict_side(side: int) -> list[torch.Tensor]:
+        def predict_side(side: int) -> list[Sequence[torch.Tensor]]:
             captions = [None if pair is None else pair[side] for pair in pairs]
             text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(samples.text.values.dtype)
-            return self._predict(bare, replace(samples, text=text), seeds).by_sample()
+            return self._predict(bare, replace(samples, text=text), seeds).modalities
 
         with base_model(bare):
-            predicted = self._predict(bare, samples, seeds).by_sample()
+            predicted = self._predict(bare, samples, seeds).modalities
             if self.preservation.slider is None:
                 return predicted
             plus, minus = predict_side(0), predict_side(1)
         strength = self.preservation.slider_strength
         return [
-            own if pair is None else own + strength * (more - less)
-            for own, pair, more, less in zip(predicted, pairs, plus, minus, strict=True)
+            [
+                own if pair is None else own + strength * (more - less)
+                for own, pair, more, less in zip(*modality, strict=True)
+            ]
+            for modality in zip(predicted, [pairs] * len(predicted), plus, minus, strict=True)
         ]
 
     @torch.no_grad()
@@ -263,7 +276,7 @@ class Step(ABC):
             keys = [(index, level) for index in batch["index"]]
             audio = self._noised_audio(media, noised, drawn, keys=keys)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
-            values = self._predict(transformer, samples, None).losses(noised)
+            values = self._losses(self._predict(transformer, samples, None), noised, audio)
             levels = self.objective.noise_levels(noised.timesteps)
             found.append(StepLosses(values, levels, np.zeros(len(values), np.int64), drawn))
         return found
@@ -275,12 +288,10 @@ class Step(ABC):
         There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
         """
 
-    def _with_audio(
-        self, losses: Callable[[Noised], torch.Tensor], audio: NoisedAudio, heard: Sequence[torch.Tensor]
-    ) -> Callable[[Noised], torch.Tensor]:
-        """Return losses of video with those of the audio that was predicted beside it."""
-        of_audio = self.audio_weight * audio.losses(heard)
-        return lambda noised: losses(noised) + of_audio
+    def _losses(self, prediction: Prediction, noised: Noised, audio: NoisedAudio | None) -> torch.Tensor:
+        """Return the loss of each sample, `(n,)`: of its video, and of the audio that was predicted beside it."""
+        values = prediction.losses(noised)
+        return values if audio is None else values + self.audio_weight * audio.losses(prediction.heard)
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -301,7 +312,7 @@ class BucketStep(Step):
             return Prediction(partial(list, output), partial(self.objective.losses, output, weights=weights))
         output, heard = self.recipe.predict_with_audio(transformer, samples, inputs)
         losses = partial(self.objective.losses, output, weights=weights)
-        return Prediction(partial(list, output), self._with_audio(losses, samples.audio, heard))
+        return Prediction(partial(list, output), losses, heard)
 
 
 @dataclass(kw_only=True)
@@ -336,7 +347,7 @@ class PackStep(Step):
             return Prediction(partial(pack.unpack, output), losses)
         output, heard = packed_forward_with_audio(transformer, pack)
         losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
-        return Prediction(partial(pack.unpack, output), self._with_audio(losses, samples.audio, heard))
+        return Prediction(partial(pack.unpack, output), losses, heard)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:

@@ -98,7 +98,31 @@ def loss_by_hand(
 ) -> float:
     """Return the loss of a sample: that of its video, and that of its audio times a weight, from a stock call alone.
 
-    The batch is an [`encoded`] one; `audio_level` is the noise level of audio beside video of a level.
+    Arguments as of [`call_by_hand`].
+    """
+    options: dict[str, Any] = {"epoch": epoch, "shown": shown, "audio_level": audio_level}
+    (video, of_video), (audio, of_audio) = call_by_hand(predict, pipeline, step, batch, row, **options)
+    silent = shown == "no_audio" or not len(of_audio)
+    loss = 0.0 if shown == "video" and not silent else float((video - of_video).square().mean())
+    return loss if shown == "audio" or silent else loss + weight * float((audio - of_audio).square().mean())
+
+
+def call_by_hand(
+    predict: Predict,
+    pipeline: Any,
+    step: Step,
+    batch: Mapping[str, Any],
+    row: int,
+    *,
+    epoch: int = 0,
+    shown: str = "none",
+    audio_level: Callable[[float], float] = lambda level: level,
+    caption: str | None = None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return what a stock call predicts of a sample's video and audio, each with what it is trained to be.
+
+    The batch is an [`encoded`] one; `audio_level` is the noise level of audio beside video of a level. A caption
+    replaces that of the sample.
     """
     clean, sound = batch["latents"][row], batch["conditions"][AUDIO][row]
     sound = sound[:0] if shown == "no_audio" else sound
@@ -110,17 +134,14 @@ def loss_by_hand(
     heard = 0.0 if shows_audio else audio_level(level)
     video, audio = predict(
         pipeline,
-        batch["caption"][row],
+        batch["caption"][row] if caption is None else caption,
         float(batch["fps"][row]),
         latent=clean if shows_video else noised.latents[0],
         timestep=torch.tensor(0.0 if shows_video else 1000 * level),
         audio=(1 - heard) * sound + heard * noise,
         audio_timestep=torch.tensor(1000 * heard),
     )
-    of_video = 0.0 if shows_video else float((video - noised.targets[0]).square().mean())
-    if shows_audio or not len(sound):
-        return of_video
-    return of_video + weight * float((audio - (noise - sound)).square().mean())
+    return (video, noised.targets[0]), (audio[: len(sound)], noise - sound)
 
 
 def kind_of(drawn: Any) -> str:

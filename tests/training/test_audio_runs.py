@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from synthetic.media import Clip
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
+from hf_bucketing.adapters.lora import add_adapters
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.columns import PreparedDataset, preparation
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
@@ -27,6 +30,7 @@ from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.training.base_targets import TARGETS
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
@@ -34,6 +38,7 @@ from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.training.audio_runs import (
     cache,
+    call_by_hand,
     check_sound,
     encoded,
     kind_of,
@@ -211,6 +216,72 @@ def test_each_modality_is_generated_shown_or_absent_by_sample(
                 ]
         assert losses.tolist() == pytest.approx(expected, rel=1e-5)
     assert kinds == {"no_audio", "video", "audio", "none"}
+
+
+@pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
+def test_base_predictions_are_targets_of_both_modalities(
+    batches: dict[str, Any], prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    """Preserved samples and those of a slider have the losses by hand of their video and of their sound."""
+    settings = {"preservation": "prior", "preservation_share": 0.5, "preservation_weight": 0.5}
+    slider = {"slider": ["loud|quiet"], "slider_strength": 2.0, "lora_rank": 2, "audio_weight": 0.5}
+    config = in_process(pipeline, prepared, tmp_path, **batches, **settings, **slider)
+    base = copy.deepcopy(recipe.pipeline)
+    add_adapters(recipe.transformer, AdapterConfig(lora_rank=2), audio=True)
+    for name, weight in recipe.transformer.named_parameters():
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 8
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    rows = [0, 1, 2, 3] if batches is PACKS else [0, 2, 3]
+    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+    step, latents, seen = make_step(config, recipe), encoded(recipe, batch), set()
+    for epoch in range(3):
+        losses = step(recipe.transformer, batch, epoch=epoch)
+        seen |= {TARGETS[target] for target in losses.targets}
+        for row, target in enumerate(losses.targets):
+            with torch.no_grad(), step.unpacked():
+                call = partial(call_by_hand, predict, step=step, batch=latents, row=row, epoch=epoch)
+                predicted = [modality for modality, _ in call(recipe.pipeline)]
+                wanted = [modality for modality, _ in call(base)]
+                if TARGETS[target] == "slider":
+                    plus, minus = (call(base, caption=side) for side in ("loud", "quiet"))
+                    wanted = [
+                        own + 2 * (more[0] - less[0]) for own, more, less in zip(wanted, plus, minus, strict=True)
+                    ]
+            video, *heard = [
+                float((own - other).square().mean())
+                for own, other in zip(predicted, wanted, strict=True)
+                if own.numel()
+            ]
+            by_hand = (1.0 if TARGETS[target] == "slider" else 0.5) * (video + 0.5 * sum(heard))
+            assert float(losses.values[row]) == pytest.approx(by_hand, rel=1e-4)
+    assert seen == {"preservation", "slider"}
+
+
+def test_sounds_are_as_long_as_the_clips_of_sizes_that_are_drawn(
+    prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    config = in_process(pipeline, prepared, tmp_path, **PACKS, random_resize=16, audio_weight=0.5)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    counts, step = set(), make_step(config, recipe)
+    for epoch in range(3):
+        data.loader.collate_fn.set_epoch(epoch)
+        batch = data.loader.collate_fn([data.dataset[row] for row in range(4)])
+        own = [recipe.spec.num_tokens(size) for size in batch["size"]]
+        heard = [waveform.shape[1] // RULE.samples_per_token for waveform in batch["shown"][AUDIO]]
+        assert heard == [TOKENS, 0, TOKENS, TOKENS]
+        assert data.tokens_of(np.arange(4), epoch=epoch).tolist() == np.add(own, heard).tolist()
+        assert data.learned_tokens(epoch).tolist() == own
+        counts |= {*own}
+        with torch.no_grad():
+            losses = step(recipe.transformer, batch, epoch=epoch).values
+            latents = encoded(recipe, batch)
+            with step.unpacked():
+                expected = [
+                    loss_by_hand(recipe.pipeline, step, latents, row, weight=0.5, epoch=epoch) for row in range(4)
+                ]
+        assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert len(counts) > 2
 
 
 def test_shown_modalities_need_audio(clips: Path, pipeline: Path, tmp_path: Path) -> None:
@@ -415,9 +486,7 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     ("settings", "message"),
     [
         ({"frame_picking": "uniform"}, "by which frames are further apart than their sound"),
-        ({"random_resize": 32}, "`random_resize`"),
         ({"context_parallel_degree": 2}, "`context_parallel_degree`"),
-        ({"preservation": "prior", "preservation_share": 0.5, "lora_rank": 2}, "whose targets are video alone"),
     ],
 )
 def test_what_does_not_go_with_audio_is_refused_by_name(
