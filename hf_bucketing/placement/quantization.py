@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BucketingError
-from .blocks import blocks_of
+from .blocks import members_of_lists
 from .settings import Quantization
 
 
@@ -107,10 +107,11 @@ def _import_package(kind: str) -> Any:
 def quantized_linears(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     """Return the layers whose weights `quantize_base` quantises, by name; call it before adapters are added.
 
-    These are the linear layers of the blocks, which hold nearly all weights. Embeddings, the last projection and what
-    else lies outside the blocks stay as they are, and so do modulations and others that diffusers names for a model
-    as too sensitive for eight bits (`_skip_layerwise_casting_patterns`) or keeps in float32. musubi-tuner's eight-bit
-    weights are those of the blocks too; it leaves out the modulations of FLUX.2 and Z-Image, not those of Qwen-Image.
+    These are the linear layers of the blocks and of what runs between them, which hold nearly all weights. Embeddings,
+    the last projection and what else lies outside stay as they are, and so do modulations and others that diffusers
+    names for a model as too sensitive for eight bits (`_skip_layerwise_casting_patterns`) or keeps in float32.
+    musubi-tuner's eight-bit weights are those of the blocks too; it leaves out the modulations of FLUX.2 and Z-Image,
+    not those of Qwen-Image.
     """
     kept = set(kept_linears(transformer))
     return {name: layer for name, layer in _linears(transformer).items() if name not in kept}
@@ -118,7 +119,7 @@ def quantized_linears(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear
 
 def kept_linears(transformer: torch.nn.Module) -> list[str]:
     """Return the names of the linear layers that are not quantised, see [`quantized_linears`]."""
-    within = {id(module) for block in blocks_of(transformer) for module in block.modules()}
+    within = {id(module) for member in members_of_lists(transformer) for module in member.modules()}
     patterns = [
         *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
         *(getattr(transformer, "_keep_in_fp32_modules", None) or ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.placement.blocks import blocks_of
 from hf_bucketing.placement.offload import activations_on_cpu, offload_blocks, offload_idle, offloaded_blocks
 from tests.models.cases import FamilyCase, Samples, each_family
+from tests.models.families import CASES
 from tests.training.training_cases import STABLE, in_process, run
 
 CPU = torch.device("cpu")
@@ -203,6 +205,18 @@ def test_offload_takes_less_memory_of_the_gpu_with_equal_gradients() -> None:
         del model, inputs, states
     assert peaks[1] < 0.6 * peaks[0]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [
+    ("wan-animate", {"WanTransformerBlock": 4}),  # and two face blocks, which checkpointing does not compute again
+    ("wan-vace", {"WanTransformerBlock": 3, "WanVACETransformerBlock": 2}),
+    ("z-image", {"ZImageTransformerBlock": 6}),
+    ("prx", {"PRXBlock": 2}),  # whose model names none
+])  # fmt: skip
+def test_the_blocks_are_those_that_gradient_checkpointing_computes_again(name: str, blocks: dict[str, int]) -> None:
+    model = CASES[name].model()
+    assert Counter(type(block).__name__ for block in blocks_of(model)) == blocks
+    assert len(offloaded_blocks(model, sum(blocks.values()))) == sum(blocks.values())
 
 
 def test_offloaded_blocks_are_spread_evenly() -> None:
