@@ -299,7 +299,7 @@ def write_diffusers(pipeline_class: type[Any], adapters: Adapters, config: LoraC
         for name, value in config.to_dict().items()
         if name != "exclude_modules"  # who loads the file adds adapters to the layers in it, and none is to exclude
     }
-    pipeline_class.save_lora_weights(
+    _writer(pipeline_class).save_lora_weights(
         str(adapters.path.parent),
         weight_name=adapters.path.name,
         transformer_lora_layers={  # files hold no views, and modules of a fused layer may share a matrix
@@ -307,6 +307,19 @@ def write_diffusers(pipeline_class: type[Any], adapters: Adapters, config: LoraC
         },
         transformer_lora_adapter_metadata=settings,
     )
+
+
+def _writer(pipeline_class: type[Any]) -> Any:
+    """Return the class that writes the file: that of the pipeline, unless diffusers only reads what it would write.
+
+    So it is for Anima, whose names are those of all pipelines with one transformer.
+    """
+    from diffusers.loaders import WanLoraLoaderMixin
+    from diffusers.loaders.lora_base import LoraBaseMixin
+
+    writers: tuple[Any, Any] = (pipeline_class.save_lora_weights, LoraBaseMixin.save_lora_weights)
+    only_reads = len({writer.__func__ for writer in writers}) == 1
+    return WanLoraLoaderMixin if only_reads else pipeline_class
 
 
 def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapters, *, base_model: str) -> None:

@@ -176,7 +176,14 @@ def _release_mapped_files(transformer: torch.nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-_WITH_TEXT_ENCODERS = ("connectors", "prompt_enhancer", "prompt_enhancer_head", "pe", "duration_head")
+_WITH_TEXT_ENCODERS = (
+    "connectors",
+    "text_conditioner",
+    "prompt_enhancer",
+    "prompt_enhancer_head",
+    "pe",
+    "duration_head",
+)
 
 
 def part_of(name: str, *, trained: Sequence[str]) -> Part | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
 
 from hf_bucketing.buckets.sizes import Size
@@ -25,7 +24,7 @@ from hf_bucketing.models.samples import Samples
 from hf_bucketing.training.steps import media_of
 from tests.models.families import RECIPES
 from tests.models.pipeline_calls import record_call
-from tests.models.recipe_cases import RecipeCase, draw_shown
+from tests.models.recipe_cases import RecipeCase, draw_shown, stock_pipeline
 from tests.models.test_recipe_suite import folder_of, load
 
 __all__ = ["folder_of"]
@@ -44,6 +43,7 @@ The cache of Qwen-Image 2.1 holds what later steps need not compute again.
 MODULAR = ("flux3", "minimax-h3")
 """Pipelines that exist only as blocks, which are called by other means; see `test_minimax_h3.py`."""
 LEVELS: dict[str, Callable[[Any], float]] = {
+    "anima": lambda scheduler: float(scheduler.sigmas[0]),
     "cosmos2": lambda scheduler: float(scheduler.sigmas[0] / (1 + scheduler.sigmas[0])),
     "mochi": lambda scheduler: 1000.0 - float(scheduler.timesteps[0]),
 }
@@ -96,7 +96,7 @@ def pictures(pixels: torch.Tensor) -> list[Image.Image]:
 def call_of(case: RecipeCase, recipe: Recipe, pipeline: Any, size: Size, shown: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with which the pipeline is called for what the recipe is shown."""
     call = {**case.render, **recipe.size_arguments(size), "prompt": case.captions[0]}
-    taken = inspect.signature(pipeline.__call__).parameters
+    taken = recipe.call_parameters()
     call |= {name: FPS for name in ("fps", "frame_rate") if name in taken}
     if recipe.takes_image:
         count = recipe.num_images(recipe.transformer.config)
@@ -187,7 +187,7 @@ def test_a_recipe_passes_what_its_pipeline_passes(
 ) -> None:
     case = RECIPES[name]
     recipe = load(case, folder_of(case))
-    pipeline = DiffusionPipeline.from_pretrained(folder_of(case), **case.components)
+    pipeline = stock_pipeline(folder_of(case), **case.components)
     request.getfixturevalue("without_noise")  # now that the modules of the pipeline are imported
     height, width = map(int, case.buckets.split(";")[0].split(","))
     size = Size(case.sizes[0][0], height, width)

@@ -1,1 +1,1 @@
-"""Cosmos: rotary positions in seconds, and learned positions in every block; text with zero padding."""
+"""Cosmos and Anima: rotary positions in seconds, and learned positions in every block; text with zero padding."""

@@ -1,4 +1,7 @@
-"""How Cosmos is trained: Predict 1 by EDM, Predict 2 by flow matching; text with zero padding; a clean first frame."""
+"""How Cosmos is trained: Predict 1 by EDM, Predict 2 by flow matching; text with zero padding; a clean first frame.
+
+Anima is a Predict 2 of its own weights and text, whose pipeline diffusers has only as blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,49 @@ from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import BucketingError
 from ..first_frame import FirstFrameRecipe
+from ..loading import read_config
+from ..modular import ModularRecipe
 from ..objectives import EDM, FlowMatching, Objective, Shift
 from ..recipe import Recipe
 from ..samples import ModelInputs, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
+from ..texts import TextEmbeddings
 from .packing import FAMILY
 
 CONDITION_SIGMA = 1e-4
 """The noise level that Predict 2's pipeline names for a conditioning frame by default."""
 
 
-class CosmosRecipe(Recipe):
-    """What the recipes of Cosmos share; see [`Recipe`].
+class CosmosModelRecipe(Recipe):
+    """What all recipes of Cosmos' transformer share; see [`Recipe`]."""
+
+    family = FAMILY
+    default_sequence_length = 512
+
+    def refusal(self, samples: Samples) -> str | None:
+        """Refuse stacks of several frame rates, and models that need what is not installed."""
+        if self.config.get("concat_padding_mask", True) and not is_torchvision_available():
+            return "This Cosmos transformer resizes its padding mask with torchvision; install torchvision."
+        rates = samples.fps.unique()
+        if len(rates) == 1:
+            return None
+        return (
+            f"Cosmos takes one frame rate per batch, and this one has {rates.tolist()}. Prepare the data set with a "
+            "--target_fps that all its videos reach, or train packs, which have no such limit."
+        )
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return the frame rates."""
+        return {"fps": samples.fps}
+
+
+class CosmosRecipe(CosmosModelRecipe):
+    """What the recipes of NVIDIA's Cosmos share; see [`Recipe`].
 
     The pipelines' guardrail (`cosmos_guardrail`) is not needed to train: it is loaded for the first rendered sample,
     which its licence asks for. NVIDIA's training draws ln(σ) from a standard normal distribution, and multiplies the σ
     of a video by the square root of its latent frames.
     """
-
-    family = FAMILY
-    default_sequence_length = 512
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:
@@ -59,22 +85,6 @@ class CosmosRecipe(Recipe):
             return _root_of_frames
         law = chosen_shift(setting, own=self.shift())
         return law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec)
-
-    def refusal(self, samples: Samples) -> str | None:
-        """Refuse stacks of several frame rates, and models that need what is not installed."""
-        if self.config.get("concat_padding_mask", True) and not is_torchvision_available():
-            return "This Cosmos transformer resizes its padding mask with torchvision; install torchvision."
-        rates = samples.fps.unique()
-        if len(rates) == 1:
-            return None
-        return (
-            f"Cosmos takes one frame rate per batch, and this one has {rates.tolist()}. Prepare the data set with a "
-            "--target_fps that all its videos reach, or train packs, which have no such limit."
-        )
-
-    def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the frame rates."""
-        return {"fps": samples.fps}
 
     def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
         """Call the pipeline with its guardrail, see [`Recipe.render`].
@@ -175,12 +185,7 @@ class Cosmos2TextToImageRecipe(Cosmos2Recipe):
         Raises:
             BucketingError: If there is one.
         """
-        frames = max(latent.shape[1] for latent in samples.noised.latents)
-        if frames > 1:
-            raise BucketingError(
-                f"A {self.pipeline_class} renders images, and a sample has {frames} latent frames; prepare the data "
-                "set with --bucket_frames 1."
-            )
+        _check_images(samples, pipeline=self.pipeline_class)
         return super().model_inputs(samples)
 
 
@@ -201,6 +206,73 @@ class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
         pairs = zip(inputs.timesteps, inputs.weights or (), strict=True)
         timesteps = [torch.where(weight[0, :, 0, 0] > 0, timestep, conditioned) for timestep, weight in pairs]
         return replace(inputs, timesteps=timesteps)
+
+
+class AnimaRecipe(ModularRecipe, CosmosModelRecipe):
+    """Recipe of `AnimaModularPipeline`; see [`Recipe`].
+
+    A conditioner, which is not trained, makes the text of a caption of its states in Qwen3 and its tokens for T5, and
+    pads it with zeros to one length, to which the model attends.
+    """
+
+    pipeline_class = "AnimaModularPipeline"
+    workflow = "text2image"
+    output = "images"
+    native_sizes = ((1024, 1024),)
+
+    @classmethod
+    def load(cls, name_or_path: str, *, max_sequence_length: int | None = None, **options: Any) -> Recipe:
+        """Load a pipeline, see [`Recipe.load`].
+
+        Raises:
+            BucketingError: If captions may be longer than what the conditioner pads them to.
+        """
+        longest = read_config(name_or_path, "text_conditioner")["min_sequence_length"]
+        if (max_sequence_length or cls.default_sequence_length) > longest:
+            raise BucketingError(
+                f"The text_conditioner of {name_or_path} pads captions to {longest} tokens, and longer ones to none; "
+                f"give a `max_sequence_length` of at most {longest}."
+            )
+        return super().load(name_or_path, max_sequence_length=max_sequence_length, **options)
+
+    def objective(self, **options: Any) -> Objective:
+        """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""
+        objective = super().objective(**options)
+        assert isinstance(objective, FlowMatching)
+        return replace(objective, num_train_timesteps=1)
+
+    @torch.no_grad()
+    def encode_text(self, captions: list[str]) -> TextEmbeddings:
+        """Encode captions as the pipeline does, each padded to the length of the conditioner."""
+        from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
+
+        step: Any = AnimaTextEncoderStep
+        encoder, conditioner = self.pipeline.text_encoder, self.pipeline.text_conditioner
+        options = {"max_sequence_length": self.max_sequence_length, "device": encoder.device}
+        states, mask = step._get_qwen_prompt_embeds(self.pipeline, captions, dtype=conditioner.dtype, **options)
+        tokens, token_mask = step._get_t5_prompt_ids(self.pipeline, captions, **options)
+        return TextEmbeddings(
+            conditioner(states, tokens, target_attention_mask=token_mask, source_attention_mask=mask)
+        )
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Refuse videos; see [`Recipe.model_inputs`].
+
+        Raises:
+            BucketingError: If there is one.
+        """
+        _check_images(samples, pipeline=self.pipeline_class)
+        return super().model_inputs(samples)
+
+
+def _check_images(samples: Samples, *, pipeline: str) -> None:
+    """Raise BucketingError if a sample is a video."""
+    frames = max(latent.shape[1] for latent in samples.noised.latents)
+    if frames > 1:
+        raise BucketingError(
+            f"A {pipeline} renders images, and a sample has {frames} latent frames; prepare the data set with "
+            "--bucket_frames 1."
+        )
 
 
 def _mark_first_frame(inputs: ModelInputs) -> ModelInputs:
@@ -231,4 +303,5 @@ RECIPES = (
     CosmosVideoToWorldRecipe,
     Cosmos2TextToImageRecipe,
     Cosmos2VideoToWorldRecipe,
+    AnimaRecipe,
 )

@@ -30,7 +30,7 @@ def _predict1(pipeline_class: type[Any], *, condition: int) -> DiffusionPipeline
         pipeline_class,
         vae=_vae(),
         scheduler=EDMEulerScheduler(sigma_data=0.5),
-        transformer=_transformer(condition, extra_pos_embed_type="learnable"),
+        transformer=transformer(condition, extra_pos_embed_type="learnable"),
     )
 
 
@@ -39,7 +39,7 @@ def _predict2(pipeline_class: type[Any], *, condition: int) -> DiffusionPipeline
         pipeline_class,
         vae=wan_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
-        transformer=_transformer(condition, extra_pos_embed_type=None),
+        transformer=transformer(condition, extra_pos_embed_type=None),
     )
 
 
@@ -51,7 +51,8 @@ def _pipeline(pipeline_class: type[Any], **components: Any) -> DiffusionPipeline
     return pipeline
 
 
-def _transformer(condition: int, **config: Any) -> CosmosTransformer3DModel:
+def transformer(condition: int, **config: Any) -> CosmosTransformer3DModel:
+    """Return a transformer of two blocks with that many channels of conditions."""
     return CosmosTransformer3DModel(
         in_channels=CHANNELS + condition,
         out_channels=CHANNELS,
