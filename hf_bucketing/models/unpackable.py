@@ -69,8 +69,8 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "its attention is a recurrence over the frames of a batch row, and it convolves over their grid"
         ),
         "WanAnimate2Transformer3DModel": (
-            "it runs twice per step, with keys and values of a reference kept in between, and its attention reads the "
-            "grid of the first batch row for all of them"
+            "it runs twice per step, with keys and values of a reference kept in between, and its attention, which is "
+            "FlexAttention alone, reads the grid of the first batch row for all of them"
         ),
     }
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
@@ -24,7 +26,6 @@ def animate(monkeypatch: pytest.MonkeyPatch) -> Any:
     return animate_2.WanAnimate2Transformer3DModel(**sizes, num_heads=2, num_layers=2, use_img_emb=False)
 
 
-@torch.no_grad()
 def denoised(model: Any, latents: list[torch.Tensor]) -> list[torch.Tensor]:
     """Run the pass over references, each the last two frames of its latent, and the one that reads their keys."""
     cache, count, tokens = (
@@ -44,6 +45,7 @@ def denoised(model: Any, latents: list[torch.Tensor]) -> list[torch.Tensor]:
     return run("cached", latents, tokens[0], reference_grid_sizes=grids, origin_len=5, origin_area=[64, 96])
 
 
+@torch.no_grad()
 def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     latents = [torch.randn(4, 3, *sides, generator=generator) for sides in ((4, 6), (6, 4), (4, 4))]
@@ -53,6 +55,12 @@ def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: Any
     assert differences[1] > 1e-3
     with pytest.raises(ValueError, match="Each sample must hold exactly `seq_len`"):
         denoised(animate, latents[::2])
+
+
+def test_wan_animate_2_has_no_backward_pass_on_a_cpu(animate: Any) -> None:
+    latents = [torch.randn(4, 3, 4, 6)]
+    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+        denoised(animate, latents)
 
 
 @torch.no_grad()
@@ -70,5 +78,143 @@ def test_helios_takes_the_earlier_frames_of_all_rows_in_one_length() -> None:
         return model(latents[:rows], torch.full((rows,), 500.0), text[:rows], times, **history).sample
 
     assert float((run(1, **earlier) - run(1)).abs().max()) > 1e-2, "the model attends to them"
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        run(2, **earlier)
+
+
+CHANNELS = 16
+GRID = (2, 2, 3)
+"""Frames, rows and columns of the tokens of a batch row."""
+
+
+def sana_feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+    part = diffusers.models.transformers.sana_transformer.GLUMBConv(CHANNELS, CHANNELS)
+    return part(tokens.unflatten(1, (4, 3)).movedim(3, 1)).movedim(1, 3).flatten(1, 2)
+
+
+def sana_video_feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+    part = diffusers.models.transformers.transformer_sana_video.GLUMBTempConv(CHANNELS, CHANNELS)
+    return part(tokens.unflatten(1, GRID)).flatten(1, 3)
+
+
+def sana_attention(tokens: torch.Tensor) -> torch.Tensor:
+    processor = diffusers.models.attention_processor.SanaLinearAttnProcessor2_0()
+    return diffusers.models.attention_processor.Attention(CHANNELS, dim_head=4, heads=4, processor=processor)(tokens)
+
+
+def sana_wm_feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+    return diffusers.models.transformers.transformer_sana_wm.GLUMBConvTemp(CHANNELS, CHANNELS)(tokens, HW=GRID)
+
+
+def nucleus_experts(tokens: torch.Tensor) -> torch.Tensor:
+    moe = diffusers.models.transformers.transformer_nucleusmoe_image
+    part = moe.NucleusMoELayer(CHANNELS, CHANNELS, 4, capacity_factor=1.0, use_sigmoid=False, route_scale=1.0)
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter)
+    return part(tokens, tokens, timestep=torch.ones(1, CHANNELS))
+
+
+def wan_feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+    return diffusers.models.attention.FeedForward(CHANNELS, activation_fn="gelu-approximate")(tokens)
+
+
+@pytest.mark.parametrize(("part", "meet"), [
+    (sana_feed_forward, True), (sana_video_feed_forward, True), (sana_attention, True), (sana_wm_feed_forward, True),
+    (nucleus_experts, True), (wan_feed_forward, False),
+])  # fmt: skip
+@torch.no_grad()
+def test_tokens_of_a_batch_row_meet_in_more_than_softmax_attention(part: Callable[..., Any], meet: bool) -> None:
+    outputs = []
+    for last in (0.0, 30.0):
+        torch.manual_seed(0)
+        tokens = torch.randn(1, 12, CHANNELS)
+        tokens[:, -1] += last
+        outputs.append(part(tokens)[:, :-1])
+    assert torch.equal(*outputs) is not meet
+
+
+def bria_fibo(texts: list[torch.Tensor]) -> torch.Tensor:
+    model = diffusers.BriaFiboTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=[4, 2, 2],
+        text_encoder_dim=8,
+    )
+    ids = {"img_ids": torch.zeros(12, 3), "txt_ids": torch.zeros(5, 3)}
+    text = torch.ones(1, 5, 16)
+    tokens, level = torch.randn(1, 12, 4), torch.tensor([500.0])
+    return model(tokens, text, [text[..., :8], *texts], timestep=level, **ids, return_dict=False)[0]
+
+
+def hidream(texts: list[torch.Tensor]) -> torch.Tensor:
+    model = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_channels=[8, 8],
+        text_emb_dim=8,
+        axes_dims_rope=(4, 2, 2),
+        max_resolution=(8, 8),
+        llama_layers=[0, 1, 2],
+        force_inference_output=True,
+    )
+    text = torch.ones(1, 5, 8)
+    layers = torch.stack([text, *texts, text])
+    level, pooled = torch.tensor([500.0]), torch.ones(1, 8)
+    return model(torch.randn(1, 4, 8, 8), level, text, layers, pooled, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("run", [bria_fibo, hidream])
+@torch.no_grad()
+def test_a_later_block_reads_a_text_of_its_own(run: Callable[..., Any]) -> None:
+    outputs = []
+    for level in (0.0, 1.0):
+        torch.manual_seed(0)
+        outputs.append(run([torch.randn(1, 5, 8) + level]))
+    assert float((outputs[0] - outputs[1]).abs().max()) > 1e-4
+
+
+@torch.no_grad()
+def test_framepack_puts_as_many_earlier_tokens_in_front_of_each_row() -> None:
+    torch.manual_seed(0)
+    model = diffusers.HunyuanVideoFramepackTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 4, 4),
+        has_image_proj=True,
+        image_proj_dim=8,
+        has_clean_x_embedder=True,
+    )
+    lengths = []
+    model.transformer_blocks[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[:2]))
+    latents, frames = torch.randn(2, 4, 3, 8, 8), torch.arange(3, 6)
+    text = {"encoder_hidden_states": torch.ones(2, 5, 16), "encoder_attention_mask": torch.ones(2, 5)}
+    text |= {"pooled_projections": torch.ones(2, 8), "image_embeds": torch.ones(2, 3, 8)}
+    earlier = {"latents_clean": 2, "latents_history_2x": 2, "latents_history_4x": 4}
+
+    def run(rows: int, **frames_of: int) -> torch.Tensor:
+        history: dict[str, Any] = {name: torch.randn(1, 4, count, 8, 8) for name, count in frames_of.items()}
+        history |= {f"indices_{name}": torch.arange(count) for name, count in frames_of.items()}
+        options = {name: values[:rows] for name, values in text.items()}
+        levels = torch.full((rows,), 500.0)
+        return model(latents[:rows], levels, indices_latents=frames, guidance=levels, **options, **history).sample
+
+    run(1, **earlier)
+    own, clean, halved, quartered = 3 * 16, 2 * 16, 1 * 4, 1 * 1
+    assert lengths == [(1, own + clean + halved + quartered)]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         run(2, **earlier)

@@ -190,3 +190,16 @@ def _blackened(frame: Image.Image, mask: Image.Image) -> Image.Image:
 
 
 RECIPES = (WanAnimateRecipe,)
+
+_REASON = (
+    "its transformer attends by FlexAttention alone, which has no backward pass on a CPU, and runs a pass over the "
+    "driving video before each step, whose keys and values that step reads; train Wan-Animate"
+)
+
+REFUSED = MappingProxyType(
+    {
+        "WanAnimate2ModularPipeline": _REASON,
+        "WanAnimate2DistilledModularPipeline": "its transformer is distilled to few steps; train Wan-Animate",
+    }
+)
+"""Why pipelines cannot be trained."""
