@@ -71,6 +71,8 @@ def _reason(name: str, error: BaseException) -> str | None:
             f"Could not reach the Hugging Face hub to download {name} ({why}), and no earlier download is complete. "
             f"{meant}"
         )
+    if "HFValidationError" in kinds:
+        return f"{name} is no name of the Hugging Face hub, and no folder: {folder.absolute()} does not exist."
     if kinds & _REFUSED:
         return f"The Hugging Face hub has no {name}, or does not show it to you; log in with hf auth login. {meant}"
     return None

@@ -246,8 +246,10 @@ def describe_strategies(report: Report) -> list[str]:
     """Return what padding, bucketing and packing are, with the limits of a report, and why they drop samples."""
     config = report.config
     max_tokens = next(strategy.max_tokens for strategy in report.strategies if strategy.max_tokens is not None)
+    drawn = f"{config.batch_size} samples of any sizes and pads each to the largest"
+    drawn = "1 sample of any size" if config.batch_size == 1 else drawn
     how = (
-        f"Padding draws {config.batch_size} samples of any sizes and pads each to the largest; bucketing draws "
+        f"Padding draws {drawn}; bucketing draws "
         f"{config.batch_size} of one bucket; packing joins samples up to {max_tokens:,} tokens. Padding and packing "
         f"take samples {_own_sizes(report)}, bucketing at those of its buckets: an epoch costs less where it crops "
         "more. All numbers come from the plan of a real epoch."

@@ -104,6 +104,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
+def list_results(folder: Path) -> list[str]:
+    """Return the files in a folder that are the result of a finished run."""
+    of_experts = (f"{name}/{file}" for name in transformers_of("both") for file in ADAPTER_FILES)
+    return [name for name in (INDEX, MODULAR_INDEX, *ADAPTER_FILES, *of_experts) if (folder / name).is_file()]
+
+
 def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
     """Return the checkpoint of a run by its name or path; None for `"latest"` if a new run must start.
 
@@ -142,9 +148,7 @@ def _warn_of_new_run(folder: Path) -> None:
     Raises:
         BucketingError: If the folder holds the result of a finished run.
     """
-    of_experts = (f"{name}/{file}" for name in transformers_of("both") for file in ADAPTER_FILES)
-    results = [name for name in (INDEX, MODULAR_INDEX, *ADAPTER_FILES, *of_experts) if (folder / name).is_file()]
-    if results:
+    if results := list_results(folder):
         raise BucketingError(
             f"{folder} holds the result of a finished run ({', '.join(results)}) and no complete checkpoint; starting "
             "a new run would replace it. Give another --output_dir, or omit --resume_from_checkpoint to replace it."

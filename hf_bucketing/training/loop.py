@@ -42,6 +42,7 @@ from .checkpoint import (
     Progress,
     find_checkpoint,
     list_checkpoints,
+    list_results,
     load_state,
     save_checkpoint,
     without_accelerates_lines,
@@ -158,6 +159,11 @@ class Trainer:
             self._check_shared()
         self.checkpoint = None if name is None else find_checkpoint(self.folder, name)
         if self.checkpoint is None:
+            if results := list_results(self.folder):
+                logger.warning(
+                    f"{self.folder} holds the result of a finished run ({', '.join(results)}), which this run "
+                    "replaces. To keep it, give another --output_dir."
+                )
             return config
         config = resumed_config(self.checkpoint.progress.settings, config, self.accelerator)
         return changed(config, init_from_adapters=None)  # the checkpoint holds the adapters

@@ -242,7 +242,7 @@ def _buckets(runs: Sequence[Logs]) -> list[Block]:
             )
             blocks.append(Charts(charts=[chart]))
         else:
-            blocks.append(Paragraphs(texts=[f"{run.name} trained on packs, whose samples have no bucket."]))
+            blocks.append(Paragraphs(texts=[f"{run.name}: packs, whose samples have no bucket."]))
         rows = []
         for bucket in [*fullest, *(set(held_out) - set(trained))]:
             count, loss = trained.get(bucket, (0, math.nan))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.optimization import SchedulerType
+from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -230,6 +231,12 @@ def test_verifying_a_model_that_cannot_be_downloaded_names_the_network() -> None
     result = run_script_here("verify_packing.py", "nobody/nothing", check=False)
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1].startswith("HubError: Could not reach")
+
+
+def test_a_folder_that_no_repository_could_have_as_a_name_is_said_to_be_missing() -> None:
+    missing = r"^runs/1/nothing is no name .* \S+runs/1/nothing does not exist\.$"
+    with pytest.raises(BucketingError, match=missing), from_hub("runs/1/nothing"):
+        validate_repo_id("runs/1/nothing")
 
 
 @pytest.mark.slow

@@ -218,8 +218,9 @@ def test_mistakes_in_reporting_end_in_one_line(prepared_dir: Path, tmp_path: Pat
 
 
 def test_one_process_is_no_plural() -> None:
-    config = replace(TWO, num_processes=1)
+    config = replace(TWO, num_processes=1, batch_size=1)
     text = format_report(make_report(SizeColumns([1] * 4, [64] * 4, [64] * 4), TABLE, spec=SPEC, config=config))
     assert "on 1 process:" in text
     assert "on 1 process," in text
     assert "1 processes" not in text
+    assert "Padding draws 1 sample of any size; bucketing" in text

@@ -250,6 +250,15 @@ def test_latest_begins_anew_until_there_is_something_to_resume_or_to_lose(make: 
         (out / result).unlink()
 
 
+def test_a_new_run_warns_that_it_replaces_the_result_of_a_finished_one(make: Make, caplog) -> None:
+    config = make(max_train_steps=1)
+    Path(config.output_dir).mkdir(exist_ok=True)
+    (Path(config.output_dir) / LORA_WEIGHTS).touch()
+    Trainer(config).release()
+    (line,) = [message for message in messages(caplog) if "finished run" in message]
+    assert f"{config.output_dir} holds the result of a finished run ({LORA_WEIGHTS}), which this run replaces" in line
+
+
 def test_checkpoints_of_another_run_or_an_earlier_release_are_refused_by_name(tmp_path) -> None:
     Accelerator(cpu=True)
     checkpoint = tmp_path / "out" / "checkpoint-4"
