@@ -86,3 +86,35 @@ def test_two_nodes_train_from_a_bucket_and_one_resumes_after_the_other_died(
         assert "Resumed after optimizer step" in resumed.stderr
         assert len(losses_of(Path("trained"))) == STEPS
         run_script_here("report_training.py", "trained", min_fall=-9)
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_job_of_slurm_starts_as_many_processes_as_it_has_gpus_on_each_node(tmp_path: Path) -> None:
+    program(tmp_path, "scontrol", "printf 'first\\nsecond\\n'")
+    program(tmp_path, "srun", 'for rank in 0 1; do SLURM_NODEID=$rank "${@:2}"; done')
+    python = program(tmp_path, "starts", 'echo "$@"')
+    slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n", "SLURM_SUBMIT_DIR": str(ROOT)}
+    env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python)}
+    (command,) = [line for line in PAGE.commands() if line.startswith("sbatch")]
+    script, *flags = shlex.split(command)[3:]
+    started = subprocess.run(["bash", str(ROOT / script), *flags], env=env, capture_output=True, text=True, check=True)
+    for rank, line in enumerate(started.stdout.splitlines()):
+        assert f"--nnodes 2 --node-rank {rank} --nproc-per-node 4 --master-addr first " in line
+        assert line.endswith("train_text_to_video.py --config run.yaml --resume_from_checkpoint latest")
+    assert rank == 1
+
+
+@pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "MASTER_ADDR"])
+def test_a_node_that_is_not_told_its_place_says_what_to_set(missing: str) -> None:
+    env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "PATH": os.environ["PATH"], "PYTHON": "false"}
+    del env[missing]
+    script = ROOT / "scripts" / "launch" / "train_node.sh"
+    result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert f"{missing}: set it to the" in result.stderr
