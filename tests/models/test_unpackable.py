@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 animate_2 = pytest.importorskip("diffusers.models.transformers.transformer_wan_animate_2")
 helios = pytest.importorskip("diffusers.models.transformers.transformer_helios")
@@ -218,3 +219,37 @@ def test_framepack_puts_as_many_earlier_tokens_in_front_of_each_row() -> None:
     assert lengths == [(1, own + clean + halved + quartered)]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         run(2, **earlier)
+
+
+@torch.no_grad()
+def test_no_module_of_joy_image_returns_the_positions_that_its_blocks_get() -> None:
+    model = diffusers.JoyImageEditTransformer3DModel(
+        in_channels=4, hidden_size=16, num_attention_heads=2, text_dim=8, num_layers=1, rope_dim_list=[4, 2, 2]
+    )
+    outputs: list[torch.Tensor] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
+    given: list[torch.Tensor] = []
+    take = {"with_kwargs": True}
+    model.double_blocks[0].register_forward_pre_hook(lambda _, args, kwargs: given.extend(tensors_in(kwargs)), **take)
+    model(torch.randn(1, 4, 2, 4, 6), torch.tensor([500.0]), torch.randn(1, 5, 8))
+    returned = {output.untyped_storage().data_ptr() for output in outputs}
+    unknown = [values for values in given if values.untyped_storage().data_ptr() not in returned]
+    assert {len(values) for values in unknown} == {2 * 2 * 3}, "the positions of all tokens"
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def test_kandinsky_6_super_resolution_chooses_blocks_by_all_keys_of_a_row() -> None:
+    sr = pytest.importorskip("diffusers.models.transformers.transformer_kandinsky6_sr")
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 256, 8, generator=generator)
+    chosen = []
+    for scale in (1.0, -500.0):
+        changed = torch.cat([key[:, :, :-64], key[:, :, -64:] * scale], 2)
+        mask = sr.nabla_block_mask(query, changed, torch.zeros(4, 4, dtype=torch.bool), thr=0.5)
+        count = int(mask.kv_num_blocks[0, 0, 0] + mask.full_kv_num_blocks[0, 0, 0])
+        chosen.append({int(block) for block in mask.full_kv_indices[0, 0, 0, :count]})
+    assert chosen[0] != chosen[1], "of the first block's queries"
