@@ -42,6 +42,7 @@ class Purpose(IntEnum):
     CONDITION = 23  # sample, or the index of a held-out one: which parts of it are shown, and whether its references
     REPORT_SAMPLES = 24  # seed: samples that the page of a report shows
     CACHED_VIEW = 25  # sample, its first occurrence: which of several cached views; others take the next ones
+    FIRST_VIEW = 26  # seed: which of several cached views of several sizes each row has first
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from ..media.remote import is_url
 from ..randomness import Purpose
 from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
+from .view_sizes import views_in_turn
 
 _REQUESTS = 16
 """Entries that a worker requests from an object store at a time."""
@@ -46,14 +47,16 @@ class CachedCollator:
         seed (`int`, *optional*): Seed of the choice of one of several views and captions; without one it follows
             torch's random state.
         first_view (`bool`): Whether each row has the first of several views, which is without augmentation. By default
-            one is drawn in every epoch, and each further occurrence of the row has the next one.
+            one is drawn in every epoch, and each further occurrence of the row has the next one; of views of several
+            sizes, each epoch has the next one, see [`views_in_turn`][hf_bucketing.caching.view_sizes.views_in_turn].
         null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
             `null_text`: a mapping like the batch, of the entries that begin with `text_`.
         sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
             `source`, of the name of each sample's.
 
     Raises:
-        BucketingError: If `cache` is not a [`CacheInfo`][hf_bucketing.columns.CacheInfo].
+        BucketingError: If `cache` is not a [`CacheInfo`][hf_bucketing.columns.CacheInfo], or its views have several
+            sizes and there is no seed.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class CachedCollator:
             raise BucketingError(
                 f"Expected the cache of a PreparedDataset that scripts/cache_latents.py wrote, got {cache!r}."
             )
+        if cache.random_resize is not None and seed is None and not first_view:
+            raise BucketingError("Cached views of several sizes need a `seed`, by which a plan counts their tokens.")
         self.info = cache
         self.cache = TensorCache(cache.folder)
         self.stack = cache.batching == "bucket"
@@ -161,7 +166,11 @@ class CachedCollator:
         if count == 1:
             return row
         view = 0
-        if not self.first_view:
+        if not self.first_view and self.info.random_resize is not None:
+            assert self.seed is not None, "the constructor refuses it"
+            require(row, ["index"])
+            view = int(views_in_turn([row["index"]], count=count, seed=self.seed, epoch=int(self._epoch))[0])
+        elif not self.first_view:
             drawn = row_generator(Purpose.CACHED_VIEW, row, seed=self.seed, epoch=int(self._epoch)).integers(count)
             view = (int(drawn) + occurrence_of(row)) % count
         columns = ["latents_key", *(["text_key", NULL_TEXT_KEY] if NULL_TEXT_KEY in row else [])]

@@ -14,17 +14,18 @@ import numpy as np
 import torch
 
 from ..buckets.open_table import OpenTable
-from ..buckets.sizes import CropBox
+from ..buckets.sizes import CropBox, Size
 from ..buckets.table import BucketTable
 from ..errors import MediaError
 from ..loaders.captions import texts_of
+from ..loaders.random_resize import RandomResize
 from ..media.conditions import REFERENCE
 from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
-from ..media.views import ViewRule, seeded_draws
-from .settings import CacheConfig
+from ..media.views import seeded_draws
+from .settings import CacheConfig, CachedView
 from .store import TensorCache, entry_key
 
 Shown = Mapping[str, Sequence[Any]]
@@ -98,7 +99,7 @@ class LatentColumns(_CachedColumns):
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must hold."""
-        index = ("index",) if self.config.views.num_draws else ()
+        index = ("index",) if self.config.views.num_draws or self.config.random_resize else ()
         sizes = ("width", "height", "num_frames", "fps", "bucket_id")
         return (self.files.column, *self.files.shown_columns, *sizes, *index)
 
@@ -128,19 +129,29 @@ class LatentColumns(_CachedColumns):
         names = [*self.input_columns, *(name for name in self.optional_columns if name in batch)]
         rows = [dict(zip(names, cells, strict=True)) for cells in zip(*(batch[name] for name in names), strict=True)]
         rules = self.config.view_rules
-        return rows, [[self._sample(row, position, *rule) for rule in rules] for position, row in enumerate(rows)]
+        return rows, [[self._sample(row, position, view) for view in rules] for position, row in enumerate(rows)]
 
-    def _sample(self, row: Mapping[str, Any], position: int, rule: ViewRule, epoch: int) -> _Sample | None:
+    def _size(self, row: Mapping[str, Any], cached: CachedView) -> Size:
+        """Return the size of a view of a row that has a bucket."""
+        if cached.random_resize is None:
+            return self.table.size(int(row["bucket_id"]))
+        assert isinstance(self.table, OpenTable), "CacheConfig refuses it for buckets"
+        resize = RandomResize(spec=self.table.spec, min_side=cached.random_resize, seed=self.config.seed)
+        own = Size(*(int(row[name]) for name in ("num_frames", "height", "width")))
+        own = own._replace(frames=int(self.table.cut(own.frames)))
+        return resize.sizes([own], indices=[int(row["index"])], epoch=cached.epoch)[0]
+
+    def _sample(self, row: Mapping[str, Any], position: int, cached: CachedView) -> _Sample | None:
         """Return a view of a row; None if it has no bucket or no file."""
         if row["bucket_id"] < 0:
             return None
-        draws = np.zeros(0)
+        draws, rule = np.zeros(0), cached.rule
         if rule.num_draws:
-            draws = seeded_draws(rule.num_draws, seed=self.config.seed, epoch=epoch, index=int(row["index"]))
+            draws = seeded_draws(rule.num_draws, seed=self.config.seed, epoch=cached.epoch, index=int(row["index"]))
         try:
             sample = self.files.sample(
                 row,
-                self.table.size(int(row["bucket_id"])),
+                self._size(row, cached),
                 views=rule,
                 draws=draws,
                 name=f"row {position} of its batch",

@@ -47,7 +47,8 @@ def cache_dataset(
         others), and how many rows and captions of all processes were encoded, found, unreadable or rejected.
 
     Raises:
-        BucketingError: If samples are too short for the encoder's model, or it is not shown their conditions.
+        BucketingError: If samples are too short for the encoder's model, it is not shown their conditions, or
+            `random_resize` meets images at the sizes of videos.
         MediaError: Under `on_error="raise"`, for an unreadable file.
     """
     encoder.check_conditions(prepared.shown)
@@ -95,6 +96,7 @@ def cache_dataset(
         empty_text_key=text.null_key if isinstance(text, TextColumns) else None,
         views={**asdict(config.views), "seed": config.seed},
         views_per_sample=config.views_per_sample,
+        random_resize=config.random_resize,
     )
     return replace(prepared, dataset=dataset, cache=info), counts
 
@@ -103,6 +105,11 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
     """Return the rows with the buckets whose sizes are cached, and the column callable."""
     table = prepared.table if config.batching == "bucket" else prepared.open_table
     rows = prepared.dataset
+    if config.random_resize is not None and prepared.open_table.image_sizes is not None:
+        raise BucketingError(
+            "Omit `random_resize`: images cannot take both sizes of videos and sizes drawn at random; prepare them "
+            "without `image_sizes`."
+        )
     if config.batching == "pack":
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..errors import BucketingError
 from ..media.views import ViewRule
 from ..settings import check_at_least, check_literals
+
+
+class CachedView(NamedTuple):
+    """Rule of one view of each sample, the epoch of its draws, and the minimum side of its size, if that is drawn."""
+
+    rule: ViewRule
+    epoch: int
+    random_resize: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,9 @@ class CacheConfig:
             random, and PyAV decodes.
         views_per_sample (`int`): Views of each sample, of which training draws one in every epoch. Of several, the
             first has no random crop, frames or flip; the others are random.
+        random_resize (`int`, *optional*): Minimum side, in pixels, of the views after the first in a cache for packs,
+            each of a size of its own, drawn as `random_resize` of training does; by default all views of a sample have
+            one size.
         seed (`int`): Seed of random views. They are those of the first epochs of training from files with this seed,
             and need an `index` column.
         batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
@@ -32,14 +43,15 @@ class CacheConfig:
             `preservation_caption` and `slider` of a run name; by default none.
 
     Raises:
-        BucketingError: On a number below 1, an unknown `batching` or `on_error`, or several views of which none is
-            random.
+        BucketingError: On a number below 1, an unknown `batching` or `on_error`, several views of which none is
+            random, or `random_resize` with one view, or with buckets.
     """
 
     folder: str = field(metadata={"flag": False})
     batching: Literal["bucket", "pack"] = "bucket"
     views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
     views_per_sample: int = 1
+    random_resize: int | None = None
     seed: int = 0
     batch_size: int = 8
     num_threads: int = 2
@@ -48,15 +60,24 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_at_least(1, self, "batch_size", "num_threads", "views_per_sample")
-        if self.views_per_sample > 1 and not self.views.num_draws:
+        check_at_least(1, self, "batch_size", "num_threads", "views_per_sample", "random_resize")
+        if self.views_per_sample > 1 and not (self.views.num_draws or self.random_resize):
             raise BucketingError(
                 f"`views_per_sample={self.views_per_sample}` would encode equal views, as nothing is random; give "
-                '`random_crop`, `flip_probability` or `frame_picking="random"`.'
+                '`random_crop`, `flip_probability`, `frame_picking="random"` or, for packs, `random_resize`.'
+            )
+        if self.random_resize is not None and self.views_per_sample == 1:
+            raise BucketingError(
+                "`random_resize` draws the sizes of all views but the first; give `views_per_sample` too."
+            )
+        if self.random_resize is not None and self.batching == "bucket":
+            raise BucketingError(
+                "Omit `random_resize`: all views of a sample in a bucket have its size. List a source once for each "
+                "of several tables, whose rows are cached at their own sizes."
             )
 
     @property
-    def view_rules(self) -> list[tuple[ViewRule, int]]:
-        """Rule of each view of a sample, and the epoch of its draws."""
-        drawn = [(self.views, epoch) for epoch in range(self.views_per_sample)]
-        return drawn if self.views_per_sample == 1 else [(self.views.fixed, 0), *drawn[:-1]]
+    def view_rules(self) -> list[CachedView]:
+        """Rule of each view of a sample."""
+        drawn = [CachedView(self.views, epoch, self.random_resize) for epoch in range(self.views_per_sample)]
+        return drawn if self.views_per_sample == 1 else [CachedView(self.views.fixed, 0, None), *drawn[:-1]]

@@ -64,6 +64,8 @@ class CacheInfo:
         views (`dict`): Fields of the [`ViewRule`][hf_bucketing.media.ViewRule], and the `seed` of its draws.
         prepared (`str`, *optional*): Prepared folder of the rows that were encoded, where it is known.
         views_per_sample (`int`): Views of each row.
+        random_resize (`int`, *optional*): Minimum side, in pixels, of the sizes that were drawn of all views but the
+            first; None where all views of a row have one size.
     """
 
     folder: str
@@ -74,6 +76,7 @@ class CacheInfo:
     views: dict[str, Any]
     prepared: str | None = None
     views_per_sample: int = 1
+    random_resize: int | None = None
 
     def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
         """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""

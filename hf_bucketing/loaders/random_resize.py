@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import BoolArray, IntArray, whole_column
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..media.row_audio import RowAudio
@@ -109,14 +109,22 @@ class RandomResize:
         return np.where(usable, tokens, 0)
 
     def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
-        """Return drawn heights and widths; index i uses the numbers 2i and 2i + 1 of the epoch's stream."""
-        if not len(indices):
-            return height, width
-        rng = generator(Purpose.RANDOM_RESIZE, self.seed, epoch)
-        rng.bit_generator.advance(2 * int(indices.min()))  # type: ignore[attr-defined]  # PCG64 has it
-        stream = rng.random((int(np.ptp(indices)) + 1, 2))
-        draws = stream[indices - indices.min()].T
+        """Return drawn heights and widths."""
+        draws = numbers_of_rows(generator(Purpose.RANDOM_RESIZE, self.seed, epoch), indices, each=2).T
         lowest = (np.minimum(self.min_side, side) for side in (height, width))
         sides = zip((height, width), lowest, draws, strict=True)
         drawn_height, drawn_width = (low + (draw * (side - low + 1)).astype(np.int64) for side, low, draw in sides)
         return drawn_height, drawn_width
+
+
+def numbers_of_rows(rng: np.random.Generator, indices: IntArray, *, each: int) -> FloatArray:
+    """Return uniform numbers of rows, `(n, each)`, that do not depend on which other rows there are.
+
+    Row i has the numbers `each·i` and following of the generator's stream.
+    """
+    if not len(indices):
+        return np.zeros((0, each))
+    rng.bit_generator.advance(each * int(indices.min()))  # type: ignore[attr-defined]  # PCG64 has it
+    stream = rng.random((int(np.ptp(indices)) + 1, each))
+    numbers: FloatArray = stream[indices - indices.min()]
+    return numbers

@@ -80,7 +80,8 @@ class BatchConfig:
             validation have native ones.
         base_size (`list` of `int`, *optional*): Frames, rows and columns, in tokens, to which positions are stretched.
         cached_views (`"draw"`, `"all"` or `"first"`): What an epoch holds, where a cache has several views of each
-            sample: one view drawn for each sample, each view once, or the first, which is without augmentation.
+            sample: one view drawn for each sample, each view once, or the first, which is without augmentation. Views
+            of several sizes come in turn instead of drawn, so that as many epochs as there are views hold each once.
         token_drop_rate (`float`): Share of the tokens of each packed sample that training leaves out (NaViT's token
             dropping). Packs are planned by the tokens that are kept; those of `random_resize` by all tokens.
         token_drop_mode (`"random"`, `"tube"` or `"frames"`): Unit of token drop: single tokens, spatial positions over

@@ -23,6 +23,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..caching.columns import NULL_TEXT_KEY
+from ..caching.view_sizes import ViewSizes
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
@@ -334,6 +335,7 @@ def _data_of(
     )
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
+    whole_tokens = num_tokens
     own_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
     num_tokens = own_tokens
     if references is not None:
@@ -362,7 +364,8 @@ def _data_of(
             bucket_ids, table=table, config=buckets, spec=spec, references=references, audio=audio, **common
         )
     else:
-        sizes = {name: column_array(dataset, name) for name in ("num_frames", "height", "width", "index")}
+        names = ("num_frames", "height", "width", "index")
+        sizes: dict[str, Any] = {name: column_array(dataset, name) for name in names}
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         packs = PackPlanConfig(
             **vars(batches.pack_limits),
@@ -377,6 +380,10 @@ def _data_of(
         if resize is not None:
             tokens = resize.token_counter(**sizes, references=references, audio=audio)
             learned = resize.token_counter(**sizes)
+        elif (views := _view_sizes(config, prepared)) is not None:
+            beside = num_tokens - own_tokens
+            tokens = views.token_counter(whole_tokens + beside, **sizes, references=references, audio=audio)
+            learned = views.token_counter(whole_tokens, **sizes)
         try:
             sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:
@@ -439,11 +446,22 @@ def _views_of(prepared: PreparedDataset) -> int:
     return 1 if prepared.cache is None else prepared.cache.views_per_sample
 
 
+def _view_sizes(config: TrainingConfig, prepared: PreparedDataset) -> ViewSizes | None:
+    """Return the sizes of the cached views of rows, if an epoch holds views of several sizes."""
+    cache = prepared.cache
+    if cache is None or cache.random_resize is None or config.batches.cached_views == "first":
+        return None
+    resize = RandomResize(spec=prepared.spec, min_side=cache.random_resize, seed=cache.views["seed"])
+    return ViewSizes(resize=resize, count=cache.views_per_sample, seed=config.seed)
+
+
 def _describe_views(collator: Any, config: TrainingConfig) -> list[str]:
     """Return a line of text about several cached views of each sample, if there are any."""
     if not isinstance(collator, CachedCollator) or collator.info.views_per_sample == 1:
         return []
     kept = {"draw": "one drawn per epoch", "all": "each once per epoch", "first": "the first one in every epoch"}
+    if collator.info.random_resize is not None:
+        kept["draw"] = "of several sizes, each once in as many epochs"
     return [f"  Cached views of each sample = {collator.info.views_per_sample}, {kept[config.batches.cached_views]}"]
 
 

@@ -173,6 +173,9 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     if config.batches.max_tokens != "auto":
         return config
     searched = changed(config, random_resize=None)  # samples at their own size are the largest that are drawn
+    cache = None if opened.prepared is None else opened.prepared.cache
+    if cache is not None and cache.random_resize is not None:
+        searched = changed(searched, cached_views="first")
     recipe = experts.steps[0].recipe
     counting = ModelTokens.of(recipe)
     for expert in recipe.experts:

@@ -1,6 +1,6 @@
 r"""Compare the rules of hf_bucketing.report.peers with the trainers' own code, on random rows.
 
-python scripts/check_peers.py --novelai novelai-aspect-ratio-bucketing --musubi_tuner musubi-tuner \
+python scripts/benchmark_peers.py --novelai novelai-aspect-ratio-bucketing --musubi_tuner musubi-tuner \
     --diffusion_pipe diffusion-pipe --ai_toolkit ai-toolkit --ltx_trainer LTX-2 \
     --output scripts/benchmark_results/peers.json
 
