@@ -89,12 +89,18 @@ class Audio:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioLayout:
-    """Layout of the audio of a pack: one sample after another, cut evenly into one row per strip.
+    """Layout of the audio of a pack, one row per strip.
+
+    The audio of one sample follows that of another and is cut evenly into rows; or it begins in the row of the first
+    strip of its sample, and all rows are as long as that of the sample with most audio per strip (`audio_by_sample` of
+    [`PackedLayout`]).
 
     Attributes:
         rows (`int`): Strips of the pack.
-        lengths (tuple of `int`): Audio tokens of each sample.
+        row_length (`int`): Tokens of a row.
+        spans (tuple of `(start, stop)`): Where the audio of each sample lies among the tokens of all rows.
         samples (`torch.Tensor` of shape `(rows·row_length,)`): The sample of each token; 0 for padding.
+        places (`torch.Tensor` of shape `(tokens,)`): Where the tokens of all samples lie among those of all rows.
         within ([`SegmentSpans`]): Attention of each sample's audio to itself.
         to_text ([`SegmentSpans`]): Attention of each sample's audio to its text.
         to_video ([`SegmentSpans`]): Attention of each sample's audio to its video.
@@ -102,8 +108,10 @@ class AudioLayout:
     """
 
     rows: int
-    lengths: tuple[int, ...]
+    row_length: int
+    spans: tuple[Span, ...]
     samples: torch.Tensor
+    places: torch.Tensor
     within: SegmentSpans
     to_text: SegmentSpans
     to_video: SegmentSpans
@@ -121,6 +129,9 @@ class AudioLayout:
             >>> audio = AudioLayout.of(layout)
             >>> audio.rows, audio.samples.tolist(), audio.of_video.queries, audio.of_video.keys
             (3, [1, 1, 1], ((2, 6),), ((0, 3),))
+            >>> by_sample = AudioLayout.of(replace(layout, audio_by_sample=True))
+            >>> by_sample.row_length, by_sample.samples.tolist(), by_sample.spans
+            (2, [0, 0, 1, 1, 1, 0], ((0, 0), (2, 5)))
         """
         lengths = layout.audio_lengths
         if lengths is None:
@@ -129,8 +140,17 @@ class AudioLayout:
 
     @classmethod
     def _made(cls, layout: PackedLayout, lengths: tuple[int, ...]) -> AudioLayout:
-        spans = tuple(itertools.pairwise([0, *itertools.accumulate(lengths)]))
-        num_tokens = layout.num_strips * row_length(sum(lengths), layout.num_strips)
+        rows, counts = layout.num_strips, layout.strips_per_sample
+        if layout.audio_by_sample:
+            length = max(row_length(*pair) for pair in zip(lengths, counts, strict=True))
+            firsts = [length * first for first in itertools.accumulate(counts[:-1], initial=0)]
+        else:
+            length, firsts = row_length(sum(lengths), rows), [*itertools.accumulate(lengths[:-1], initial=0)]
+        spans = tuple((first, first + own) for first, own in zip(firsts, lengths, strict=True))
+        num_tokens = rows * length
+        texts, num_texts = layout.text_spans, layout.num_text_tokens
+        if layout.text_slots:
+            texts, num_texts = layout.joint.text_segments.queries, layout.joint.text_segments.num_queries
 
         def segments(
             queries: tuple[Span, ...], keys: tuple[Span, ...], num_queries: int, num_keys: int
@@ -141,24 +161,30 @@ class AudioLayout:
             query_spans, key_spans = tuple(pair[0] for pair in present), tuple(pair[1] for pair in present)
             return SegmentSpans(queries=query_spans, keys=key_spans, num_queries=num_queries, num_keys=num_keys)
 
-        samples = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        places = torch.cat([torch.arange(*span) for span in spans])
+        samples = torch.zeros(num_tokens, dtype=torch.long)
+        samples[places] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         return cls(
-            rows=layout.num_strips,
-            lengths=lengths,
-            samples=to_device(F.pad(samples, (0, num_tokens - len(samples))), layout.device),
+            rows=rows,
+            row_length=length,
+            spans=spans,
+            samples=to_device(samples, layout.device),
+            places=to_device(places, layout.device),
             within=segments(spans, spans, num_tokens, num_tokens),
-            to_text=segments(spans, layout.text_spans, num_tokens, layout.num_text_tokens),
+            to_text=segments(spans, texts, num_tokens, num_texts),
             to_video=segments(spans, layout.spans, num_tokens, layout.num_tokens),
             of_video=segments(layout.spans, spans, layout.num_tokens, num_tokens),
         )
 
     def in_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Cut values of all tokens, one sample after another, into rows: `(rows, row_length, …)`."""
-        return cut_evenly(values, self.rows)
+        """Lay values of all tokens, one sample after another, into rows: `(rows, row_length, …)`, else zeros."""
+        laid = values.new_zeros(self.rows * self.row_length, *values.shape[1:])
+        return laid.index_copy(0, self.places, values).unflatten(0, (self.rows, -1))
 
     def by_sample(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of each sample, `(tokens, …)`: the inverse of [`in_rows`]."""
-        return list(rows.flatten(0, 1)[: sum(self.lengths)].split(self.lengths))
+        tokens = rows.flatten(0, 1)
+        return [tokens[slice(*span)] for span in self.spans]
 
 
 def row_length(num_tokens: int, rows: int) -> int:

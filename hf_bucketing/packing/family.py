@@ -90,6 +90,8 @@ class Family:
             samples of a stack run one after another, each with its own text.
         audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
             may hold audio.
+        audio_by_sample (`bool`): Whether the model modulates audio by batch row, so that the audio of a pack lies in
+            rows of the strips of its own sample.
         joined_frames (`tuple` of `str`): Names among the conditioning of what each sample has as `(channels, frames,
             height, width)` of a size that is not its latent's; the forward of a pack gets the frames of all samples
             one after another, `(1, channels, frames, height, width)`.
@@ -127,6 +129,7 @@ class Family:
     references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
+    audio_by_sample: ClassVar[bool] = False
     joined_frames: ClassVar[tuple[str, ...]] = ()
 
     def variant(self, transformer: Transformer) -> Family:

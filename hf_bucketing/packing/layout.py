@@ -47,6 +47,8 @@ class PackedLayout:
             ascending indices. By default, all tokens; those of references always are.
         audio_lengths (tuple of `int`, *optional*): Audio tokens of each sample, which lie apart; 0 where a sample has
             none. By default, the pack has no audio.
+        audio_by_sample (`bool`): Whether each strip has a row of audio tokens of its own sample; else the audio of all
+            samples is cut evenly into rows.
         padding_strips (`int`): Strips of padding at the end, for packs of one fixed shape.
         text_padding (`int`): Text tokens of padding at the end.
         processes (`int`): Processes that share the strips (context parallelism), each with an equal part of their
@@ -79,6 +81,7 @@ class PackedLayout:
     caption_ids: tuple[int, ...] | None = None
     kept: tuple[torch.Tensor, ...] | None = field(default=None, compare=False)
     audio_lengths: tuple[int, ...] | None = None
+    audio_by_sample: bool = False
     padding_strips: int = 0
     text_padding: int = 0
     processes: int = 1

@@ -127,6 +127,7 @@ class Packing:
             caption_ids=caption_ids if pad_text_to is None else None,
             kept=self._kept(grids, shown, token_drop, seeds, device=latents[0].device),
             audio_lengths=None if audio is None else audio.lengths,
+            audio_by_sample=self.family.audio_by_sample,
         )
         self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)

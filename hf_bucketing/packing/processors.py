@@ -424,6 +424,19 @@ def attend(
     return packed_attention(query, key, value, segments, backend=backend, enable_gqa=grouped).type_as(query)
 
 
+def attend_if_any(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, *, backend: Backend
+) -> torch.Tensor:
+    """Attend as [`attend`] does, also where no sample has anything to attend to; keys may have padding at their end.
+
+    Without segments the result is 0, and weights get gradients of 0, for which other processes may wait.
+    """
+    if not segments.queries:
+        return 0 * (query + key.sum() + value.sum())
+    count = segments.num_keys
+    return attend(query, key[:count], value[:count], segments, backend=backend)
+
+
 def _through(modules: Iterable[torch.nn.Module], states: torch.Tensor) -> torch.Tensor:
     for module in modules:
         states = module(states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
-from tests.models.cases import Samples
+from tests.models.cases import SIZES, Samples
 from tests.models.families import CASES
+from tests.models.families.kandinsky6 import with_audio
 from tests.models.families.minimax_h3 import minimax_h3_with_audio
 
 LENGTHS = (6, 0, 10, 2, 0, 12)
@@ -33,21 +34,26 @@ class AudioCase:
     Args:
         alone: Returns the video and the audio that the model predicts of a sample, called as its pipeline does.
         channels: Channels of audio latents.
-        timesteps: Timesteps of the audio of each sample; by default others than those of its video.
     """
 
     alone: Callable[[AudioSamples, int], Outputs]
     channels: int = 6
-    timesteps: torch.Tensor | None = field(
-        default_factory=lambda: torch.tensor([300.0, 1.0, 0.0, 999.0, 5.0, 640.0]), compare=False
-    )
 
 
 class AudioSamples(Samples):
     """Samples of a case with audio."""
 
     def __init__(self, name: str, lengths: tuple[int, ...] = LENGTHS) -> None:
-        super().__init__(torch.float64, case=CASES[name])
+        case = CASES[name]
+        if name == "kandinsky6":  # with two samples of one size
+            drawn = {
+                "visual_cond": lambda draw: [draw(5, *size) for size in SIZES],
+                "pooled_projections": lambda draw: draw(len(SIZES), 20),
+            }
+            case = replace(
+                case, sizes=SIZES, conditioning=lambda draw, count: {key: make(draw) for key, make in drawn.items()}
+            )
+        super().__init__(torch.float64, case=case)
         self.name = name
         self.model = self.case.model(torch.float64)
         self.family = family_of(self.model)
@@ -56,7 +62,7 @@ class AudioSamples(Samples):
         texts = [torch.randn(len(text), text_dim, generator=draw, dtype=torch.float64) for text in self.text]
         self.audio = Audio(
             latents=[torch.randn(length, case.channels, generator=draw, dtype=torch.float64) for length in lengths],
-            timesteps=self.timesteps if case.timesteps is None else case.timesteps,
+            timesteps=torch.tensor([300.0, 1.0, 0.0, 999.0, 5.0, 640.0]),
             video_timesteps=self.conditioning.get("sigma", self.timesteps),
             text=texts if text_dim else None,
         )
@@ -133,6 +139,18 @@ def minimax_h3_alone(samples: AudioSamples, sample: int) -> Outputs:
     )
 
 
+def kandinsky6_alone(samples: AudioSamples, sample: int) -> Outputs:
+    return with_audio(
+        samples.model,
+        samples.latents[sample],
+        samples.timesteps[sample],
+        samples.text[sample],
+        audio=samples.audio.latents[sample],
+        audio_timestep=samples.audio.timesteps[sample],
+        **{name: values[sample] for name, values in samples.conditioning.items()},
+    )
+
+
 LTX2 = AudioCase(alone=ltx2_alone)
 AUDIO_CASES = {
     "ltx2": LTX2,
@@ -140,4 +158,5 @@ AUDIO_CASES = {
     "ltx2.3": LTX2,
     "ltx2.5": LTX2,
     "minimax-h3": AudioCase(alone=minimax_h3_alone, channels=4),
+    "kandinsky6": AudioCase(alone=kandinsky6_alone),
 }

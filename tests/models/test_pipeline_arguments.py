@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.media.conditions import MASK, REFERENCE
 from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.ltx2.packing import modulates_text
-from hf_bucketing.models.objectives import DiffusionForcing, Noised
+from hf_bucketing.models.objectives import DiffusionForcing, Noised, NoisedAudio
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples
 from hf_bucketing.training.steps import media_of
@@ -36,7 +36,7 @@ REFERENCES = {"flux2": ((1, 64, 80), (1, 96, 64)), "ltx2": ((1, 32, 64),)}
 """Frames, height and width of references that pipelines do not resize, where they resize those of the cases."""
 MASKS = ("attention_mask", "encoder_attention_mask", "encoder_hidden_states_mask")
 IGNORED = ("return_dict", "isolate_modalities", "kv_cache", "kv_cache_mode")
-"""Arguments that are not compared, beside those of sound, from which the recipe of LTX-2 isolates the video.
+"""Arguments that are not compared, beside those of sound where none is trained.
 
 The cache of Qwen-Image 2.1 holds what later steps need not compute again.
 """
@@ -78,8 +78,10 @@ class RecipeCall:
     def transformer(self) -> Any:
         return self.recipe.transformer
 
-    def __call__(self) -> torch.Tensor:
-        return self.recipe.predict(self.transformer, self.samples, self.recipe.model_inputs(self.samples))
+    def __call__(self) -> Any:
+        recipe, inputs = self.recipe, self.recipe.model_inputs(self.samples)
+        predict = recipe.predict if self.samples.audio is None else recipe.predict_with_audio
+        return predict(self.transformer, self.samples, inputs)
 
 
 def arguments_of(call: Any, **kwargs: Any) -> dict[str, Any]:
@@ -119,9 +121,18 @@ def guidance_of(pipeline: Any, call: dict[str, Any]) -> float:
     return float(call.get(name, taken[name].default))
 
 
-def normalised(transformer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def normalised(transformer: Any, arguments: dict[str, Any], *, sound: bool) -> dict[str, Any]:
     """Return what a call's arguments mean to the model: the text without its padding, and its positions."""
-    rest = {name: value for name, value in arguments.items() if name not in IGNORED and not name.startswith("audio_")}
+    rest = {
+        name: value
+        for name, value in arguments.items()
+        if name not in IGNORED and (sound or not name.startswith("audio_"))
+    }
+    if rest.get("audio_num_frames") is not None and rest["audio_coords"] is None:  # then LTX-2 makes them itself
+        rest["audio_coords"] = transformer.audio_rope.prepare_audio_coords(1, rest["audio_num_frames"], "cpu")
+    for level in ("timestep", "sigma"):  # that of video by default
+        if f"audio_{level}" in rest:
+            rest[f"audio_{level}"] = rest[level] if rest[f"audio_{level}"] is None else rest[f"audio_{level}"]
     rest |= rest.pop("added_cond_kwargs", {})
     words = rest["encoder_hidden_states"].shape[1] if "encoder_hidden_states" in rest else None
     of_text = [name for name in MASKS if rest.get(name) is not None and rest[name].shape[-1] == words]
@@ -181,12 +192,35 @@ def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in (*EDITING, *MODULAR)])
-@torch.no_grad()
 def test_a_recipe_passes_what_its_pipeline_passes(
     name: str, folder_of: Callable[[RecipeCase], Path], request: pytest.FixtureRequest
 ) -> None:
+    check_arguments(name, folder_of, request, sound=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ltx2", "ltx2-i2v", "kandinsky6"])
+def test_a_recipe_passes_the_sound_that_its_pipeline_passes(
+    name: str, folder_of: Callable[[RecipeCase], Path], request: pytest.FixtureRequest
+) -> None:
+    check_arguments(name, folder_of, request, sound=True)
+
+
+def no_sound_yet(recipe: Recipe, folder: Path, size: Size, timesteps: torch.Tensor) -> NoisedAudio:
+    """Return audio of zeros, as long as the pipeline makes it for frames of a size."""
+    rule = recipe.read_audio_rule(str(folder))
+    assert rule is not None
+    channels = recipe.family.audio_channels(recipe.transformer)
+    latents = [torch.zeros(int(rule.num_tokens(size.frames, FPS)), channels)]
+    return NoisedAudio(latents, latents, timesteps, timesteps, torch.ones(1))
+
+
+@torch.no_grad()
+def check_arguments(
+    name: str, folder_of: Callable[[RecipeCase], Path], request: pytest.FixtureRequest, *, sound: bool
+) -> None:
     case = RECIPES[name]
-    recipe = load(case, folder_of(case))
+    recipe = replace(load(case, folder_of(case)), audio=sound)
     pipeline = stock_pipeline(folder_of(case), **case.components)
     request.getfixturevalue("without_noise")  # now that the modules of the pipeline are imported
     height, width = map(int, case.buckets.split(";")[0].split(","))
@@ -197,6 +231,7 @@ def test_a_recipe_passes_what_its_pipeline_passes(
     shown = draw_shown(names, size, generator, references=references)
     pixels = torch.randint(0, 256, (1, 3, *size), generator=generator) / 255 * 2 - 1
     call = call_of(case, recipe, pipeline, size, {"first_frame": pixels[0, :, :1], "background": pixels[0], **shown})
+    call |= recipe.sound_arguments(FPS) if sound else {}
     passed = arguments_of(pipeline, **call)
     if recipe.embeds_guidance:
         recipe = recipe.guided(guidance_of(pipeline, call))
@@ -211,9 +246,10 @@ def test_a_recipe_passes_what_its_pipeline_passes(
         text=recipe.encode_text([case.captions[0]]),
         fps=torch.tensor([FPS if size.frames > 1 else 1.0]),
         conditions=media,
+        audio=no_sound_yet(recipe, folder_of(case), size, timesteps) if sound else None,
     )
-    of_pipeline = normalised(pipeline.transformer, passed)
-    of_recipe = normalised(recipe.transformer, arguments_of(RecipeCall(recipe=recipe, samples=samples)))
+    of_pipeline = normalised(pipeline.transformer, passed, sound=sound)
+    of_recipe = normalised(recipe.transformer, arguments_of(RecipeCall(recipe=recipe, samples=samples)), sound=sound)
     assert of_pipeline.keys() == of_recipe.keys()
     for argument, value in of_pipeline.items():
         assert_same(value, of_recipe[argument], argument)

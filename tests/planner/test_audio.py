@@ -34,6 +34,7 @@ TOKENS = 28
 PLANS = {
     "ltx2": (HEARD, TOKENS),
     "minimax-h3": (replace(HEARD, sample_size=[22, 32, 64], audio_fps=24.0, train_batch_size=1), 74),
+    "kandinsky6": (HEARD, 29),
 }
 """Settings of a step of a model, and the tokens of the audio of each sample."""
 
@@ -66,7 +67,9 @@ def test_a_step_with_audio_takes_what_is_planned(name: str, tiny_folder: Callabl
         text=torch.randn(count, length, family.text_dim(model)),
         patch=patch,
         text_mask=torch.ones(count, length) if family.text.padding == "masked" else None,
-        conditioning=family.draw_conditioning(model, [grid] * count),
+        conditioning={
+            name: torch.stack(list(values)) for name, values in family.draw_conditioning(model, [grid] * count).items()
+        },
         audio=audio,
     )
     given = [rows.latents, rows.text, *audio.latents, *([] if audio.text is None else [audio.text])]

@@ -125,7 +125,7 @@ def call_by_hand(
     replaces that of the sample.
     """
     clean, sound = batch["latents"][row], batch["conditions"][AUDIO][row]
-    sound = sound[:0] if shown == "no_audio" else sound
+    sound = (sound[:0] if shown == "no_audio" else sound).to(clean)
     index = batch["index"][row]
     noised = step.objective([clean], indices=[index], epoch=epoch)
     drawn = step.objective.audio([sound], timesteps=noised.timesteps, keys=[(step.seed, epoch, index)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ModularPipeline
+from diffusers import Kandinsky6TI2VAPipeline, ModularPipeline
 from safetensors.torch import load_file
 from synthetic.media import Clip
 
@@ -22,6 +22,7 @@ from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from tests.conftest import run_script_here
+from tests.models.families.kandinsky6 import with_audio
 from tests.models.families.minimax_h3 import minimax_h3_with_audio, text_of
 from tests.training.audio_runs import (
     SILENT,
@@ -47,6 +48,8 @@ class AudioRun:
         clip: Size of the clips.
         rule: Rule of the model's audio.
         tokens: Tokens of a clip's video, and of its audio.
+        text_tokens: Tokens of text in the sequence of a sample.
+        lora: Whether the stock pipeline loads LoRA.
         predict: Calls the stock transformer, see [`Predict`].
         audio_level: Noise level of audio beside video of a level.
         rendered: Size of the renders.
@@ -57,6 +60,8 @@ class AudioRun:
     clip: Clip
     rule: AudioRule
     tokens: tuple[int, int]
+    text_tokens: int
+    lora: bool
     predict: Predict
     audio_level: Callable[[float], float]
     rendered: Clip
@@ -66,7 +71,7 @@ class AudioRun:
     @property
     def packs(self) -> dict[str, Any]:
         """Settings of packs that hold three samples, of which two have sound."""
-        fits = 2 * (sum(self.tokens) + TEXT_TOKENS) + self.tokens[0] + TEXT_TOKENS
+        fits = 2 * (sum(self.tokens) + self.text_tokens) + self.tokens[0] + self.text_tokens
         return {"batching": "pack", "max_tokens": fits + 3 * 8, "strip_length": 8, **COMMON}
 
 
@@ -90,6 +95,22 @@ def minimax_h3_audio_level(level: float) -> float:
     return 3 * unshifted / (1 + 2 * unshifted)
 
 
+def kandinsky6_predict(
+    pipeline: Any, caption: str, fps: float, *, latent: torch.Tensor, **others: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    embeds, pooled, mask, *_ = pipeline.encode_prompt(
+        caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+    )
+    return with_audio(
+        pipeline.transformer,
+        latent,
+        text=embeds[0, mask[0]].to(latent),
+        pooled_projections=pooled[0].to(latent),
+        visual_cond=latent.new_zeros(len(latent) + 1, *latent.shape[1:]),
+        **others,
+    )
+
+
 def load_modular(folder: Path) -> Any:
     pipeline = ModularPipeline.from_pretrained(folder)
     pipeline.load_components()
@@ -101,12 +122,26 @@ RUNS = {
         clip=Clip(22, 32, 64, 24),
         rule=AudioRule(rate=32000, samples_per_token=800, tokens_at_once=2),
         tokens=(14, 2 * 37),
+        text_tokens=TEXT_TOKENS,
+        lora=True,
         predict=minimax_h3_predict,
         audio_level=minimax_h3_audio_level,
         rendered=Clip(124, 32, 64, 24),
         load=load_modular,
         audio_only="audio_proj_out.weight",
-    )
+    ),
+    "kandinsky6": AudioRun(
+        clip=Clip(9, 32, 64, 8),
+        rule=AudioRule(rate=16000, samples_per_token=640, rounds_up=True),
+        tokens=(24, 29),
+        text_tokens=0,
+        lora=False,
+        predict=kandinsky6_predict,
+        audio_level=lambda level: level,
+        rendered=Clip(9, 32, 64, 8),
+        load=Kandinsky6TI2VAPipeline.from_pretrained,
+        audio_only="audio_dec_block",
+    ),
 }
 
 
@@ -140,7 +175,7 @@ def cached(prepared: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFact
 def recipe(pipeline: Path) -> Recipe:
     """A recipe in float64, in which losses are compared to 1e-6."""
     recipe = recipe_of(str(pipeline)).load(str(pipeline), max_sequence_length=TEXT_TOKENS, audio=True)
-    for module in recipe.modules("transformer", "vae"):
+    for module in (recipe.transformer, recipe.pipeline.vae):
         module.double()
     return recipe
 
@@ -186,11 +221,12 @@ def test_each_modality_is_generated_shown_or_absent_and_has_the_loss_by_hand(
 
 def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, recipe: Recipe) -> None:
     heard = audio_run.tokens[1]
-    sound = torch.rand(2, audio_run.rule.num_samples(heard), dtype=torch.float64) * 2 - 1
+    sound = torch.rand(2, audio_run.rule.num_samples(heard)) * 2 - 1
     assert len(recipe.encode_audio(sound)) == heard
     assert len(recipe.encode_audio(sound[:, :0])) == 0
 
 
+@pytest.mark.slow
 def test_training_from_a_cache_is_training_from_files(
     audio_run: AudioRun, prepared: Path, cached: Path, pipeline: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +255,7 @@ def test_two_epochs_resume_exactly_and_train_all_weights(
 
 
 @pytest.mark.slow
-def test_adapters_are_saved_and_rendered_with_sound(
+def test_what_is_trained_is_saved_and_rendered_with_sound(
     audio_run: AudioRun, cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip = audio_run.rendered
@@ -231,9 +267,11 @@ def test_adapters_are_saved_and_rendered_with_sound(
         "validation_inference_steps": 2,
     }
     shares = "video:0.2,audio:0.2,none:0.6"
-    run(in_process(pipeline, cached, tmp_path, **audio_run.packs, **validation, lora_rank=2, condition=shares))
-    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
-    assert all(bool(values.any()) for values in weights.values())
+    adapters = {"lora_rank": 2} if audio_run.lora else {}
+    run(in_process(pipeline, cached, tmp_path, **audio_run.packs, **validation, **adapters, condition=shares))
+    if audio_run.lora:
+        weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+        assert all(bool(values.any()) for values in weights.values())
     size = f"{clip.frames}x{clip.height}x{clip.width}"
     check_sound(tmp_path / "validation" / "step-2" / f"{size}-a-red-circle.mp4", clip)
     card = (tmp_path / "README.md").read_text()
@@ -248,9 +286,9 @@ def test_adapters_are_saved_and_rendered_with_sound(
     check_sound(place / "video.mp4", clip)
     run_script_here(
         "sample_video.py",
-        pipeline,
+        pipeline if audio_run.lora else tmp_path,
         "--with_audio",
-        lora_weights=tmp_path,
+        **({"lora_weights": tmp_path} if audio_run.lora else {}),
         output=tmp_path / "clip.mp4",
         height=clip.height,
         width=clip.width,

@@ -1,4 +1,4 @@
-"""How Kandinsky 6 is trained: flow matching with a fixed shift, without sound; captions also pooled by CLIP."""
+"""How Kandinsky 6 is trained: flow matching with a fixed shift, with sound or without; CLIP also pools captions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ...errors import BucketingError
+from ...media.row_audio import AudioRule
 from ..index import read_index
 from ..kandinsky5.recipe import KandinskyRecipe
+from ..loading import read_config
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
 from .packing import FAMILY
@@ -18,7 +20,9 @@ from .packing import FAMILY
 class Kandinsky6Recipe(KandinskyRecipe):
     """Recipe of `Kandinsky6TI2VAPipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
-    Videos are trained from captions, without sound and without the image that the pipeline can begin them with.
+    Videos are trained from captions, without the image that the pipeline can begin them with. Where the data set has
+    audio, it is trained at the noise level of its video; else what belongs to it is not trained. Renders have sound
+    where it is trained, or asked for.
     """
 
     pipeline_class = "Kandinsky6TI2VAPipeline"
@@ -27,6 +31,7 @@ class Kandinsky6Recipe(KandinskyRecipe):
     trims_text = True
     native_sizes = ((512, 768),)
     call_defaults = MappingProxyType({"sample_audio": False})
+    sound_rate = "audio_sample_rate"
 
     @classmethod
     def load(cls, name_or_path: str, **options: Any) -> Recipe:
@@ -37,6 +42,31 @@ class Kandinsky6Recipe(KandinskyRecipe):
                 "PiflowScheduler, where flow matching has one. Train the model that it was distilled from."
             )
         return super().load(name_or_path, **options)
+
+    @classmethod
+    def read_audio_rule(cls, name_or_path: str) -> AudioRule | None:
+        """Read the rate and the stretch of a latent of the audio VAE; None for pipelines that come without one."""
+        if "audio_vae" not in read_index(name_or_path).components:
+            return None
+        config = read_config(name_or_path, "audio_vae")
+        return AudioRule(rate=config["sample_rate"], samples_per_token=2 * config["hop_length"], rounds_up=True)
+
+    @torch.no_grad()
+    def encode_audio(self, waveform: torch.Tensor) -> torch.Tensor:
+        """Encode sound `(2, samples)` in [−1, 1], mixed to one channel, to scaled latents `(tokens, channels)`.
+
+        They are the posterior's mode.
+        """
+        vae = self.pipeline.audio_vae
+        if not waveform.shape[1]:
+            return waveform.new_zeros(0, vae.config.latent_channels)
+        latents = vae.encode(waveform.mean(0, keepdim=True)).latent_dist.mode()
+        return latents[0].T * vae.config.scaling_factor
+
+    @classmethod
+    def sound_arguments(cls, fps: float) -> dict[str, Any]:
+        """Return the frame rate, and that sound is made."""
+        return {**super().sound_arguments(fps), "sample_audio": True}
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -13,14 +13,15 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from ...devices import to_device
 from ...packing.audio import AudioLayout, cut_evenly
 from ...packing.batch import PackedBatch, Rows
-from ...packing.context import active_layout, bind_checkpoints, layout_in_use, use_layout
+from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
-from ...packing.processors import PackedAttnProcessor, Rotary, attend
+from ...packing.processors import PackedAttnProcessor, Rotary, attend_if_any
 from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens
+from ..isolated import run_isolated
 from ..ltx.packing import first_frames, numbers_of_grids, over_sample
 
 
@@ -80,11 +81,7 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         pairs = zip((query, key), rotary, strict=True)
         query, key = (side if table is None else self.rotate(side, table) for side, table in pairs)
         value = self.split_heads(attn, attn.to_v(states))
-        if segments.queries:
-            count = segments.num_keys
-            attended = attend(query, key[:count], value[:count], segments, backend=self.backend)
-        else:  # weights get gradients of 0, for which other processes may wait
-            attended = 0 * (query + key.sum() + value.sum())
+        attended = attend_if_any(query, key, value, segments, backend=self.backend)
         attended = self.gate(attn, attended, hidden_states)
         output = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
         return (output * segments.has_key(output.device)[:, None]).view_as(hidden_states)
@@ -242,31 +239,12 @@ class LTX2Family(Family):
     def run_with_audio(
         self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run samples of one size and their audio of one length; where they have none, their video is isolated.
-
-        All layers compute all the same, on a token of zeros, so that weights get gradients of 0, for which other
-        processes may wait.
-        """
+        """Run samples of one size and their audio of one length; where they have none, their video is isolated."""
         assert rows.audio is not None, "the caller has audio"
         if any(rows.audio.lengths):
             return super().run_with_audio(transformer, rows, wrapped=wrapped)
-        for block in transformer.transformer_blocks:
-            if _isolate not in block.audio_to_video_attn._forward_hooks.values():
-                block.audio_to_video_attn.register_forward_hook(_isolate)
-        bind_checkpoints(transformer)
-        count, silent = len(rows.latents), (0,) * len(rows.latents)
-        layout = PackedLayout(
-            grids=(rows.grid,) * count,
-            text_lengths=silent,
-            strip_length=1,
-            audio_lengths=silent,
-            device=rows.text.device,
-        )
-        token = [latent.new_zeros(1, latent.shape[1]) for latent in rows.audio.latents]
-        with use_layout(layout):
-            given = replace(rows, audio=replace(rows.audio, latents=token))
-            output, heard = super().run_with_audio(transformer, given, wrapped=wrapped)
-        return output, [audio[:0] for audio in heard]
+        attentions = (block.audio_to_video_attn for block in transformer.transformer_blocks)
+        return run_isolated(super().run_with_audio, transformer, rows, attentions=attentions, wrapped=wrapped)
 
 
 def modulates_text(transformer: Transformer) -> bool:
@@ -328,11 +306,6 @@ def _stacked_audio(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _isolate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Return what attention to audio adds to video: nothing in a stack of samples without audio."""
-    return output if layout_in_use() is None else 0 * output
-
-
 def _packed_audio(batch: PackedBatch) -> dict[str, Any]:
     """Return the arguments of the forward that the audio of a pack makes; noise levels lie by sample."""
     layout = AudioLayout.of(batch.layout)
@@ -385,7 +358,7 @@ def _complete(
     if audio is None:
         heard = _no_audio(transformer, rows)
     else:
-        seconds = [audio_tables(transformer, length, rows.device)[0] for length in audio.lengths]
+        seconds = [audio_tables(transformer, length, rows.device)[0] for length in layout.audio_lengths or ()]
         heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
     return args, {**kwargs, **heard, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
 

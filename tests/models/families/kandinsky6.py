@@ -1,4 +1,4 @@
-"""Kandinsky 6, without sound."""
+"""Kandinsky 6."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def make(**config: Any) -> Kandinsky6Transformer3DModel:
         "fix_modulation": True,
     }
     model = Kandinsky6Transformer3DModel(**{**settings, **config})
-    for rotary in (model.visual_rope_embeddings, model.video_text_rope_embeddings, model.audio_text_rope_embeddings):
+    for rotary in (
+        model.visual_rope_embeddings,
+        model.audio_rope_embeddings,
+        model.video_text_rope_embeddings,
+        model.audio_text_rope_embeddings,
+    ):
         rotary.register_forward_pre_hook(in_float32)
     return model
 
@@ -48,15 +53,38 @@ def alone(
     pooled_projections: torch.Tensor,
     visual_cond: torch.Tensor,
 ) -> torch.Tensor:
+    conditioning = {"pooled_projections": pooled_projections, "visual_cond": visual_cond}
+    silence = latent.new_zeros(0, 6)
+    return with_audio(model, latent, timestep, text, audio=silence, audio_timestep=timestep, **conditioning)[0]
+
+
+def with_audio(
+    model: Any,
+    latent: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    pooled_projections: torch.Tensor,
+    visual_cond: torch.Tensor,
+    audio: torch.Tensor,
+    audio_timestep: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the model on a latent `(C, F, H, W)` and audio `(tokens, C)`, without audio if there are no tokens.
+
+    The stock forward embeds one timestep for both; here the embedding of audio is given its own.
+    """
     padded = torch.cat([text, 7 * torch.ones_like(text[:3])])
+    own = model.audio_time_embeddings.register_forward_pre_hook(lambda module, args: (audio_timestep[None],))
     output = model(
         hidden_states=torch.cat([latent, visual_cond]).movedim(0, -1)[None],
         encoder_hidden_states=padded[None],
         pooled_projections=pooled_projections[None],
         timestep=timestep[None],
+        audio_hidden_states=audio[None] if len(audio) else None,
         encoder_attention_mask=(torch.arange(len(padded)) < len(text))[None],
-    ).sample
-    return output[0].movedim(-1, 0)
+    )
+    own.remove()
+    return output.sample[0].movedim(-1, 0), output.audio_sample[0] if len(audio) else audio
 
 
 CASES = {

@@ -1,0 +1,60 @@
+"""Stacks of samples without audio, in models that are trained with it: their video is isolated from zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..packing.batch import Rows
+from ..packing.context import bind_checkpoints, layout_in_use, use_layout
+from ..packing.family import Transformer
+from ..packing.layout import PackedLayout
+
+Outputs = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def run_isolated(
+    run: Callable[..., Outputs],
+    transformer: Transformer,
+    rows: Rows,
+    *,
+    attentions: Iterable[torch.nn.Module],
+    wrapped: Any = None,
+) -> Outputs:
+    """Run samples of one size without audio, whose video is isolated.
+
+    All layers compute all the same, on a token of zeros, so that weights get gradients of 0, for which other processes
+    may wait.
+
+    Args:
+        run (callable): `Family.run_with_audio` of a stack with audio.
+        transformer (`torch.nn.Module`): Transformer.
+        rows ([`Rows`]): The samples.
+        attentions (iterable of `torch.nn.Module`): Modules in which video attends to audio.
+        wrapped (`torch.nn.Module`, *optional*): The transformer as accelerate wraps it.
+    """
+    assert rows.audio is not None, "the caller has audio"
+    for attention in attentions:
+        if _isolate not in attention._forward_hooks.values():
+            attention.register_forward_hook(_isolate)
+    bind_checkpoints(transformer)
+    silent = (0,) * len(rows.latents)
+    layout = PackedLayout(
+        grids=(rows.grid,) * len(silent),
+        text_lengths=silent,
+        strip_length=1,
+        audio_lengths=silent,
+        device=rows.text.device,
+    )
+    token = [latent.new_zeros(1, latent.shape[1]) for latent in rows.audio.latents]
+    with use_layout(layout):
+        output, heard = run(transformer, replace(rows, audio=replace(rows.audio, latents=token)), wrapped=wrapped)
+    return output, [audio[:0] for audio in heard]
+
+
+def _isolate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """Return what attention to audio adds to video: nothing in a stack of samples without audio."""
+    return output if layout_in_use() is None else 0 * output
