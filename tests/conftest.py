@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.browser import browser  # noqa: F401  (a fixture of the session: playwright starts once)
-from tests.processes import kill_forked_when, launch_forked, launched_environments, run, run_forked
+from tests.processes import kill_forked_when, launch_forked, launched_environments, run, run_forked, spare_collector
 
 # Results of an earlier run in datasets' cache must not hide what this run would compute.
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
@@ -40,6 +40,12 @@ hypothesis.settings.register_profile("hf_bucketing", deadline=None, derandomize=
 hypothesis.settings.load_profile("hf_bucketing")
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects_to_search() -> None:
+    """A run that ends collects garbage: half of the time of a small one, among the objects of all imported modules."""
+    spare_collector()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ As a program, this is the process that is forked: it reads a job per line from i
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing.util
 import os
@@ -192,6 +193,12 @@ def dump_stacks_and_end(pid: int) -> None:
         psutil.wait_procs(started, timeout=3)
 
 
+def spare_collector() -> None:
+    """Keep what exists now, most of it modules, out of later searches for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 def _serve() -> dict[str, Any]:
     """Fork a process for each job that is read; return in the processes that run a script, with what they run."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
@@ -289,4 +296,5 @@ if __name__ == "__main__":
     for imported in IMPORTED:
         importlib.import_module(imported)
     faulthandler.enable()
+    spare_collector()
     _run(_serve())

@@ -57,7 +57,7 @@ def make_model(name: str) -> tuple[type[Any], Any]:
     if case is not None:
         return getattr(diffusers, pipeline), CASES[case].make()
     with init_empty_weights():
-        wide = diffusers.HunyuanVideoTransformer3DModel(num_layers=1, num_single_layers=2, mlp_ratio=0.1)
+        wide = diffusers.HunyuanVideoTransformer3DModel(num_layers=1, num_single_layers=1, mlp_ratio=0.1)
     return getattr(diffusers, pipeline), wide
 
 

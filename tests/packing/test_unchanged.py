@@ -254,8 +254,23 @@ USUAL: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["afterwards", "beforehand"])
-@pytest.mark.parametrize("change", USUAL.values(), ids=USUAL.keys())
+COMPILED_ONCE = [("compiled blocks", True), ("compiled forward", False)]
+"""Cases that are slow: each of the two is compiled in the other order by a fast one."""
+
+
+@pytest.mark.parametrize(
+    ("change", "before"),
+    [
+        pytest.param(
+            change,
+            before,
+            id=f"{name}-{'beforehand' if before else 'afterwards'}",
+            marks=pytest.mark.slow if (name, before) in COMPILED_ONCE else (),
+        )
+        for name, change in USUAL.items()
+        for before in (False, True)
+    ],
+)
 def test_usual_wrappers_and_hooks_run_packs(change: Change, before: bool) -> None:
     model, samples = make_model(num_layers=2), Samples()
     with torch.no_grad():
@@ -272,7 +287,7 @@ def test_usual_wrappers_and_hooks_run_packs(change: Change, before: bool) -> Non
 
 @torch.no_grad()
 def test_a_compiled_model_and_a_copy_run_packs() -> None:
-    model, samples = make_model(num_layers=2), Samples()
+    model, samples = make_model(num_layers=1), Samples()
     expected = samples.alone(model)
     batch = samples.pack(enable_packing(model, strip_length=4))
     for runner in (torch.compile(model, backend="eager"), copy.deepcopy(model)):
