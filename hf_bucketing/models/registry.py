@@ -108,15 +108,18 @@ def recipe_of(name_or_path: str) -> type[Recipe]:
         BucketingError: If there is no pipeline, or no recipe for it.
     """
     try:
-        name = read_index(name_or_path).class_name
+        index = read_index(name_or_path)
     except HubError:
         raise
     except BucketingError as error:
         raise BucketingError(f"{name_or_path} is no diffusers pipeline: {error}") from error
+    name = index.class_name
     if name in refused_pipelines():
         raise BucketingError(f"{name_or_path} is a {name}, which cannot be trained: {refused_pipelines()[name]}.")
     if name not in recipes():
+        kinds = {entry.class_name for entry in index.components.values()} & UNPACKABLE.keys()
+        why = "".join(f" Its {kind} cannot be packed: {UNPACKABLE[kind]}." for kind in sorted(kinds))
         raise BucketingError(
-            f"{name_or_path} is a {name}; there are training recipes for {', '.join(sorted(recipes()))}."
+            f"{name_or_path} is a {name}; there are training recipes for {', '.join(sorted(recipes()))}.{why}"
         )
     return recipes()[name]

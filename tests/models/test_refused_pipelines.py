@@ -21,6 +21,15 @@ def test_a_pipeline_is_refused_with_the_reason(name: str, tmp_path: Path) -> Non
         recipe_of(str(tmp_path))
 
 
+def test_a_pipeline_without_a_recipe_is_refused_with_what_its_transformer_does(tmp_path: Path) -> None:
+    index = {"_class_name": "HeliosPipeline", "transformer": ["diffusers", "HeliosTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        BucketingError, match=r"is a HeliosPipeline; .* Its HeliosTransformer3DModel .* earlier frames"
+    ):
+        recipe_of(str(tmp_path))
+
+
 def test_small_images_of_glm_image_have_more_tokens_than_half_their_patches() -> None:
     """A token of GLM-Image stands for 2×2 patches of 16 pixels; if this changes, it can have a recipe."""
     processing = pytest.importorskip("transformers.models.glm_image.image_processing_pil_glm_image")
