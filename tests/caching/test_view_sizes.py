@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState
 from PIL import Image
 
 from hf_bucketing import BucketBatchSampler, BucketingError, PackBatchSampler, Size, ViewRule
@@ -22,8 +23,10 @@ from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import RandomResize
 from hf_bucketing.loaders.collators import PackCollator
 from hf_bucketing.training.data import make_data, make_held_out_data
+from hf_bucketing.training.logs import Logs
+from hf_bucketing.training.recount import recount
 from tests.caching.test_caching import cached, first, load_recipe, prepared
-from tests.training.training_cases import TINY_WAN, in_process
+from tests.training.training_cases import TINY_WAN, in_process, run
 
 __all__ = ["prepared"]
 
@@ -98,6 +101,20 @@ def test_a_resumed_epoch_holds_what_is_left_also_on_other_processes(folder: Path
         later.load_state_dict(started.state_dict(step=2))
         left = [row for batch in later for row in batch]
         assert sorted(done + left) == [*range(len(data.dataset))]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_repeats_the_losses_of_a_whole_one(folder: Path, pipeline_dir: Path, tmp_path: Path) -> None:
+    settings = {
+        "batching": "pack", "max_tokens": 400, "train_batch_size": None, "checkpointing_steps": 3,
+        "max_train_steps": None, "num_train_epochs": 3,
+    }  # fmt: skip
+    whole = run(in_process(pipeline_dir, folder, tmp_path, **settings))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    resumed = run(in_process(pipeline_dir, folder, tmp_path, **settings, resume_from_checkpoint="checkpoint-3"))
+    assert resumed == whole
+    assert len(whole) > 5
+    assert not recount(Logs(tmp_path)).faults
 
 
 def test_one_size_remains_for_the_first_view_and_for_held_out_rows(folder: Path, pipeline_dir: Path) -> None:
