@@ -92,6 +92,8 @@ class Family:
             may hold audio.
         audio_by_sample (`bool`): Whether the model modulates audio by batch row, so that the audio of a pack lies in
             rows of the strips of its own sample.
+        shared_audio (`tuple` of `str`): Names of the attention modules of audio, where processes that share the tokens
+            of a pack share its audio too.
         joined_frames (`tuple` of `str`): Names among the conditioning of what each sample has as `(channels, frames,
             height, width)` of a size that is not its latent's; the forward of a pack gets the frames of all samples
             one after another, `(1, channels, frames, height, width)`.
@@ -130,6 +132,7 @@ class Family:
     runs_alone: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
     audio_by_sample: ClassVar[bool] = False
+    shared_audio: ClassVar[tuple[str, ...]] = ()
     joined_frames: ClassVar[tuple[str, ...]] = ()
 
     def variant(self, transformer: Transformer) -> Family:
@@ -315,6 +318,10 @@ class Family:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
         own, references = partial(self.positions, base_size=base_size), self.reference_positions
         return partial(strip_tables, Tables(own), Tables(references))
+
+    def parallel_plan_of_audio(self, transformer: Transformer) -> Mapping[str, Any]:
+        """Return the plan by which processes share the audio of packs, beside [`parallel_plan`]; by default none."""
+        return {}
 
     def parallel_plan(self, transformer: Transformer) -> Mapping[str, Any]:
         """Return what processes that share samples split and gather: by default diffusers' `_cp_plan`."""

@@ -55,7 +55,10 @@ def packed_forward_with_audio(
     if audio is None:
         raise PackingError("This pack holds no audio: give `audio` to pack, or call packed_forward.")
     result, family = _run(transformer, batch, attention_kwargs)
-    return family.output_strips(batch, output_of(result)), audio.by_sample(family.audio_rows(result))
+    rows = family.audio_rows(result)
+    if family.shared_audio:  # processes that share a pack fill its rows up to equal parts
+        rows = rows[:, : audio.row_length]
+    return family.output_strips(batch, output_of(result)), audio.by_sample(rows)
 
 
 def _run(

@@ -198,10 +198,10 @@ class Packing:
     def _checked_audio(self, audio: Audio, text_lengths: Sequence[int]) -> Audio:
         if not self.family.audio_parts:
             raise PackingError(f"{self.model_name} generates no audio beside its video; omit `audio`.")
-        if self.processes > 1:
+        if self.processes > 1 and not self.family.shared_audio:
             raise PackingError(
-                f"The {self.processes} processes that share this pack have a part of its video each, to which its "
-                "audio attends; omit `audio`, or context parallelism."
+                f"The {self.processes} processes that share this pack have a part of its video each, and no plan by "
+                f"which they share the audio of a {self.model_name}; omit `audio`, or context parallelism."
             )
         channels, text_dim = self.family.audio_channels(self.transformer), self.family.audio_text_dim(self.transformer)
         audio.check(text_lengths=text_lengths, channels=channels, text_dim=text_dim)

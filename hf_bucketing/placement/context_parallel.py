@@ -48,6 +48,26 @@ _IDS = ("img_ids", "txt_ids")
 _SIZES_NAMED = 5
 
 
+def check_audio(degree: int, recipe: type[Recipe], *, packed: bool) -> None:
+    """Refuse a model whose audio processes cannot share.
+
+    Raises:
+        BucketingError: With what works instead.
+    """
+    option = f"`context_parallel_degree={degree}`"
+    if not recipe.family.shared_audio:
+        raise BucketingError(
+            f"Omit {option}, or prepare the data without --with_audio: no processes share the audio of a "
+            f"{recipe.family.transformer_class}."
+        )
+    if not packed:
+        raise BucketingError(
+            f'Train packs (`batching="pack"`) with {option} and audio: diffusers\' plan for a '
+            f"{recipe.family.transformer_class} leaves audio whole, so that in stacks it would attend to a part of "
+            "the video alone."
+        )
+
+
 def check_model(degree: int, recipe: type[Recipe], transformer: Mapping[str, Any], *, packed: bool) -> None:
     """Refuse a model whose tokens or heads processes cannot share, before its weights are loaded.
 
@@ -202,7 +222,9 @@ class ContextParallel:
     def _tell(self, config: Any) -> None:
         self.transformer._parallel_config = config  # packs are made of strips that their processes can share
         # Tokens attend to text in diffusers' processors without an exchange; packed ones exchange here too.
-        exchanging = (*_SELF_ATTENTION, _TEXT_ATTENTION) if self.packed else _SELF_ATTENTION
+        exchanging: tuple[str, ...] = _SELF_ATTENTION
+        if self.packed:
+            exchanging = (*exchanging, _TEXT_ATTENTION, *family_of(self.transformer).shared_audio)
         for block in blocks_of(self.transformer):
             for name, module in block.named_modules():
                 if name.rpartition(".")[2] in exchanging:
@@ -221,7 +243,8 @@ def _plan(transformer: Any, *, packed: bool) -> dict[str, Any]:
     family = family_of(transformer)
     timesteps = {_TIMESTEPS: ContextParallelInput(split_dim=1, expected_dims=2)}  # some of diffusers' plans lack it
     plan: dict[str, Any] = {"": timesteps}
-    for pattern, rules in family.parallel_plan(transformer).items():
+    of_audio = family.parallel_plan_of_audio(transformer) if packed else {}
+    for pattern, rules in (*family.parallel_plan(transformer).items(), *of_audio.items()):
         if isinstance(rules, dict):
             rules = {key: rule for key, rule in rules.items() if not _is_omitted(key, family, packed=packed)}
         for name in _module_names(transformer, pattern) if rules else ():

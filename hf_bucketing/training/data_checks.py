@@ -101,15 +101,11 @@ def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStre
         if given := not_default(config, "audio_weight"):
             raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
         return
-    faults = {
-        '`frame_picking="uniform"`, by which frames are further apart than their sound': (
-            config.views.frame_picking == "uniform"
-        ),
-        "`context_parallel_degree`": config.memory.context_parallel_degree > 1,
-    }
-    for what, wrong in faults.items():
-        if wrong:
-            raise BucketingError(f"{config.dataset_dir} has audio, which does not go with {what}.")
+    if config.views.frame_picking == "uniform":
+        raise BucketingError(
+            f'{config.dataset_dir} has audio, which does not go with `frame_picking="uniform"`, by which frames are '
+            "further apart than their sound."
+        )
 
 
 def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:

@@ -27,7 +27,7 @@ from ..models.registry import recipe_of
 from ..optimizers.classes import check_optimizer
 from ..placement.blocks import blocks_of
 from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, check_combination
-from ..placement.context_parallel import check_model, check_sizes
+from ..placement.context_parallel import check_audio, check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
@@ -175,6 +175,8 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
         packed = config.batches.batching == "pack"
         check_model(memory.context_parallel_degree, opened.recipe, transformer, packed=packed)
+        if opened.trains_audio:
+            check_audio(memory.context_parallel_degree, opened.recipe, packed=packed)
         if not packed:
             check_sizes(memory.context_parallel_degree, _stacked_sizes(opened), spec=opened.spec)
 

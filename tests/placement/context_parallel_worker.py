@@ -21,9 +21,10 @@ from peft import LoraConfig
 from hf_bucketing.losses import global_mean
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.registry import family_of
-from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
+from hf_bucketing.packing import Audio, TokenDrop, packed_forward, packed_mse
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.packing.family import freeze_unused
+from hf_bucketing.packing.forward import packed_forward_with_audio
 from hf_bucketing.placement.blocks import blocks_of
 from hf_bucketing.placement.context_parallel import ContextParallel
 from hf_bucketing.placement.offload import offload_blocks
@@ -55,6 +56,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name} pack checkpointing": (name, PACKED | CHECKPOINTED) for name in ("wan", "qwen-image", "minimax-h3")},
     **{f"{name} checkpointing": (name, CHECKPOINTED) for name in ("wan", "ltx", "flux")},
     **{f"{name} pack of 3 heads": (name, PACKED | {"config": config}) for name, config in THREE_HEADS.items()},
+    **{f"{name} pack audio": (name, PACKED | {"audio": True}) for name in ("ltx2", "ltx2.3")},
+    "ltx2 pack audio checkpointing": ("ltx2", PACKED | CHECKPOINTED | {"audio": True}),
+    "ltx2 pack audio of 3 heads": ("ltx2", PACKED | {"audio": True, "config": THREE_HEADS["ltx2"]}),
     "wan lora": ("wan", {"lora": True}),
     "wan pack lora": ("wan", PACKED | {"lora": True}),
     "wan pack offload": ("wan", PACKED | CHECKPOINTED | {"lora": True, "offload": True}),
@@ -86,10 +90,11 @@ def compare(
     lora: bool = False,
     offload: bool = False,
     token_drop: TokenDrop | None = None,
+    audio: bool = False,
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     model = case.model(torch.float64, **config)
-    freeze_unused(family_of(model), model)
+    freeze_unused(family_of(model), model, audio=audio)
     if lora:
         model.requires_grad_(False)
         model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
@@ -98,7 +103,7 @@ def compare(
                 parameter.data = 0.1 * torch.randn_like(parameter)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    forward = packs(case, token_drop) if packed else stacks(case)
+    forward = packs_with_audio(case) if audio else packs(case, token_drop) if packed else stacks(case)
     alone = run(forward, copy.deepcopy(model), None, packed)
     if offload:
         offload_blocks(model, 1, device=accelerator.device)
@@ -145,6 +150,29 @@ def packs(case: FamilyCase, token_drop: TokenDrop | None) -> Forward:
         batch = samples.pack(packing, token_drop=token_drop, seeds=range(len(samples.latents)))
         output = packed_forward(wrapped, batch)
         return output, packed_mse(output, batch.pack_like(samples.targets), batch.layout)
+
+    return forward
+
+
+def packs_with_audio(case: FamilyCase) -> Forward:
+    """Return a forward of a pack of all samples, of which the second has no audio; lengths divide by no degree."""
+    samples = Samples(torch.float64, case=case)
+    count, generator = len(samples.latents), torch.Generator().manual_seed(5)
+    lengths = [0 if sample == 1 else 3 + 2 * sample for sample in range(count)]
+
+    def forward(model: Any, wrapped: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        family, config, packing = family_of(model), model.config, model._hf_bucketing_packing.packing
+        generator.manual_seed(5)
+        sounds = [torch.randn(length, config.audio_in_channels, generator=generator).double() for length in lengths]
+        text_dim = family.audio_text_dim(model)
+        levels = 1000 * torch.rand(count, generator=generator)
+        text = [torch.randn(len(words), text_dim, generator=generator).double() for words in samples.text]
+        audio = Audio(latents=sounds, timesteps=levels, video_timesteps=samples.timesteps.float(), text=text)
+        batch = samples.pack(packing, audio=audio)
+        output, heard = packed_forward_with_audio(wrapped, batch)
+        losses = packed_mse(output, batch.pack_like(samples.targets), batch.layout)
+        of_audio = [sound.square().sum() / max(1, sound.numel()) for sound in heard]
+        return torch.cat([output.flatten(), *map(torch.flatten, heard)]), losses + torch.stack(of_audio)
 
     return forward
 

@@ -30,12 +30,14 @@ from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.placement.context_parallel import check_audio
 from hf_bucketing.training.base_targets import TARGETS
 from hf_bucketing.training.data import make_data
+from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
-from tests.conftest import run_script_here
+from tests.conftest import as_flags, run_script_here
 from tests.training.audio_runs import (
     cache,
     call_by_hand,
@@ -423,6 +425,22 @@ def test_processes_with_and_without_audio_in_one_step_wait_for_no_gradient(
 
 
 @pytest.mark.slow
+def test_two_processes_that_share_packs_with_audio_have_the_losses_of_one(
+    prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    settings = {**PACKS, "num_train_epochs": 2, "max_train_steps": 4, "condition": "audio:0.2,video:0.2,none:0.6"}
+    expected = run(in_process(pipeline, prepared, tmp_path / "one", **settings))
+    train(pipeline, prepared, tmp_path / "two", *as_flags(**settings), "--context_parallel_degree", 2, num_processes=2)
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+
+
+def test_buckets_with_audio_are_not_shared_by_processes(prepared: Path, pipeline: Path, tmp_path: Path) -> None:
+    check_audio(2, recipe_of(str(pipeline)), packed=True)
+    with pytest.raises(BucketingError, match=r"Train packs .* it would attend to a part of the video alone"):
+        check_audio(2, recipe_of(str(pipeline)), packed=False)
+
+
+@pytest.mark.slow
 def test_tokens_that_fit_are_searched_with_audio(
     prepared: Path, cached: Path, pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,7 +504,6 @@ def test_adapters_of_both_modalities_are_saved_and_rendered_with_sound(
     ("settings", "message"),
     [
         ({"frame_picking": "uniform"}, "by which frames are further apart than their sound"),
-        ({"context_parallel_degree": 2}, "`context_parallel_degree`"),
     ],
 )
 def test_what_does_not_go_with_audio_is_refused_by_name(

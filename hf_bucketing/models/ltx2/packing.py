@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
 from ...devices import to_device
@@ -21,6 +23,7 @@ from ...packing.positions import Tables, position_strips
 from ...packing.processors import PackedAttnProcessor, Rotary, attend_if_any
 from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens
+from ...packing.ulysses import all_tokens, own_heads, own_part, own_tokens
 from ..isolated import run_isolated
 from ..ltx.packing import first_frames, numbers_of_grids, over_sample
 
@@ -65,7 +68,11 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
             return torch.zeros_like(hidden_states)
         states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key_rotary = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
-        return self._attend_in(segments[0], attn, hidden_states, states, (query_rotary_emb, key_rotary))
+        rotary = [
+            None if tables is None else tuple(own_part(table, self._parallel_config) for table in tables)
+            for tables in (query_rotary_emb, key_rotary)
+        ]
+        return self._attend_in(segments[0], attn, hidden_states, states, rotary)
 
     def _attend_in(
         self,
@@ -73,18 +80,34 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         attn: Any,
         hidden_states: torch.Tensor,
         states: torch.Tensor,
-        rotary: tuple[Rotary | None, Rotary | None],
+        rotary: Sequence[Rotary | None],
     ) -> torch.Tensor:
         """Attend from hidden states to states, each with its positions; exactly 0, without a bias, where no key is."""
+        rows, config = len(hidden_states), self._parallel_config
         query = self.split_heads(attn, attn.to_q(hidden_states), attn.norm_q)
         key = self.split_heads(attn, attn.to_k(states), attn.norm_k)
         pairs = zip((query, key), rotary, strict=True)
         query, key = (side if table is None else self.rotate(side, table) for side, table in pairs)
         value = self.split_heads(attn, attn.to_v(states))
+        if segments.queries:
+            query = self._all_tokens_of(query, rows, segments.num_queries)
+            if self.part == "to_text":
+                key, value = (own_heads(side, config) for side in (key, value))
+            else:
+                key, value = (self._all_tokens_of(side, len(states), segments.num_keys) for side in (key, value))
         attended = attend_if_any(query, key, value, segments, backend=self.backend)
+        if segments.queries:
+            by_row = filled_up(attended.unflatten(0, (rows, -1)), config)
+            attended = own_tokens(by_row, config, heads=attn.heads).flatten(0, 1)
         attended = self.gate(attn, attended, hidden_states)
         output = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
-        return (output * segments.has_key(output.device)[:, None]).view_as(hidden_states)
+        has_key = filled_up(segments.has_key(output.device).view(rows, -1, 1), config)
+        return output.view_as(hidden_states) * own_part(has_key, config)
+
+    def _all_tokens_of(self, heads: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+        """Return all `count` tokens of rows, with this process's heads, without those that fill up the rows."""
+        strips = all_tokens(heads.unflatten(0, (rows, -1)), self._parallel_config)
+        return strips[:, : count // rows].flatten(0, 1)
 
     def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Rotate `(N, H, D)` as the model does, by tables of strips: by head where it splits heads into halves."""
@@ -97,6 +120,14 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         if attn.to_gate_logits is None:
             return attended
         return attended * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).flatten(0, 1).unsqueeze(-1)
+
+
+def filled_up(rows: torch.Tensor, parallel_config: Any) -> torch.Tensor:
+    """Return rows `(rows, tokens, …)` with zeros behind, so that the processes that share them have equal parts."""
+    if parallel_config is None:
+        return rows
+    missing = -rows.shape[1] % parallel_config.context_parallel_config.ulysses_degree
+    return F.pad(rows, (*[0, 0] * (rows.ndim - 2), 0, missing))
 
 
 _AUDIO_PARTS = {
@@ -144,6 +175,7 @@ class LTX2Family(Family):
     max_references = UNLIMITED
     text = TextTokens(rows="per_strip")
     audio_parts = ("audio", "av_cross_attn", "video_a2v")
+    shared_audio = tuple(_AUDIO_PARTS)
     cast_inputs = (
         *Family.cast_inputs,
         "audio_hidden_states",
@@ -183,7 +215,8 @@ class LTX2Family(Family):
         handles = [transformer.register_forward_pre_hook(complete, with_kwargs=True)]
         for name, rows in _MODULATIONS.items():
             if hasattr(transformer, name):
-                handles.append(getattr(transformer, name).register_forward_pre_hook(partial(_levels_of, rows)))
+                levels = partial(_levels_of, transformer, rows)
+                handles.append(getattr(transformer, name).register_forward_pre_hook(levels))
         return handles
 
     def parallel_plan(self, transformer: Transformer) -> dict[str, Any]:
@@ -193,6 +226,14 @@ class LTX2Family(Family):
             return dict(plan)
         tables = {table: replace(rule, split_dim=2, expected_dims=4) for table, rule in plan["rope"].items()}
         return {**plan, "rope": tables}
+
+    def parallel_plan_of_audio(self, transformer: Transformer) -> dict[str, Any]:
+        """Split the rows of audio as strips are, and their timesteps."""
+        rows = {
+            "audio_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3),
+            "audio_timestep": ContextParallelInput(split_dim=1, expected_dims=2),
+        }
+        return {"": rows, "audio_proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
 
     def fit_text(
         self, transformer: Transformer, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None
@@ -319,14 +360,14 @@ def _packed_audio(batch: PackedBatch) -> dict[str, Any]:
     return {
         "audio_hidden_states": layout.in_rows(torch.cat(list(audio.latents))),
         "audio_encoder_hidden_states": cut_evenly(torch.cat(list(audio.text)), layout.rows),
-        "audio_timestep": timesteps[layout.samples],
+        "audio_timestep": timesteps[layout.samples].view(layout.rows, -1),
         "audio_sigma": timesteps,
         "sigma": levels,
         "isolate_modalities": False,
     }
 
 
-def _levels_of(rows: str, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _levels_of(transformer: Any, rows: str, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give each token, of noise levels by sample, its own: tokens of strips, of text or of audio, or of its text.
 
     In packs without audio, whose rows have one token of zeros for it, these have the level of the strip.
@@ -335,8 +376,11 @@ def _levels_of(rows: str, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]
     audio = AudioLayout.of(layout)
     if rows == "text" or (rows == "audio_text" and audio is not None):
         samples = cut_evenly(layout.text_segment_ids, layout.num_strips).flatten()
+    elif rows == "audio" and audio is not None:
+        config = transformer._parallel_config
+        samples = own_part(filled_up(audio.samples.view(audio.rows, -1, 1), config), config).flatten()
     else:
-        samples = audio.samples if rows == "audio" and audio is not None else layout.strip_segments
+        samples = layout.strip_segments
     return args[0][samples], *args[1:]
 
 
@@ -360,7 +404,21 @@ def _complete(
     else:
         seconds = [audio_tables(transformer, length, rows.device)[0] for length in layout.audio_lengths or ()]
         heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
-    return args, {**kwargs, **heard, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
+    completed = {**kwargs, **heard, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
+    return args, _filled_up_audio(completed, transformer._parallel_config)
+
+
+def _filled_up_audio(kwargs: dict[str, Any], parallel_config: Any) -> dict[str, Any]:
+    """Return arguments of the forward with rows of audio that the processes which share them divide."""
+    if parallel_config is None:
+        return kwargs
+    timesteps, coordinates = kwargs["audio_timestep"], kwargs.get("audio_coords")
+    timesteps = timesteps[:, None] if timesteps.ndim == 1 else timesteps
+    filled = {"audio_hidden_states": kwargs["audio_hidden_states"], "audio_timestep": timesteps}
+    filled = {name: filled_up(rows, parallel_config) for name, rows in filled.items()}
+    if coordinates is not None:
+        filled["audio_coords"] = filled_up(coordinates[:, 0], parallel_config)[:, None]
+    return {**kwargs, **filled}
 
 
 def _audio_coordinates(transformer: Any, length: int, *, device: torch.device) -> tuple[torch.Tensor]:
