@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,7 @@ def load(sample: FileSample) -> LoadedSample:
         MediaError: If a file cannot be decoded or is not as its row says, or a condition that lies over the sample
             has another aspect ratio, or is shorter.
     """
+    sample = replace(sample, source=sample.source.opened())  # a URL once, for its frames and its sound
     view, stored = sample.view, None
     frames = []
     for frame in iter_frames(sample.source, view.times, video_decoder=view.video_decoder, row=sample.row):

@@ -12,15 +12,21 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from hf_bucketing import MediaError
+from hf_bucketing import MediaError, Size
 from hf_bucketing.columns import MediaMetadata, map_columns
 from hf_bucketing.media import write_video
 from hf_bucketing.media.decode import iter_frames
 from hf_bucketing.media.probe import MediaInfo, probe
 from hf_bucketing.media.remote import version
+from hf_bucketing.media.row_audio import AudioRule
+from hf_bucketing.media.rows import FileSample
+from hf_bucketing.media.sample import load
 from hf_bucketing.media.source import MediaSource
+from hf_bucketing.media.views import View
+from hf_bucketing.media.write import Sound
 from tests.media.http_server import Served, serving
 
 CLIP = MediaInfo(64, 48, 16, 8.0)
@@ -72,6 +78,22 @@ def test_frames_are_those_of_the_file(folder: Path, served: Served, ranges: bool
         remote, local = at(f"{served.url}/{name}"), MediaSource.from_cell(str(folder / name))
         assert probe(remote) == probe(local)
         np.testing.assert_array_equal(frames(remote, *times), frames(local, *times))
+
+
+def test_frames_and_sound_come_from_a_file_that_is_opened_once(folder: Path, served: Served) -> None:
+    tone = np.sin(np.arange(96000) / 20)
+    frames = [np.zeros((48, 64, 3), np.uint8)] * 16
+    write_video(folder / "c.mp4", frames, fps=8, sound=Sound(np.stack([tone, tone]), 48000))
+    view = View(size=Size(9, 48, 64), fps=8.0)
+    rule = AudioRule(rate=16000, samples_per_token=640)
+    remote, local = (
+        load(FileSample(source=source, view=view, audio=rule, has_audio=True))
+        for source in (at(f"{served.url}/c.mp4"), MediaSource.from_cell(str(folder / "c.mp4")))
+    )
+    assert served.requests.count(("HEAD", "c.mp4")) == 1
+    assert torch.equal(remote.shown["audio"], local.shown["audio"])
+    assert remote.shown["audio"].abs().max() > 0.5
+    assert torch.equal(remote.pixels, local.pixels)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gone.mp4", "404"), ("empty.mp4", "is empty"), ("broken.mp4", "")])
