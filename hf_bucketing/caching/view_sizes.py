@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,8 +28,8 @@ def views_in_turn(indices: npt.ArrayLike, *, count: int, seed: int, epoch: int) 
         epoch (`int`): Epoch.
 
     Example:
-        >>> [views_in_turn([0, 1, 2], count=2, seed=0, epoch=epoch).tolist() for epoch in range(3)]
-        [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+        >>> [views_in_turn(range(4), count=3, seed=0, epoch=epoch).tolist() for epoch in range(3)]
+        [[1, 1, 1, 2], [2, 2, 2, 0], [0, 0, 0, 1]]
     """
     rows = np.asarray(indices, np.int64)
     first = numbers_of_rows(generator(Purpose.FIRST_VIEW, seed), rows, each=1)[:, 0]
@@ -55,11 +55,8 @@ class ViewSizes:
     def token_counter(
         self,
         own_tokens: IntArray,
+        columns: Mapping[str, IntArray],
         *,
-        num_frames: IntArray,
-        height: IntArray,
-        width: IntArray,
-        index: IntArray,
         references: RowReferences | None = None,
         audio: RowAudio | None = None,
     ) -> Callable[[int], IntArray]:
@@ -67,35 +64,30 @@ class ViewSizes:
 
         Args:
             own_tokens (array of `int`, shape `(n,)`): Tokens of the first view; 0 for rejected rows.
-            num_frames (array of `int`, shape `(n,)`): Frames of the samples.
-            height (array of `int`, shape `(n,)`): Heights of the rows.
-            width (array of `int`, shape `(n,)`): Widths of the rows.
-            index (array of `int`, shape `(n,)`): Row numbers in the data set.
+            columns (mapping of `str` to array of `int`, shape `(n,)`): `num_frames` of the samples, and `height`,
+                `width` and `index` of the rows.
             references ([`RowReferences`], *optional*): References of the rows, whose tokens count too.
             audio ([`RowAudio`], *optional*): Audio of the rows, whose tokens count too.
         """
-        return partial(self._tokens, own_tokens, num_frames, height, width, index, references, audio)
+        return partial(self._tokens, own_tokens, columns, references, audio)
 
     def _tokens(
         self,
         own_tokens: IntArray,
-        num_frames: IntArray,
-        height: IntArray,
-        width: IntArray,
-        index: IntArray,
+        columns: Mapping[str, IntArray],
         references: RowReferences | None,
         audio: RowAudio | None,
         epoch: int,
     ) -> IntArray:
-        views = views_in_turn(index, count=self.count, seed=self.seed, epoch=epoch)
+        views = views_in_turn(columns["index"], count=self.count, seed=self.seed, epoch=epoch)
         tokens = own_tokens.copy()
         for view in range(1, self.count):
             rows = np.flatnonzero((views == view) & (own_tokens > 0))
             counter = self.resize.token_counter(
-                num_frames=num_frames[rows],
-                height=height[rows],
-                width=width[rows],
-                index=index[rows],
+                num_frames=columns["num_frames"][rows],
+                height=columns["height"][rows],
+                width=columns["width"][rows],
+                index=columns["index"][rows],
                 references=None if references is None else references.select(rows),
                 audio=None if audio is None else audio.select(rows),
             )

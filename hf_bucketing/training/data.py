@@ -382,8 +382,8 @@ def _data_of(
             learned = resize.token_counter(**sizes)
         elif (views := _view_sizes(config, prepared)) is not None:
             beside = num_tokens - own_tokens
-            tokens = views.token_counter(whole_tokens + beside, **sizes, references=references, audio=audio)
-            learned = views.token_counter(whole_tokens, **sizes)
+            tokens = views.token_counter(whole_tokens + beside, sizes, references=references, audio=audio)
+            learned = views.token_counter(whole_tokens, sizes)
         try:
             sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:
