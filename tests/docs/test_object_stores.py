@@ -81,6 +81,10 @@ def test_two_nodes_train_from_a_bucket_and_one_resumes_after_the_other_died(
         assert int(encoded) > 10
         assert f"{encoded} rows found" in run_script_here("cache_latents.py", *cache).stdout
         assert not Path("cache").exists()
+        ((_, suggest),) = PAGE.under("## Is the store fast enough?").script_calls()
+        here = as_flags(gpu_memory=1, num_gpus=2, device="cpu", mixed_precision="no", target_fps=8)
+        said = run_script_here("suggest_run.py", *on_small_weights(suggest, names), *here).stdout
+        assert re.search(r"\d+ decoding process", said)
         train_on_two_nodes_until(lambda: any(Path("trained").glob("checkpoint-*")), flags)
         resumed = launch_training(*flags, num_processes=1)
         assert "Resumed after optimizer step" in resumed.stderr
