@@ -1,7 +1,7 @@
 """Peak memory and operations of a training step, under FakeTensorMode: shapes and dtypes run, no weight exists.
 
-torch's MemTracker and FlopCounterMode watch the same run. A few blocks are traced, and the others extrapolated: each
-adds the same bytes and operations.
+torch's MemTracker and the formulas of its FlopCounterMode watch the same run. A few blocks are traced, and the others
+extrapolated: each adds the same bytes and operations.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,10 +35,12 @@ def test_the_first_signal_is_noted_and_the_second_does_what_it_does_outside(numb
 
 def test_what_a_launcher_repeats_at_once_is_one_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    with StopSignals() as signals:
+    seconds = 100.0
+    monkeypatch.setattr("hf_bucketing.training.stopping.time", SimpleNamespace(monotonic=lambda: seconds))
+    with StopSignals():
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
-        signals._since -= 60
+        seconds += 60
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
