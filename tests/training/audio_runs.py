@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,12 +13,16 @@ import pytest
 import torch
 from synthetic.media import Clip, render
 
+from hf_bucketing.adapters.lora import add_adapters
+from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.media.audio import read_audio
 from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.write import Sound
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.training.steps import Step, media_of, text_of
+from hf_bucketing.training import TrainingConfig
+from hf_bucketing.training.base_targets import TARGETS
+from hf_bucketing.training.steps import Step, make_step, media_of, text_of
 from tests.conftest import run_script_here
 
 SILENT = 1
@@ -142,6 +147,57 @@ def call_by_hand(
         audio_timestep=torch.tensor(1000 * heard),
     )
     return (video, noised.targets[0]), (audio[: len(sound)], noise - sound)
+
+
+BASE_PREDICTIONS: dict[str, Any] = {
+    "preservation": "prior",
+    "preservation_share": 0.5,
+    "preservation_weight": 0.5,
+    "slider": ["loud|quiet"],
+    "slider_strength": 2.0,
+    "lora_rank": 2,
+    "audio_weight": 0.5,
+}
+"""Settings by which the targets of all samples are predictions of the base model."""
+
+
+def check_base_predictions(
+    predict: Predict,
+    recipe: Recipe,
+    config: TrainingConfig,
+    batch: Mapping[str, Any],
+    *,
+    audio_level: Callable[[float], float] = lambda level: level,
+) -> None:
+    """Check that samples have the losses by hand of their video and of their sound, towards the untouched model."""
+    base = copy.deepcopy(recipe.transformer)
+    add_adapters(recipe.transformer, AdapterConfig(lora_rank=2), audio=True)
+    for name, weight in recipe.transformer.named_parameters():
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))).to(weight) / 8
+    adapted, (step, latents, seen) = recipe.transformer, (make_step(config, recipe), encoded(recipe, batch), set())
+
+    def call(transformer: Any, row: int, epoch: int, caption: str | None = None) -> list[torch.Tensor]:
+        options: dict[str, Any] = {"epoch": epoch, "caption": caption, "audio_level": audio_level}
+        with torch.no_grad(), step.unpacked():
+            recipe.pipeline.transformer = transformer
+            modalities = call_by_hand(predict, recipe.pipeline, step, latents, row, **options)
+            recipe.pipeline.transformer = adapted
+        return [predicted for predicted, _ in modalities]
+
+    for epoch in range(3):
+        losses = step(adapted, batch, epoch=epoch)
+        seen |= {TARGETS[target] for target in losses.targets}
+        for row, target in enumerate(losses.targets):
+            predicted, wanted, weight = call(adapted, row, epoch), call(base, row, epoch), 0.5
+            if TARGETS[target] == "slider":
+                plus, minus = (call(base, row, epoch, side) for side in ("loud", "quiet"))
+                wanted = [own + 2 * (more - less) for own, more, less in zip(wanted, plus, minus, strict=True)]
+                weight = 1.0
+            pairs = zip(predicted, wanted, strict=True)
+            video, *heard = [float((own - other).square().mean()) for own, other in pairs if own.numel()]
+            assert float(losses.values[row]) == pytest.approx(weight * (video + 0.5 * sum(heard)), rel=1e-4)
+    assert seen == {"preservation", "slider"}
 
 
 def kind_of(drawn: Any) -> str:

@@ -25,9 +25,11 @@ from tests.conftest import run_script_here
 from tests.models.families.kandinsky6 import with_audio
 from tests.models.families.minimax_h3 import minimax_h3_with_audio, text_of
 from tests.training.audio_runs import (
+    BASE_PREDICTIONS,
     SILENT,
     Predict,
     cache,
+    check_base_predictions,
     check_sound,
     encoded,
     kind_of,
@@ -217,6 +219,18 @@ def test_each_modality_is_generated_shown_or_absent_and_has_the_loss_by_hand(
                 expected = [by_hand(row, weight=0.5, epoch=epoch, shown=kind) for row, kind in enumerate(shown)]
         assert losses.tolist() == pytest.approx(expected, rel=1e-6)
     assert kinds == {"no_audio", "video", "audio", "none"}
+
+
+@pytest.mark.parametrize("batching", ["pack", "bucket"])
+def test_base_predictions_are_targets_of_both_modalities(
+    batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    batches = audio_run.packs if batching == "pack" else BUCKETS
+    config = in_process(pipeline, prepared, tmp_path, **batches, **BASE_PREDICTIONS)
+    data = make_data(config, recipe.spec, ModelTokens.of(recipe))
+    rows = [0, SILENT, 2, 3] if batching == "pack" else [0, 2, 3]
+    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
+    check_base_predictions(audio_run.predict, recipe, config, batch, audio_level=audio_run.audio_level)
 
 
 def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, recipe: Recipe) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from synthetic.media import Clip
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.lora import add_adapters
-from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.columns import PreparedDataset, preparation
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
@@ -31,7 +28,6 @@ from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.context_parallel import check_audio
-from hf_bucketing.training.base_targets import TARGETS
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
@@ -39,8 +35,9 @@ from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.training.audio_runs import (
+    BASE_PREDICTIONS,
     cache,
-    call_by_hand,
+    check_base_predictions,
     check_sound,
     encoded,
     kind_of,
@@ -224,40 +221,10 @@ def test_each_modality_is_generated_shown_or_absent_by_sample(
 def test_base_predictions_are_targets_of_both_modalities(
     batches: dict[str, Any], prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
 ) -> None:
-    """Preserved samples and those of a slider have the losses by hand of their video and of their sound."""
-    settings = {"preservation": "prior", "preservation_share": 0.5, "preservation_weight": 0.5}
-    slider = {"slider": ["loud|quiet"], "slider_strength": 2.0, "lora_rank": 2, "audio_weight": 0.5}
-    config = in_process(pipeline, prepared, tmp_path, **batches, **settings, **slider)
-    base = copy.deepcopy(recipe.pipeline)
-    add_adapters(recipe.transformer, AdapterConfig(lora_rank=2), audio=True)
-    for name, weight in recipe.transformer.named_parameters():
-        if "lora_B" in name:
-            weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 8
+    config = in_process(pipeline, prepared, tmp_path, **batches, **BASE_PREDICTIONS)
     data = make_data(config, recipe.spec, ModelTokens.of(recipe))
     rows = [0, 1, 2, 3] if batches is PACKS else [0, 2, 3]
-    batch = data.loader.collate_fn([data.dataset[row] for row in rows])
-    step, latents, seen = make_step(config, recipe), encoded(recipe, batch), set()
-    for epoch in range(3):
-        losses = step(recipe.transformer, batch, epoch=epoch)
-        seen |= {TARGETS[target] for target in losses.targets}
-        for row, target in enumerate(losses.targets):
-            with torch.no_grad(), step.unpacked():
-                call = partial(call_by_hand, predict, step=step, batch=latents, row=row, epoch=epoch)
-                predicted = [modality for modality, _ in call(recipe.pipeline)]
-                wanted = [modality for modality, _ in call(base)]
-                if TARGETS[target] == "slider":
-                    plus, minus = (call(base, caption=side) for side in ("loud", "quiet"))
-                    wanted = [
-                        own + 2 * (more[0] - less[0]) for own, more, less in zip(wanted, plus, minus, strict=True)
-                    ]
-            video, *heard = [
-                float((own - other).square().mean())
-                for own, other in zip(predicted, wanted, strict=True)
-                if own.numel()
-            ]
-            by_hand = (1.0 if TARGETS[target] == "slider" else 0.5) * (video + 0.5 * sum(heard))
-            assert float(losses.values[row]) == pytest.approx(by_hand, rel=1e-4)
-    assert seen == {"preservation", "slider"}
+    check_base_predictions(predict, recipe, config, data.loader.collate_fn([data.dataset[row] for row in rows]))
 
 
 def test_sounds_are_as_long_as_the_clips_of_sizes_that_are_drawn(
