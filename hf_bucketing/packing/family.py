@@ -16,6 +16,7 @@ from ..devices import to_device
 from ..errors import PackingError
 from .batch import PackedBatch, Rows, has_latent_size, token_timesteps
 from .context import exact_inputs, keep_inputs_exact, keeps_inputs_exact
+from .isolated import run_isolated
 from .layout import PackedLayout
 from .names import Backend, Grid
 from .positions import PackTables, Tables, hook_tables, strip_tables
@@ -90,6 +91,9 @@ class Family:
             samples of a stack run one after another, each with its own text.
         audio_parts (`tuple` of `str`): Parts of the names of parameters that serve audio alone, for models whose packs
             may hold audio.
+        audio_to_video (`str`, *optional*): Name in its block of the module by which video attends to audio, for models
+            with layers of their own for audio. Stacks without audio then run them all the same, see
+            [`run_isolated`][hf_bucketing.packing.isolated.run_isolated].
         audio_by_sample (`bool`): Whether the model modulates audio by batch row, so that the audio of a pack lies in
             rows of the strips of its own sample.
         shared_audio (`tuple` of `str`): Names of the attention modules of audio, where processes that share the tokens
@@ -132,6 +136,7 @@ class Family:
     runs_alone: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
     audio_by_sample: ClassVar[bool] = False
+    audio_to_video: ClassVar[str | None] = None
     shared_audio: ClassVar[tuple[str, ...]] = ()
     joined_frames: ClassVar[tuple[str, ...]] = ()
 
@@ -418,10 +423,22 @@ class Family:
     def run_with_audio(
         self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run samples as [`run`], and return with their output the prediction of their audio, `(tokens, channels)`."""
+        """Run samples as [`run`], and return with their output the prediction of their audio, `(tokens, channels)`.
+
+        All have audio of one length, or none.
+        """
         if self._splits(rows):
             outputs = [self.run_with_audio(transformer, row, wrapped=wrapped) for row in rows.one_by_one()]
             return torch.cat([output for output, _ in outputs]), [heard for _, (heard,) in outputs]
+        run = partial(self._run_heard, transformer, wrapped=wrapped)
+        if self.audio_to_video is None or rows.audio is None or any(rows.audio.lengths):
+            return run(rows)
+        modules = (module for name, module in transformer.named_modules() if name.endswith(f".{self.audio_to_video}"))
+        return run_isolated(run, transformer, rows, attentions=modules)
+
+    def _run_heard(
+        self, transformer: Transformer, rows: Rows, *, wrapped: Any
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         output, result = self._run(transformer, rows, wrapped)
         return output, list(self.audio_rows(result))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,19 +129,8 @@ def ltx2_alone(samples: AudioSamples, sample: int) -> Outputs:
     return LTX2Pipeline._unpack_latents(video, *grid, **sides)[0], audio[0] if not silent else audio[0, :0]
 
 
-def minimax_h3_alone(samples: AudioSamples, sample: int) -> Outputs:
-    return minimax_h3_with_audio(
-        samples.model,
-        samples.latents[sample],
-        samples.timesteps[sample],
-        samples.text[sample],
-        audio=samples.audio.latents[sample],
-        audio_timestep=samples.audio.timesteps[sample],
-    )
-
-
-def kandinsky6_alone(samples: AudioSamples, sample: int) -> Outputs:
-    return with_audio(
+def called_by(call: Callable[..., Outputs], samples: AudioSamples, sample: int) -> Outputs:
+    return call(
         samples.model,
         samples.latents[sample],
         samples.timesteps[sample],
@@ -157,6 +147,6 @@ AUDIO_CASES = {
     "ltx2 interleaved patches": LTX2,
     "ltx2.3": LTX2,
     "ltx2.5": LTX2,
-    "minimax-h3": AudioCase(alone=minimax_h3_alone, channels=4),
-    "kandinsky6": AudioCase(alone=kandinsky6_alone),
+    "minimax-h3": AudioCase(alone=partial(called_by, minimax_h3_with_audio), channels=4),
+    "kandinsky6": AudioCase(alone=partial(called_by, with_audio)),
 }

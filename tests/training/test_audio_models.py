@@ -236,8 +236,15 @@ def test_base_predictions_are_targets_of_both_modalities(
 def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, recipe: Recipe) -> None:
     heard = audio_run.tokens[1]
     sound = torch.rand(2, audio_run.rule.num_samples(heard)) * 2 - 1
-    assert len(recipe.encode_audio(sound)) == heard
+    latents = recipe.encode_audio(sound)
+    assert len(latents) == heard
     assert len(recipe.encode_audio(sound[:, :0])) == 0
+    assert torch.allclose(
+        recipe.encode_audio(sound.flip(0)),
+        latents.roll(heard // 2, 0) if audio_run.rule.tokens_at_once == 2 else latents,
+    )
+    recipe.pipeline.audio_vae.to(torch.bfloat16)
+    assert torch.allclose(recipe.encode_audio(sound).float(), latents.float(), atol=0.1)
 
 
 @pytest.mark.slow

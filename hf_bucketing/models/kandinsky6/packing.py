@@ -29,7 +29,6 @@ from ...packing.names import Backend, Grid
 from ...packing.positions import Tables, position_strips
 from ...packing.processors import attend_if_any
 from ...packing.segments import SegmentSpans
-from ..isolated import run_isolated
 from ..joint import JointFamily, embeddings_of_text
 from ..kandinsky5.packing import CONDITION, SCALE, Kandinsky5Family, PackedKandinsky5AttnProcessor, rotated
 from ..positions import one_table
@@ -120,6 +119,7 @@ class Kandinsky6Family(Kandinsky5Family):
     original_names = None
     audio_parts = ("audio_", "va_cross_attention.", "av_cross_attention.", "va_modulation.", "av_modulation.")
     audio_by_sample = True
+    audio_to_video = "va_cross_attention"
     cast_inputs = (*Kandinsky5Family.cast_inputs, "audio_hidden_states")
 
     def audio_channels(self, transformer: Transformer) -> int:
@@ -201,16 +201,6 @@ class Kandinsky6Family(Kandinsky5Family):
             timesteps=torch.stack([rows.timesteps, levels], 1),
             conditioning={**rows.conditioning, "audio_hidden_states": heard},
         )
-
-    def run_with_audio(
-        self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run samples of one size and their sound of one length; where they have none, their video is isolated."""
-        assert rows.audio is not None, "the caller has audio"
-        if any(rows.audio.lengths):
-            return super().run_with_audio(transformer, rows, wrapped=wrapped)
-        attentions = (block.va_cross_attention for block in transformer.visual_transformer_blocks)
-        return run_isolated(super().run_with_audio, transformer, rows, attentions=attentions, wrapped=wrapped)
 
 
 def _rotations(scale: tuple[float, float, float], module: Any, grid: Grid, device: torch.device) -> torch.Tensor:

@@ -60,7 +60,8 @@ class Kandinsky6Recipe(KandinskyRecipe):
         vae = self.pipeline.audio_vae
         if not waveform.shape[1]:
             return waveform.new_zeros(0, vae.config.latent_channels)
-        latents = vae.encode(waveform.mean(0, keepdim=True)).latent_dist.mode()
+        vae.mel_converter.float()  # it makes spectra in float32 alone, whatever the VAE was loaded in
+        latents = vae.encode(waveform.float().mean(0, keepdim=True)).latent_dist.mode()
         return latents[0].T * vae.config.scaling_factor
 
     @classmethod

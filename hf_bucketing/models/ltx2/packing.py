@@ -24,7 +24,6 @@ from ...packing.processors import PackedAttnProcessor, Rotary, attend_if_any
 from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens
 from ...packing.ulysses import all_tokens, own_heads, own_part, own_tokens
-from ..isolated import run_isolated
 from ..ltx.packing import first_frames, numbers_of_grids, over_sample
 
 
@@ -175,6 +174,7 @@ class LTX2Family(Family):
     max_references = UNLIMITED
     text = TextTokens(rows="per_strip")
     audio_parts = ("audio", "av_cross_attn", "video_a2v")
+    audio_to_video = "audio_to_video_attn"
     shared_audio = tuple(_AUDIO_PARTS)
     cast_inputs = (
         *Family.cast_inputs,
@@ -276,16 +276,6 @@ class LTX2Family(Family):
         )
         heard = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
         return {"video_coords": coordinates, **heard}
-
-    def run_with_audio(
-        self, transformer: Transformer, rows: Rows, *, wrapped: Any = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run samples of one size and their audio of one length; where they have none, their video is isolated."""
-        assert rows.audio is not None, "the caller has audio"
-        if any(rows.audio.lengths):
-            return super().run_with_audio(transformer, rows, wrapped=wrapped)
-        attentions = (block.audio_to_video_attn for block in transformer.transformer_blocks)
-        return run_isolated(super().run_with_audio, transformer, rows, attentions=attentions, wrapped=wrapped)
 
 
 def modulates_text(transformer: Transformer) -> bool:

@@ -45,15 +45,8 @@ def make(**config: Any) -> Kandinsky6Transformer3DModel:
 
 
 def alone(
-    model: Any,
-    latent: torch.Tensor,
-    timestep: torch.Tensor,
-    text: torch.Tensor,
-    *,
-    pooled_projections: torch.Tensor,
-    visual_cond: torch.Tensor,
+    model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
 ) -> torch.Tensor:
-    conditioning = {"pooled_projections": pooled_projections, "visual_cond": visual_cond}
     silence = latent.new_zeros(0, 6)
     return with_audio(model, latent, timestep, text, audio=silence, audio_timestep=timestep, **conditioning)[0]
 

@@ -8,21 +8,15 @@ from typing import Any
 
 import torch
 
-from ..packing.batch import Rows
-from ..packing.context import bind_checkpoints, layout_in_use, use_layout
-from ..packing.family import Transformer
-from ..packing.layout import PackedLayout
+from .batch import Rows
+from .context import bind_checkpoints, layout_in_use, use_layout
+from .layout import PackedLayout
 
 Outputs = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def run_isolated(
-    run: Callable[..., Outputs],
-    transformer: Transformer,
-    rows: Rows,
-    *,
-    attentions: Iterable[torch.nn.Module],
-    wrapped: Any = None,
+    run: Callable[[Rows], Outputs], transformer: Any, rows: Rows, *, attentions: Iterable[torch.nn.Module]
 ) -> Outputs:
     """Run samples of one size without audio, whose video is isolated.
 
@@ -30,11 +24,10 @@ def run_isolated(
     may wait.
 
     Args:
-        run (callable): `Family.run_with_audio` of a stack with audio.
+        run (callable): Runs a stack with audio as the pipeline does.
         transformer (`torch.nn.Module`): Transformer.
         rows ([`Rows`]): The samples.
         attentions (iterable of `torch.nn.Module`): Modules in which video attends to audio.
-        wrapped (`torch.nn.Module`, *optional*): The transformer as accelerate wraps it.
     """
     assert rows.audio is not None, "the caller has audio"
     for attention in attentions:
@@ -51,7 +44,7 @@ def run_isolated(
     )
     token = [latent.new_zeros(1, latent.shape[1]) for latent in rows.audio.latents]
     with use_layout(layout):
-        output, heard = run(transformer, replace(rows, audio=replace(rows.audio, latents=token)), wrapped=wrapped)
+        output, heard = run(replace(rows, audio=replace(rows.audio, latents=token)))
     return output, [audio[:0] for audio in heard]
 
 
