@@ -385,7 +385,7 @@ def test_a_row_that_exceeds_the_limit_of_packs_is_told_what_numbers_of_frames_ke
     run_script_here(*prepare, 53)
     assert Trainer(config).data.sampler.plan(0).kept == 4
     run_script_here(*prepare, 81)
-    with pytest.raises(OversizeError, match=r"\(1 rows do\)"):
+    with pytest.raises(OversizeError, match=r"\(1 of 4 rows do\)"):
         Trainer(config)
     run_script_here(*prepare, 53, "--clips", "all", "--clip_frames", 53)
     assert Trainer(config).data.sampler.plan(0).kept == 1 + 1 + 4 + 10
