@@ -17,6 +17,3 @@ CASES: dict[str, FamilyCase] = {
 RECIPES: dict[str, RecipeCase] = {
     name: case for module in _modules for name, case in getattr(module, "RECIPES", {}).items()
 }
-
-VARIANTS = {name for name in RECIPES for other in RECIPES if name.startswith(f"{other}-")}
-"""Recipes such as wan-i2v beside wan, which long tests run in one way of batching."""
