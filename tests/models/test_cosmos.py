@@ -156,3 +156,16 @@ def test_a_pipeline_is_trained_without_its_guardrail_and_renders_with_it(folders
     assert np.array_equal(frames, expected.frames[0])
     with pytest.raises(ValueError, match="unsafe text"):
         recipe.render("unsafe", Size(5, 32, 48), **call)
+
+
+def test_captions_of_anima_are_no_longer_than_what_its_conditioner_pads_them_to(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    pytest.importorskip("diffusers.modular_pipelines.anima")
+    folder = str(tiny_folder("anima"))
+    with pytest.raises(BucketingError, match="pads captions to 512 tokens"):
+        recipe_of(folder).load(folder, max_sequence_length=513)
+    text = recipe_of(folder).load(folder, max_sequence_length=64).encode_text(["a square", ""])
+    assert text.values.shape[:2] == (2, 512)
+    assert text.values[0].any(1).sum() == len("a square") + 1, "bytes, and what ends them"
+    assert not text.values[0, 64:].any()

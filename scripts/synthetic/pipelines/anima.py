@@ -22,7 +22,6 @@ def _anima() -> AnimaModularPipeline:
             num_layers=2,
             num_attention_heads=2,
             target_vocab_size=len(t5_tokenizer),
-            min_sequence_length=64,
         ).eval(),
         vae=qwen_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),

@@ -51,6 +51,7 @@ RECIPES = {
         loss=text_to_image_loss,
         sizes=IMAGES,
         render={"num_inference_steps": 2},
+        max_sequence_length=512,
         bucket_frames="1",
         max_tokens=96,
     )
