@@ -81,6 +81,8 @@ class Case:
 BOTH = {"trained_component": "both", "max_train_steps": 4}
 """Four steps, as each expert has moments once it was trained."""
 LORA, BF16, CHECKPOINTS = {"lora_rank": 16}, {"mixed_precision": "bf16"}, {"gradient_checkpointing": True}
+WORKERS = {"dataloader_num_workers": 2, "max_train_steps": 6}
+"""Two decoding processes, and steps enough for both to have batches ready."""
 CASES = [
     Case(model="wan-30m", side=512),
     Case(model="wan-30m", side=512, samples=2, settings=CHECKPOINTS),
@@ -94,6 +96,17 @@ CASES = [
     Case(model="wan-130m", side=256, num_processes=2, settings={**BF16, **CHECKPOINTS}),
     Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings=CHECKPOINTS),
     Case(model="wan-130m", side=256, num_processes=2, sharded=True, settings={**BF16, **CHECKPOINTS}),
+    Case(model="wan-30m", side=512, samples=2, cached=False, settings=LORA),
+    Case(model="wan-30m", side=512, samples=2, cached=False, settings={**LORA, **WORKERS}),
+    Case(model="wan-30m", side=512, samples=2, settings={**LORA, **WORKERS}),
+    Case(
+        model="wan-30m",
+        side=256,
+        samples=2,
+        num_processes=2,
+        cached=False,
+        settings={**LORA, **WORKERS, "max_train_steps": 3},
+    ),
     Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
     Case(model="wan-350m", side=256, settings={**LORA, **BF16, **CHECKPOINTS, "quantize_base": "int8"}),
     Case(model="wan-1.3b", side=256, settings={**LORA, **BF16, **CHECKPOINTS}),
@@ -174,14 +187,22 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     from hf_bucketing.training.loop import Trainer
 
     class MeasuredTrainer(Trainer):
+        of_workers = 0.0
+
+        def _finish_step(self, entry: dict[str, Any]) -> None:
+            workers = psutil.Process().children(recursive=True)
+            of_workers = sum(worker.memory_full_info().pss for worker in workers) / 2**20
+            self.of_workers = max(self.of_workers, of_workers)
+            super()._finish_step(entry)
+
         def _finish(self) -> None:  # before anything is saved
             self.highest = memory_in_mb("VmHWM")
-            workers = psutil.Process().children(recursive=True)
-            self.of_workers = sum(worker.memory_full_info().pss for worker in workers) / 2**20
 
     if "ACCELERATE_TORCH_DEVICE" in os.environ:
         # accelerate starts FSDP on accelerators alone. This is the one place where it asks which kind there is.
         PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    # Workers import the main script: that of a user imports next to nothing, and this one what makes models.
+    del sys.modules["__main__"].__file__
     for dtype in (torch.float32, torch.bfloat16):  # what is imported or allocated in the first step of any model
         layer = torch.nn.Linear(64, 64).to(dtype)
         checkpoint(layer, torch.randn(64, 64, dtype=dtype), use_reentrant=False).sum().backward()

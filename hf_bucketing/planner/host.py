@@ -49,7 +49,7 @@ class HostPlan(Phases[HostParts]):
     """Memory of one machine that all processes of a run need together, of loading, training and saving."""
 
 
-def plan_host(plan: MemoryPlan, config: PlanConfig, *, num_workers: int, latent_bytes: int = 0) -> HostPlan:
+def plan_host(plan: MemoryPlan, config: PlanConfig, *, num_workers: int, cached_bytes: int = 0) -> HostPlan:
     """Plan the memory of a machine from what was planned for its GPUs.
 
     Every process loads all weights that it calls before it moves them to its GPU, so that loading is the highest
@@ -60,12 +60,12 @@ def plan_host(plan: MemoryPlan, config: PlanConfig, *, num_workers: int, latent_
         plan ([`MemoryPlan`]): What each process needs on its device.
         config ([`PlanConfig`]): What it was planned for; all of `num_processes` are on this machine.
         num_workers (`int`): Decoding processes of each process.
-        latent_bytes (`int`): Bytes of the latents of a step that is read from a cache.
+        cached_bytes (`int`): Bytes of the latents and texts of a step that is read from a cache.
     """
     count, sharded = config.num_processes, config.sharding == "fsdp2"
     on_gpu = config.device == "cuda"
     step = plan.phases["optimizer"]
-    pixels = 3 * _FLOAT32 * plan.shape.pixels if config.cached == "nothing" else latent_bytes
+    pixels = 3 * _FLOAT32 * plan.shape.pixels if config.cached == "nothing" else cached_bytes
     ready = count * pixels * (_PREFETCHED * num_workers or 1)
     base = HostParts(
         processes=count * (PROCESS + (CUDA_PROCESS if on_gpu else 0)),

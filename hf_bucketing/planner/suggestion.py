@@ -285,10 +285,11 @@ class Suggester:
         dropped.pop("rejected", None)
         workers = self._workers(plan, way.targets, time)
         num_workers = self.num_workers if once is not None else self._started(workers)
-        host = plan_host(memory, config, num_workers=num_workers)
+        cache = 0 if once is None else self._cache_bytes(way.targets, config)
+        of_step = round(cache / (self.rows.total or 1) * memory.shape.samples)
+        host = plan_host(memory, config, num_workers=num_workers, cached_bytes=of_step)
         if self.machine.cpu_memory is not None:
             check_host(host, cpu_memory=self.machine.cpu_memory)
-        cache = 0 if once is None else self._cache_bytes(way.targets, config)
         return Candidate(
             way=way,
             config=config,

@@ -148,6 +148,8 @@ def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) 
     assert (once.once, once.config.cached, once.disk.cache) == (None, "nothing", 0)
     assert once.time.seconds > cached.time.seconds
     assert once.workers > 3 == once.num_workers
+    of_step = cached.disk.cache / MIXED.total * cached.memory.shape.samples
+    assert cached.host.phases["training"].batches == pytest.approx(4 * of_step, rel=1e-3), "two of each of two workers"
     stream = dataclasses.replace(MIXED, total=None, decoding=None)
     run = suggest(components, stream).candidates[0]
     assert (run.config.cached, run.workers, run.num_workers) == ("nothing", None, 2)
