@@ -56,5 +56,7 @@ class LossWindow:
         return factor
 
     def _over_processes(self, weight: torch.Tensor) -> float:
+        if self.accelerator.num_processes == 1:
+            return float(weight)  # which lies on the CPU, so that nothing waits for the device
         summed: torch.Tensor = self.accelerator.reduce(weight.to(self.accelerator.device), "sum")
         return float(summed) / self.degree

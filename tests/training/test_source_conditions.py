@@ -23,8 +23,8 @@ from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
-from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run
+from tests.conftest import as_flags, run_script_here
+from tests.training.training_cases import in_process, run, train
 
 PIPELINE = "wan-2.2-ti2v"
 PACK = {"batching": "pack", "max_tokens": 300, "strip_length": 16, "train_batch_size": 4}
@@ -163,6 +163,26 @@ def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(mode
     assert run(again) == whole
     unweighted = {**settings, "condition": "first_frame:0.5,none:0.5"}
     assert run(settings_of(mode, folders, tmp_path / "unweighted", **unweighted)) != whole
+
+
+@pytest.mark.slow
+def test_two_processes_weigh_samples_by_what_is_drawn_for_them(folders, tmp_path: Path) -> None:
+    """The mean of a step is that over both processes, and `loss_by_condition` is without weights."""
+    condition = "first_frame:0.5:3,none:0.5:0.5"
+    flags = {**PACK, "lora_rank": 2, "condition": condition, "max_train_steps": 2, "max_sequence_length": 32}
+    train(folders[PIPELINE], folders["prepared"], tmp_path, *as_flags(**flags), num_processes=2)
+    logs, shares = Logs(tmp_path), read_conditions(condition).of(None)
+    for step, (logged, lines) in enumerate(zip(logs.losses, zip(*logs.samples, strict=True), strict=True)):
+        weights, losses, names = [], [], []
+        for line in lines:
+            drawn = [shares.draw(0, line["epoch"], index, latent_frames=3, stride=4) for index in line["index"]]
+            weights += [each.weight for each in drawn]
+            names += [each.name for each in drawn]
+            losses += line["loss"]
+        assert logged["train_loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-5), step
+        for name in {*names}:
+            mean = np.mean([loss for loss, own in zip(losses, names, strict=True) if own == name])
+            assert logged[f"loss_by_condition/{name}"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_held_out_samples_weigh_as_in_training(folders, tmp_path: Path) -> None:
