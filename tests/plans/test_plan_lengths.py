@@ -113,7 +113,7 @@ def test_without_shuffle_batches_stay_in_order(strategy: str, wanted) -> None:
 @pytest.mark.parametrize("strategy", ["bucket", "random", "sorted"])
 def test_oversize_samples_are_errors_batches_of_their_own_or_counted(strategy: str) -> None:
     lengths = [4, 30, 5, 3, 0, 21, 4, 4]
-    with pytest.raises(PlanError, match=r"Row 1 is 30 long and exceeds `max_tokens=20` \(2 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 is 30 long and exceeds `max_tokens=20` \(2 of 8 rows do\)"):
         plan_of(lengths, max_tokens=20, strategy=strategy)
     own = plan_of(lengths, max_tokens=20, strategy=strategy, oversize="own_batch")
     assert own.kept == 7

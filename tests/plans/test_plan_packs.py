@@ -143,7 +143,7 @@ def test_balancing_changes_neither_the_packs_nor_their_number() -> None:
 
 def test_samples_above_a_limit_get_a_pack_of_their_own_or_are_counted() -> None:
     tokens = [5, 40, 6, 0, 7, 33]
-    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_tokens=30` \(2 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_tokens=30` \(2 of 6 rows do\)"):
         plan_of(tokens, max_tokens=30)
     with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_cost=80` \(2 rows do\)"):
         plan_of(tokens, max_tokens=90, max_cost=80, cost_model=COST)
