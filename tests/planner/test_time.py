@@ -49,10 +49,10 @@ def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
     ("name", "config"),
     [
         pytest.param("wan", CONFIG, id="wan-all"),
-        pytest.param("flux", CHECKPOINTED_LORA, id="flux-lora"),
+        pytest.param("qwen-image", CHECKPOINTED_LORA, id="qwen-image-lora"),
         pytest.param("ltx", CHECKPOINTED_LORA, id="ltx-lora", marks=pytest.mark.slow),
         pytest.param("hunyuan-video", CONFIG, id="hunyuan-video-all", marks=pytest.mark.slow),
-        pytest.param("qwen-image", CHECKPOINTED_LORA, id="qwen-image-lora", marks=pytest.mark.slow),
+        pytest.param("flux", CHECKPOINTED_LORA, id="flux-lora", marks=pytest.mark.slow),
     ],
 )
 def test_three_traced_sizes_say_the_operations_of_all_others(name: str, config: PlanConfig, tiny_folder) -> None:
