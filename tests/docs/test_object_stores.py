@@ -100,7 +100,7 @@ def program(folder: Path, name: str, text: str) -> Path:
 
 
 def test_the_job_of_slurm_starts_as_many_processes_as_it_has_gpus_on_each_node(tmp_path: Path) -> None:
-    program(tmp_path, "scontrol", "printf 'first\\nsecond\\n'")
+    program(tmp_path, "scontrol", "echo first; for node in {2..9999}; do echo $node; done")
     program(tmp_path, "srun", 'for rank in 0 1; do SLURM_NODEID=$rank "${@:2}"; done')
     python = program(tmp_path, "starts", 'echo "$@"')
     slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n", "SLURM_SUBMIT_DIR": str(ROOT)}

@@ -145,7 +145,7 @@ def test_samples_above_a_limit_get_a_pack_of_their_own_or_are_counted() -> None:
     tokens = [5, 40, 6, 0, 7, 33]
     with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_tokens=30` \(2 of 6 rows do\)"):
         plan_of(tokens, max_tokens=30)
-    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_cost=80` \(2 rows do\)"):
+    with pytest.raises(PlanError, match=r"Row 1 takes 40 tokens and exceeds `max_cost=80` \(2 of 6 rows do\)"):
         plan_of(tokens, max_tokens=90, max_cost=80, cost_model=COST)
     with pytest.raises(PlanError, match="Row 1 takes 52 tokens"):
         plan_of(tokens, max_tokens=41, text_tokens=[1, 12, 0, 99, 0, 0])
