@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -10,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import Kandinsky6TI2VAPipeline, ModularPipeline
 from safetensors.torch import load_file
 from synthetic.media import Clip
 
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.loaders import resume
 from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.models.families.kandinsky6 import with_audio
 from tests.models.families.minimax_h3 import minimax_h3_with_audio, text_of
@@ -50,7 +54,6 @@ class AudioRun:
         clip: Size of the clips.
         rule: Rule of the model's audio.
         tokens: Tokens of a clip's video, and of its audio.
-        text_tokens: Tokens of text in the sequence of a sample.
         lora: Whether the stock pipeline loads LoRA.
         predict: Calls the stock transformer, see [`Predict`].
         audio_level: Noise level of audio beside video of a level.
@@ -62,7 +65,6 @@ class AudioRun:
     clip: Clip
     rule: AudioRule
     tokens: tuple[int, int]
-    text_tokens: int
     lora: bool
     predict: Predict
     audio_level: Callable[[float], float]
@@ -73,7 +75,7 @@ class AudioRun:
     @property
     def packs(self) -> dict[str, Any]:
         """Settings of packs that hold three samples, of which two have sound."""
-        fits = 2 * (sum(self.tokens) + self.text_tokens) + self.tokens[0] + self.text_tokens
+        fits = 2 * (sum(self.tokens) + TEXT_TOKENS) + self.tokens[0] + TEXT_TOKENS
         return {"batching": "pack", "max_tokens": fits + 3 * 8, "strip_length": 8, **COMMON}
 
 
@@ -124,7 +126,6 @@ RUNS = {
         clip=Clip(22, 32, 64, 24),
         rule=AudioRule(rate=32000, samples_per_token=800, tokens_at_once=2),
         tokens=(14, 2 * 37),
-        text_tokens=TEXT_TOKENS,
         lora=True,
         predict=minimax_h3_predict,
         audio_level=minimax_h3_audio_level,
@@ -136,7 +137,6 @@ RUNS = {
         clip=Clip(9, 32, 64, 8),
         rule=AudioRule(rate=16000, samples_per_token=640, rounds_up=True),
         tokens=(24, 29),
-        text_tokens=0,
         lora=False,
         predict=kandinsky6_predict,
         audio_level=lambda level: level,
@@ -255,6 +255,26 @@ def test_training_from_a_cache_is_training_from_files(
     from_files = run(in_process(pipeline, prepared, tmp_path / "files", **audio_run.packs, **views))
     from_cache = run(in_process(pipeline, cached, tmp_path / "cache", **audio_run.packs))
     assert from_files == pytest.approx(from_cache, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stream_counts_its_sound_and_resumes_exactly(
+    audio_run: AudioRun, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    clips, run_folder = tmp_path / "clips", tmp_path / "run"
+    clips.mkdir()
+    write_clips(clips, audio_run.clip)
+    stream = prepare(clips, pipeline, tmp_path / "stream", "--with_audio", "--streaming", clip=audio_run.clip)
+    settings = {**audio_run.packs, "streaming": True, "max_train_steps": 4, "checkpointing_steps": 3}
+    whole = run(in_process(pipeline, stream, run_folder, **settings))
+    assert run(in_process(pipeline, stream, run_folder, **settings, resume_from_checkpoint="latest")) == whole
+    accelerator = Accelerator(cpu=True)
+    config = in_process(pipeline, stream, tmp_path / "counted", **settings)
+    data = make_streamed_data(config, recipe.spec, ModelTokens.of(recipe), opened=open_stream(config, accelerator))
+    loader = resume(accelerator, data.loader)
+    rows = [data.rows_of(loader, batch, epoch=0) for batch in itertools.islice(loader, 4)]
+    own, heard = (audio_run.tokens[0] + TEXT_TOKENS, audio_run.tokens[1])
+    assert {count for row in rows for count in row.tokens.tolist()} == {own, own + heard}
 
 
 @pytest.mark.slow
