@@ -187,6 +187,12 @@ class AudioLayout:
         return [tokens[slice(*span)] for span in self.spans]
 
 
+def segments_of_audio(layout: PackedLayout, part: str) -> list[SegmentSpans]:
+    """Return the segments of [`AudioLayout`] of that name; none in packs without audio."""
+    audio = AudioLayout.of(layout)
+    return [] if audio is None else [getattr(audio, part)]
+
+
 def row_length(num_tokens: int, rows: int) -> int:
     """Return the tokens of a row where `num_tokens`, or a single one of padding, are cut evenly into rows."""
     return -(-max(1, num_tokens) // rows)

@@ -20,7 +20,7 @@ import torch
 
 from ...devices import to_device
 from ...errors import PackingError
-from ...packing.audio import AudioLayout
+from ...packing.audio import AudioLayout, segments_of_audio
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout, exact_timesteps
 from ...packing.family import Draw, Family, Transformer
@@ -62,8 +62,7 @@ class PackedKandinsky6AttnProcessor(PackedKandinsky5AttnProcessor):
         """Return those of its part, none in packs without sound, or those of text or tokens."""
         if self.part is None:
             return super().segments(layout)
-        audio = AudioLayout.of(layout)
-        return [] if audio is None else [getattr(audio, self.part)]
+        return segments_of_audio(layout, self.part)
 
     def __call__(
         self,

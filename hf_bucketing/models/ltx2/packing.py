@@ -13,7 +13,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
 from ...devices import to_device
-from ...packing.audio import AudioLayout, cut_evenly
+from ...packing.audio import AudioLayout, cut_evenly, segments_of_audio
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Family, Transformer
@@ -46,8 +46,7 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         """Return those of its part, none in packs without audio, or those of video and its text."""
         if self.part is None:
             return super().segments(layout)
-        audio = AudioLayout.of(layout)
-        return [] if audio is None else [getattr(audio, self.part)]
+        return segments_of_audio(layout, self.part)
 
     def __call__(
         self,
