@@ -117,6 +117,17 @@ def test_a_resumed_run_repeats_the_losses_of_a_whole_one(folder: Path, pipeline_
     assert not recount(Logs(tmp_path)).faults
 
 
+@pytest.mark.slow
+def test_tokens_that_fit_are_searched_for_with_the_first_views(
+    folder: Path, pipeline_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packs = {"batching": "pack", "max_tokens": "auto", "train_batch_size": None, "max_train_steps": 1}
+    with caplog.at_level("INFO"):
+        losses = run(in_process(pipeline_dir, folder, tmp_path, **packs))
+    assert len(losses) == 1
+    assert "of several sizes, each once in as many epochs" in caplog.text
+
+
 def test_one_size_remains_for_the_first_view_and_for_held_out_rows(folder: Path, pipeline_dir: Path) -> None:
     whole = data_of(folder, pipeline_dir, cached_views="first")
     own = [PackCollator(whole.spec, column="file").target([row])[0] for row in whole.dataset]
