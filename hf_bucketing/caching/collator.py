@@ -47,8 +47,8 @@ class CachedCollator:
         seed (`int`, *optional*): Seed of the choice of one of several views and captions; without one it follows
             torch's random state.
         first_view (`bool`): Whether each row has the first of several views, which is without augmentation. By default
-            one is drawn in every epoch, and each further occurrence of the row has the next one; of views of several
-            sizes, each epoch has the next one, see [`views_in_turn`][hf_bucketing.caching.view_sizes.views_in_turn].
+            one is drawn in every epoch, and each further occurrence of the row has the next one. Of views of several
+            sizes, each epoch has the next one, and so have all occurrences of the row in it.
         null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
             `null_text`: a mapping like the batch, of the entries that begin with `text_`.
         sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
