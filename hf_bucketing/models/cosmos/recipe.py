@@ -55,6 +55,24 @@ class CosmosModelRecipe(Recipe):
         return {"fps": samples.fps}
 
 
+class CosmosImageRecipe(CosmosModelRecipe):
+    """What the recipes of pipelines that render images share; see [`Recipe`]."""
+
+    def model_inputs(self, samples: Samples) -> ModelInputs:
+        """Refuse videos; see [`Recipe.model_inputs`].
+
+        Raises:
+            BucketingError: If there is one.
+        """
+        frames = max(latent.shape[1] for latent in samples.noised.latents)
+        if frames > 1:
+            raise BucketingError(
+                f"A {self.pipeline_class} renders images, and a sample has {frames} latent frames; prepare the data "
+                "set with --bucket_frames 1."
+            )
+        return super().model_inputs(samples)
+
+
 class CosmosRecipe(CosmosModelRecipe):
     """What the recipes of NVIDIA's Cosmos share; see [`Recipe`].
 
@@ -173,20 +191,11 @@ class Cosmos2Recipe(CosmosRecipe):
         return replace(objective, num_train_timesteps=1, shift=self.shift_of(shift))
 
 
-class Cosmos2TextToImageRecipe(Cosmos2Recipe):
+class Cosmos2TextToImageRecipe(CosmosImageRecipe, Cosmos2Recipe):
     """Recipe of `Cosmos2TextToImagePipeline`; see [`Recipe`]."""
 
     pipeline_class = "Cosmos2TextToImagePipeline"
     native_sizes = ((768, 1360),)
-
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Refuse videos; see [`Recipe.model_inputs`].
-
-        Raises:
-            BucketingError: If there is one.
-        """
-        _check_images(samples, pipeline=self.pipeline_class)
-        return super().model_inputs(samples)
 
 
 class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
@@ -208,7 +217,7 @@ class Cosmos2VideoToWorldRecipe(FirstFrameRecipe, Cosmos2Recipe):
         return replace(inputs, timesteps=timesteps)
 
 
-class AnimaRecipe(ModularRecipe, CosmosModelRecipe):
+class AnimaRecipe(ModularRecipe, CosmosImageRecipe):
     """Recipe of `AnimaModularPipeline`; see [`Recipe`].
 
     A conditioner, which is not trained, makes the text of a caption of its states in Qwen3 and its tokens for T5, and
@@ -253,25 +262,6 @@ class AnimaRecipe(ModularRecipe, CosmosModelRecipe):
         tokens, token_mask = step._get_t5_prompt_ids(self.pipeline, captions, **options)
         return TextEmbeddings(
             conditioner(states, tokens, target_attention_mask=token_mask, source_attention_mask=mask)
-        )
-
-    def model_inputs(self, samples: Samples) -> ModelInputs:
-        """Refuse videos; see [`Recipe.model_inputs`].
-
-        Raises:
-            BucketingError: If there is one.
-        """
-        _check_images(samples, pipeline=self.pipeline_class)
-        return super().model_inputs(samples)
-
-
-def _check_images(samples: Samples, *, pipeline: str) -> None:
-    """Raise BucketingError if a sample is a video."""
-    frames = max(latent.shape[1] for latent in samples.noised.latents)
-    if frames > 1:
-        raise BucketingError(
-            f"A {pipeline} renders images, and a sample has {frames} latent frames; prepare the data set with "
-            "--bucket_frames 1."
         )
 
 
