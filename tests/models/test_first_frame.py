@@ -12,6 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from hf_bucketing.buckets.sizes import LatentSpec, Size
+from hf_bucketing.models.cosmos.packing import FAMILY
 from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, FirstFrameRecipe, shown_ends
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.registry import recipe_of
@@ -22,6 +23,8 @@ from tests.models.families import RECIPES
 
 class RateRecipe(FirstFrameRecipe):
     """Takes the frame rates beside the clean first frames."""
+
+    family = FAMILY
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         return {"fps": samples.fps}

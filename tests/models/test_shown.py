@@ -125,7 +125,8 @@ def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     recipe = load(folder(tiny))
     names = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
     table = BucketTable.parse("32,48", frames=[1])
-    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names, audio=None)
+    shape = {"table": table, "spec": recipe.spec, "conditions": names}
+    data: Any = SimpleNamespace(text_tokens=0, audio=None, references=None, **shape)
     largest = LargestStep([Size(1, 32, 48)] * 2, tokens=0, references=[(Size(1, 32, 48),)] * 2)
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)

@@ -162,7 +162,8 @@ def test_the_pipeline_is_given_the_background_without_what_the_mask_replaces(rec
 def test_a_step_that_is_tried_out_has_faces(recipe: Recipe) -> None:
     size, names = Size(1, 32, 48), ("control", "face", "mask", "reference")
     table = BucketTable.parse("32,48", frames=[1])
-    data: Any = SimpleNamespace(text_tokens=0, table=table, spec=recipe.spec, conditions=names, audio=None)
+    shape = {"table": table, "spec": recipe.spec, "conditions": names}
+    data: Any = SimpleNamespace(text_tokens=0, audio=None, references=None, **shape)
     largest = LargestStep([size] * 2, tokens=0, references=[(size,)] * 2)
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
