@@ -69,16 +69,15 @@ def read_prepared(
     prepared = stream or PreparedDataset.load(folder)
     if prepared.spec != components.spec:
         raise BucketingError(f"{folder} was prepared for {prepared.spec}, and the model has {components.spec}.")
-    cache = rule = None
+    cache = None
     if stream is not None:
         rows = DataRows.of_stream(stream.read_first(), audio=stream.audio, references=stream.references)
-        rule = stream.parts[0].source.rule
     elif args.streaming:
         raise BucketingError(f"Omit `streaming`: {folder} holds rows, which are all known.")
     else:
         rows, cache = DataRows.of_prepared(prepared), prepared.cache
     tables = {"table of the folder": (None, prepared.table)}
-    ways = ways_of(tables, rows.sizes, spec=prepared.spec, rule=rule)
+    ways = ways_of(tables, rows.sizes, spec=prepared.spec, assigned=rows.assigned)
     return rows, [way for way in ways if cache is None or way.batching == cache.batching], cache is not None
 
 

@@ -23,7 +23,7 @@ from ..media.row_references import RowReferences
 from ..media.rows import CLIP_START
 from ..media.sample import load
 from ..media.views import ViewRule
-from ..report.measure import Sizes
+from ..report.measure import AssignedColumns, Sizes
 
 MOST_ROWS = 100_000
 """Rows on which epochs are planned; of more, as many are taken, evenly spread."""
@@ -50,6 +50,8 @@ class DataRows:
             trained.
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
             rows, where samples have some.
+        assigned ([`AssignedColumns`][hf_bucketing.report.measure.AssignedColumns], *optional*): Buckets that the rows
+            were prepared with.
     """
 
     sizes: Sizes
@@ -59,6 +61,7 @@ class DataRows:
     notes: tuple[str, ...] = ()
     audio: RowAudio | None = None
     references: RowReferences | None = None
+    assigned: AssignedColumns | None = None
 
     @property
     def share(self) -> float:
@@ -88,15 +91,21 @@ class DataRows:
             characters = sum(map(len, texts)) / max(len(texts), 1)
         decoding, fault = measure_decoding(prepared)
         references = prepared.row_references()
-        columns = (column_array(prepared.dataset, name)[rows] for name in ("num_frames", "height", "width"))
+        names = ("num_frames", "height", "width", "bucket_id", "rejection")
+        columns = {
+            name: column_array(prepared.dataset, name)[rows]
+            for name in names
+            if name in prepared.dataset.column_names  # a table of every size gives no buckets
+        }
         return cls(
-            sizes=Sizes(*(column.astype(np.int64) for column in columns)),
+            sizes=_sizes_of(columns),
             total=total,
             caption_characters=characters,
             decoding=decoding,
             notes=(*notes, *([fault] if fault else [])),
             audio=None if prepared.row_audio is None else prepared.row_audio.select(rows),
             references=None if references is None else references.select(rows),
+            assigned=_assigned_by(columns),
         )
 
     @classmethod
@@ -108,7 +117,7 @@ class DataRows:
         references: ReferenceRule | None = None,
     ) -> DataRows:
         """Return the first rows of a stream, by their columns, with audio and references by their rules, if any."""
-        sizes = Sizes(*(columns[name].astype(np.int64) for name in ("num_frames", "height", "width")))
+        sizes, assigned = _sizes_of(columns), _assigned_by(columns)
         count = len(sizes.frames)
         note = f"Of the stream, the first {count} rows are known; steps and hours are those of as many rows."
         heard = None if audio is None else RowAudio.of_columns(columns, rule=audio)
@@ -116,13 +125,22 @@ class DataRows:
         if references is not None and REFERENCE_SIZES in columns:
             shown = RowReferences.of_lists([*columns[REFERENCE_SIZES]], rule=references.counted)
         notes = note, "Decoding is not measured for streams."
-        return cls(sizes=sizes, total=None, notes=notes, audio=heard, references=shown)
+        return cls(sizes=sizes, total=None, notes=notes, audio=heard, references=shown, assigned=assigned)
 
     @property
     def readable(self) -> npt.NDArray[np.bool_]:
         """Whether each row has a size, `(n,)`."""
         readable: npt.NDArray[np.bool_] = np.minimum.reduce(self.sizes) > 0
         return readable
+
+
+def _sizes_of(columns: Mapping[str, npt.NDArray[Any]]) -> Sizes:
+    return Sizes(*(columns[name].astype(np.int64) for name in ("num_frames", "height", "width")))
+
+
+def _assigned_by(columns: Mapping[str, npt.NDArray[Any]]) -> AssignedColumns | None:
+    """Return the buckets that rows have; None where they have none."""
+    return AssignedColumns(columns["bucket_id"], columns["rejection"]) if "bucket_id" in columns else None
 
 
 def measure_decoding(prepared: PreparedDataset) -> tuple[float | None, str]:

@@ -188,7 +188,7 @@ class Suggester:
                 refused.append(Refused(way.name, str(error)))
         if not candidates:
             reasons = "".join(f"\n- {way.name}: {way.reason}" for way in refused)
-            raise BucketingError(f"No run fits in `gpu_memory={self.machine.gpu_memory:g}` GiB:{reasons}")
+            raise BucketingError(f"No run can be suggested for `gpu_memory={self.machine.gpu_memory:g}` GiB:{reasons}")
         fewest = min(candidate.share_dropped for candidate in candidates)
         candidates.sort(key=lambda run: (not _keeps_enough(run, fewest), *run.objective))
         source = self.speed.source if self.measured is None else self.measured.source

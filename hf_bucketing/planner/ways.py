@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..buckets.assignment import AssignmentRule, has_bucket
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.settings import TableConfig
-from ..report.measure import Sizes, Targets, bucket_targets, own_targets
+from ..report.measure import AssignedColumns, Sizes, Targets, assigned_targets, bucket_targets, own_targets
 from .components import Components
 
 _FRAMES = 81
@@ -89,6 +90,7 @@ def ways_of(
     *,
     spec: LatentSpec,
     rule: AssignmentRule | None = None,
+    assigned: AssignedColumns | None = None,
 ) -> Iterator[Way]:
     """Iterate over buckets of each table, and packs of rows at their own size, cut to as many frames.
 
@@ -99,12 +101,18 @@ def ways_of(
         sizes ([`Sizes`][hf_bucketing.report.measure.Sizes]): Sizes of the rows.
         spec ([`LatentSpec`]): Strides and patch of the model.
         rule ([`AssignmentRule`], *optional*): Limits of the assignment of buckets.
+        assigned ([`AssignedColumns`][hf_bucketing.report.measure.AssignedColumns], *optional*): Buckets that the rows
+            have, where there is one table; by default they are assigned.
     """
-    rule = rule or AssignmentRule()
-    assigned = {name: bucket_targets(sizes, table, spec=spec, rule=rule) for name, (_, table) in tables.items()}
+    targets_of = partial(bucket_targets, sizes, spec=spec, rule=rule or AssignmentRule())
+    if assigned is not None:
+        targets_of = partial(
+            assigned_targets, sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, spec=spec
+        )
+    bucketed = {name: targets_of(table=table) for name, (_, table) in tables.items()}
     for name, (settings, table) in tables.items():
-        yield Way(f"{name}, buckets", settings, table, "bucket", assigned[name])
-    widest = sorted(tables, key=lambda name: -int(has_bucket(assigned[name].bucket_id).sum()))
+        yield Way(f"{name}, buckets", settings, table, "bucket", bucketed[name])
+    widest = sorted(tables, key=lambda name: -int(has_bucket(bucketed[name].bucket_id).sum()))
     packed: dict[int, str] = {}
     for name in widest:
         packed.setdefault(tables[name][1].max_frames, name)

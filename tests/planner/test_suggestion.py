@@ -280,6 +280,17 @@ def test_a_prepared_stream_is_read_through_its_own_description(
         assert columns[name].tolist() == whole[name][:], name
 
 
+def test_rows_of_a_prepared_folder_keep_their_buckets(media_dir: Path, components: Components) -> None:
+    table = TableConfig(buckets="64,64", bucket_frames=[1, 9])
+    source = SourceConfig(dataset=str(media_dir), target_fps=8, table=table, max_upscale=100.0)
+    prepared = prepare(source, spec=components.spec, say=lambda text: None)
+    rows, tables = DataRows.of_prepared(prepared), {"own": (None, prepared.table)}
+    buckets, _ = ways_of(tables, rows.sizes, spec=prepared.spec, assigned=rows.assigned)
+    assert buckets.targets.bucket_id.tolist() == prepared.dataset["bucket_id"][:]
+    anew, _ = ways_of(tables, rows.sizes, spec=prepared.spec)
+    assert anew.targets.bucket_id.tolist() != prepared.dataset["bucket_id"][:], "other limits are the default"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [({"clip_frames": 9}, "Omit --clip_frames"), ({"clips": "head"}, "Give --clip_frames with --clips")],
