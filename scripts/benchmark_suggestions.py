@@ -169,8 +169,9 @@ def main(args: argparse.Namespace) -> None:
     for name, sizes in clips.items():
         with tempfile.TemporaryDirectory() as folder:
             make_tiny_pipeline(Path(folder) / "tiny-wan")
-            rows += measure_mix(name, sizes, Path(folder) / "tiny-wan", Path(folder))
-            print(*rows[-FILES:], sep="\n", flush=True)
+            measured = measure_mix(name, sizes, Path(folder) / "tiny-wan", Path(folder))
+            print(*measured, sep="\n", flush=True)
+            rows += measured
     report({**figures, **orders(rows), "runs": rows}, args.output)
 
 

@@ -23,7 +23,7 @@ _FAMILIES = {
     "ltx": ("LTXPipeline", "ltx"),
     "ltx2": ("LTX2Pipeline", "ltx2"),
     "qwen-image": ("QwenImagePipeline", "qwen-image"),
-    "qwen-image-2.1": ("QwenImage21Pipeline", "qwen-image 2.1"),
+    "qwen-image-2.1": ("QwenImage21Pipeline", "qwen-image-2.1"),
     "z-image": ("ZImagePipeline", "z-image"),
     "flux": ("FluxPipeline", "flux"),
     "chroma": ("ChromaPipeline", "chroma"),

@@ -18,9 +18,9 @@ from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
 from tests.models.cases import Samples, assert_same_gradients, gradients, in_dtype, packed_outputs
-from tests.models.families import CASES
+from tests.models.families import CASES, each_family
 
-each_family = pytest.mark.parametrize("name", CASES)
+each_case = pytest.mark.parametrize("name", CASES)
 OUTPUTS, GRADIENTS = 1e-11, 1e-6
 
 
@@ -55,7 +55,7 @@ def test_every_family_has_a_case() -> None:
     assert {type(case.model()).__name__ for case in CASES.values()} == set(families())
 
 
-@each_family
+@each_case
 @torch.no_grad()
 def test_the_family_runs_a_sample_as_the_pipeline_does(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
@@ -70,7 +70,7 @@ def test_the_family_runs_a_sample_as_the_pipeline_does(name: str) -> None:
         assert_equal([expected], [output])
 
 
-@each_family
+@each_case
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_outputs_loss_and_gradients_are_those_of_the_samples_alone(name: str, checkpointing: bool) -> None:
     model, samples, outputs, loss, expected = alone(name)

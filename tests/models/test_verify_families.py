@@ -13,11 +13,10 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.attachment import unwrap
 from tests.conftest import run_script_here
 from tests.models.cases import Samples, largest_difference
-from tests.models.families import CASES
+from tests.models.families import CASES, each_family
 
 peft = pytest.importorskip("peft")
 LORA = peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
-each_family = pytest.mark.parametrize("name", CASES)
 
 
 def verify(model: torch.nn.Module, *samples: int, references: int = 0) -> VerificationReport:

@@ -36,7 +36,7 @@ FIRST_WAITS = {
 """What waits once beside that: in the first pack, or in the first with samples of a size."""
 _QWEN_21 = "in transformers/transformer_qwenimage21.py"
 WAITS_OF = {
-    "qwen-image 2.1": {
+    "qwen-image-2.1": {
         f"aten._local_scalar_dense.default {_QWEN_21}:forward": "counts the tokens of text",
         f"aten.index_put_.default {_QWEN_21}:forward": "puts tokens where a mask says",
         "aten.index.Tensor in packing/test_packing_devices.py:step": "the backward of that",

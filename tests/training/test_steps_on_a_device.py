@@ -67,7 +67,7 @@ BACKWARD = "in packing/test_packing_devices.py:step", "in training/test_steps_on
 _QWEN_21 = "in transformers/transformer_qwenimage21.py:forward"
 WAITS_OF_MODELS = {
     "qwen-image-2.1": {
-        *(wait.replace(*BACKWARD) for wait in WAITS_OF["qwen-image 2.1"]),
+        *(wait.replace(*BACKWARD) for wait in WAITS_OF["qwen-image-2.1"]),
         *(f"aten.{operation} {_QWEN_21}" for operation in ("index.Tensor", "nonzero.default")),  # by texts' masks
     }
 }

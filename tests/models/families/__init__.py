@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from synthetic.pipelines import importable_modules
 
 from tests.models import cases
@@ -14,6 +15,10 @@ CASES: dict[str, FamilyCase] = {
     **cases.CASES,
     **{name: case for module in _modules for name, case in getattr(module, "CASES", {}).items()},
 }
+each_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if " " in name else ()) for name in CASES]
+)
+"""A test of all cases, which is slow for those with other settings of a family, `FAMILY SETTINGS`."""
 RECIPES: dict[str, RecipeCase] = {
     name: case for module in _modules for name, case in getattr(module, "RECIPES", {}).items()
 }

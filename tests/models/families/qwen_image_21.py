@@ -46,7 +46,7 @@ def _velocity(
     return QwenImage21Pipeline._unpack_latents(output[:, -height * width :], 16 * height, 16 * width, 16)
 
 
-CASES = {"qwen-image 2.1": FamilyCase(make=make, alone=alone, sizes=IMAGE_SIZES, empty_text=False, shortest_strip=4)}
+CASES = {"qwen-image-2.1": FamilyCase(make=make, alone=alone, sizes=IMAGE_SIZES, empty_text=False, shortest_strip=4)}
 
 
 def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
