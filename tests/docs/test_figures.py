@@ -45,6 +45,7 @@ GIVEN = {
     "count at 20 GB/s": "a guess, of `planner/suggestion.py`",
     "takes 0.5 GiB, a guess of 2 GiB": "what `planner/host.py` adds to each plan",
     "decoding process 0.1 GiB": "the same",
+    "of at most 2,048 tokens (47 seconds)": "positions of sound in Kandinsky 6, by the rate of its audio VAE",
 }
 
 
