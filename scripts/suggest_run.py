@@ -17,7 +17,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.files import check_folder_writable
+from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 
 if TYPE_CHECKING:
     from hf_bucketing.planner.components import Components
@@ -48,6 +48,7 @@ def make_parser() -> FlagParser:
         help="Seconds of tokens as a run measured them: its cost_model.json, in place of a GPU's speed.",
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="Folder for the files of settings.")
+    parser.add_argument("--html", type=Path, help="HTML file for the runs as a page that holds everything itself.")
     parser.add_settings(MachineConfig)
     parser.add_settings(TimeConfig)
     parser.add_settings(SourceConfig, several=["dataset"], skip=names_of(TableConfig))
@@ -163,7 +164,9 @@ def suggest(args: argparse.Namespace) -> Suggested:
 
 def main(args: argparse.Namespace) -> None:
     check_folder_writable(args.output_dir)
-    suggestion, machine, rows, data = suggest(args)
+    check_writable(args.html)
+    suggested = suggest(args)
+    suggestion, machine, rows, data = suggested
 
     from hf_bucketing.training.suggested import describe_suggestion, write_suggestion
 
@@ -172,7 +175,23 @@ def main(args: argparse.Namespace) -> None:
         print(note)
     name = args.pretrained_model_name_or_path
     files = write_suggestion(suggestion, args.output_dir, model=name, data=data, machine=machine, rows=rows)
+    if args.html is not None:
+        write_page(suggested, args)
     print(f"Settings, with their commands: {', '.join(map(str, files))}")
+
+
+def write_page(suggested: Suggested, args: argparse.Namespace) -> None:
+    """Write the runs as a page."""
+    from hf_bucketing.report.page import render_page
+    from hf_bucketing.training.suggestion_page import suggestion_page
+
+    suggestion, machine, rows, data = suggested
+    name = f"{args.pretrained_model_name_or_path} on "
+    name += data if isinstance(data, str) else ", ".join(source.dataset for source in data)
+    page = suggestion_page(suggestion, rows, name=name, machine=machine, price_per_hour=args.price_per_hour)
+    with complete_file(args.html) as partial:
+        partial.write_text(render_page(page), encoding="utf-8")
+    print(f"Page: {args.html}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ from .script_settings import launcher, training_settings
 FILES = 3
 """Candidates that are written."""
 
+OBJECTIVE = (
+    "The objective is the least time per kept pixel among runs that fit and drop at most "
+    f"{MOST_DROPPED:.0%} of the rows more than the best of them."
+)
+
 _HELD_OUT, _LEAST_ROWS = 0.05, 40
 """Share of the rows whose loss is computed while training, and the rows from which on some are held out."""
 
@@ -124,14 +129,15 @@ def describe_suggestion(suggestion: Suggestion, *, machine: MachineConfig, price
     text = [f"1: {best.name}"]
     for rank, candidate in enumerate(others, start=2):
         text.append(f"{rank}: {candidate.name}; {suggestion.reason_against(candidate)}")
-    rows = [_row(candidate, machine, price_per_hour) for candidate in suggestion.candidates]
+    rows = [candidate_cells(candidate, machine, price_per_hour) for candidate in suggestion.candidates]
     cells = [("", *rows[0]), *((str(rank), *row.values()) for rank, row in enumerate(rows, start=1))]
     text += ["", align(cells), ""]
     text += [f"Not possible: {way.name}: {way.reason.rstrip('.')}." for way in suggestion.refused]
-    return "\n".join([*text, "", *_about_best(suggestion, machine)])
+    return "\n".join([*text, "", *describe_best(suggestion, machine)])
 
 
-def _row(candidate: Candidate, machine: MachineConfig, price_per_hour: float | None) -> dict[str, str]:
+def candidate_cells(candidate: Candidate, machine: MachineConfig, price_per_hour: float | None) -> dict[str, str]:
+    """Return what a run needs and takes, by the title of its column in a table of runs."""
     time, total = candidate.time, candidate.memory.total
     verdict = verdict_on(total, machine.gpu_memory * 2**30)
     row = {
@@ -149,11 +155,11 @@ def _row(candidate: Candidate, machine: MachineConfig, price_per_hour: float | N
     return row
 
 
-def _about_best(suggestion: Suggestion, machine: MachineConfig) -> list[str]:
+def describe_best(suggestion: Suggestion, machine: MachineConfig) -> list[str]:
+    """Return sentences on how the first run was chosen, what it needs beside its GPUs, and how it reads its data."""
     best = suggestion.candidates[0]
     lines = [
-        "The objective is the least time per kept pixel among runs that fit and drop at most "
-        f"{MOST_DROPPED:.0%} of the rows more than the best of them.",
+        OBJECTIVE,
         f"Times: {suggestion.source}. Memory: runs may take {PLAN_ERROR:.0%} more than planned.",
         f"Of 1, the machine's memory: {best.host}.",
         f"Of 1, on disk: {best.disk}.",

@@ -61,9 +61,9 @@ def test_names_that_are_not_proven_are_not_known(name: str) -> None:
 
 def test_layers_of_several_modules_hold_their_rows_in_order() -> None:
     layers = original_layers(make_model("hunyuan-video")[1])
-    assert list(layers["single_blocks.1.linear1"]) == [
-        "single_transformer_blocks.1.attn.to_q",
-        "single_transformer_blocks.1.attn.to_k",
-        "single_transformer_blocks.1.attn.to_v",
-        "single_transformer_blocks.1.proj_mlp",
+    assert list(layers["single_blocks.0.linear1"]) == [
+        "single_transformer_blocks.0.attn.to_q",
+        "single_transformer_blocks.0.attn.to_k",
+        "single_transformer_blocks.0.attn.to_v",
+        "single_transformer_blocks.0.proj_mlp",
     ]

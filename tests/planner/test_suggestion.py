@@ -218,8 +218,14 @@ def test_a_suggested_run_prepares_caches_and_trains_as_written(
     common = ("--pretrained_model_name_or_path", pipeline_dir, "--gpu_memory", 1, "--device", "cpu")
     common = (*common, "--mixed_precision", "no", "--price_per_hour", 3)
     done = run_script_here(
-        "suggest_run.py", *common, dataset=media_dir, target_fps=8, output_dir=tmp_path, num_train_epochs=2
-    )
+        "suggest_run.py", *common, dataset=media_dir, target_fps=8, output_dir=tmp_path, num_train_epochs=2,
+        html=tmp_path / "runs.html",
+    )  # fmt: skip
+    page = (tmp_path / "runs.html").read_text()
+    best = re.search(r"^1: (.*)$", done.stdout, re.MULTILINE)
+    assert best is not None
+    assert f"Train with {best[1]}: an epoch takes" in page
+    assert "price of an epoch" in page
     assert "\n1: " in done.stdout
     assert "price of an epoch" in done.stdout
     assert "rtx-" in done.stdout, "a guess is named"
