@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 
 from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
@@ -49,13 +50,21 @@ class Component:
 
     def build(self, **changes: Any) -> Any:
         """Return the model on torch's meta device, with some values of its configuration changed."""
-        config = {**self.config, **changes}
         with torch.device("meta"):
-            if hasattr(self.model_class, "config_class"):  # of transformers, wherever it lies
-                whole = self.model_class.config_class.from_dict(config)
-                own = whole if self.library == "transformers" else getattr(whole, "encoder", whole)  # PRX's is a part
-                return self.model_class(own).eval()
-            return self.model_class.from_config(config)
+            return self._make({**self.config, **changes})
+
+    def num_values(self) -> int:
+        """Return the number of the model's weights and buffers; the latter are made, as some classes read them."""
+        with init_empty_weights():
+            model = self._make(self.config)
+            return sum(values.numel() for values in (*model.parameters(), *model.buffers()))
+
+    def _make(self, config: dict[str, Any]) -> Any:
+        if hasattr(self.model_class, "config_class"):  # of transformers, wherever it lies
+            whole = self.model_class.config_class.from_dict(config)
+            own = whole if self.library == "transformers" else getattr(whole, "encoder", whole)  # PRX's is a part
+            return self.model_class(own).eval()
+        return self.model_class.from_config(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

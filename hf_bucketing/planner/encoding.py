@@ -99,5 +99,5 @@ def _with_others(components: Components, config: PlanConfig, part: Part, call: T
     for name, component in components.others:
         if part_of(name, trained=transformers_of(config.trained_component)) == part:
             size = torch.float32.itemsize if name == "image_encoder" else half.itemsize
-            weights += size * sum(parameter.numel() for parameter in component.build().parameters())
+            weights += size * component.num_values()
     return call.plus(TracedCall(peak=Kinds(weights=weights)))

@@ -12,7 +12,7 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
-from hf_bucketing.buckets.assignment import has_bucket
+from hf_bucketing.buckets.assignment import AssignmentRule, has_bucket
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
@@ -287,8 +287,8 @@ def test_a_prepared_stream_is_read_through_its_own_description(
 
 
 def test_rows_of_a_prepared_folder_keep_their_buckets(media_dir: Path, components: Components) -> None:
-    table = TableConfig(buckets="64,64", bucket_frames=[1, 9])
-    source = SourceConfig(dataset=str(media_dir), target_fps=8, table=table, max_upscale=100.0)
+    table = TableConfig(buckets="512,512", bucket_frames=[1, 9])
+    source = SourceConfig(dataset=str(media_dir), target_fps=8, table=table, rule=AssignmentRule(max_upscale=100.0))
     prepared = prepare(source, spec=components.spec, say=lambda text: None)
     rows, tables = DataRows.of_prepared(prepared), {"own": (None, prepared.table)}
     buckets, _ = ways_of(tables, rows.sizes, spec=prepared.spec, assigned=rows.assigned)

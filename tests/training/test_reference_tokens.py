@@ -332,7 +332,9 @@ def test_a_replacement_can_be_stacked_with_the_others_of_its_batch(settings, sev
 
 def test_the_stacks_that_processes_share_have_the_tokens_of_references(several: Path) -> None:
     prepared = PreparedDataset.load(several)
-    opened: Any = SimpleNamespace(prepared=prepared, held_out=None, recipe=SimpleNamespace(references_in_front=False))
+    recipe, objective = SimpleNamespace(references_in_front=False), SimpleNamespace(condition=None)
+    config = SimpleNamespace(objective=objective)
+    opened: Any = SimpleNamespace(prepared=prepared, held_out=None, recipe=recipe, config=config)
     ids = np.array(prepared.dataset["bucket_id"])
     sizes = [prepared.table.size(int(bucket)) for bucket in ids]
     tokens = zip(prepared.dataset["num_tokens"], shown_tokens(prepared, sizes), strict=True)

@@ -37,12 +37,16 @@ def test_what_a_launcher_repeats_at_once_is_one_signal(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     seconds = 100.0
     monkeypatch.setattr("hf_bucketing.training.stopping.time", SimpleNamespace(monotonic=lambda: seconds))
-    with StopSignals():
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
-        seconds += 60
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with StopSignals():
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            seconds += 60
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
