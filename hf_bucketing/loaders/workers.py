@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import BucketingError
 
-_PRELOADED = [f"{__package__}.{module}" for module in ("check", "collators", "padding", "planned")]
+_PRELOADED = [f"{__package__}.{module}" for module in ("fork_server", "check", "collators", "padding", "planned")]
 """What the fork server imports once for all workers; the package by itself imports nothing before it is used."""
 
 

@@ -127,3 +127,35 @@ def test_workers_end_when_their_process_is_killed(tmp_path: Path) -> None:
         for process in alive:
             process.kill()
         pytest.fail(f"{alive} outlived the training process")
+
+
+SIGNALLED = """
+import signal, time
+import torch
+from torch.utils.data import DataLoader
+from hf_bucketing.loaders import worker_options
+
+def slowly(rows):
+    time.sleep(0.05)
+    return torch.tensor(rows)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    batches = iter(DataLoader(range(100), collate_fn=slowly, batch_size=1, **worker_options(1)))
+    print(next(batches).tolist(), flush=True)
+    input()
+    print([int(next(batches)) for _ in range(8)], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_workers_outlive_the_signal_that_a_scheduler_sends_to_all_processes(tmp_path: Path) -> None:
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    command = [sys.executable, str(script)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline() == "[0]\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate("\n", timeout=60)
+    assert output == "[1, 2, 3, 4, 5, 6, 7, 8]\n"
