@@ -55,7 +55,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         - {"price_per_hour"},
         "suggest_run": {*flag_names(SourceConfig), *flag_names(PlanConfig), *flag_names(TimeConfig), pipeline}
         - {*names_of(TableConfig), *SUGGESTED}
-        | {*flag_names(MachineConfig), "num_proc", "streaming", "cost_model", "output_dir"},
+        | {*flag_names(MachineConfig), "num_proc", "streaming", "cost_model", "output_dir", "html"},
         "report_buckets": {
             *flag_names(ReportConfig),
             "dataset",
