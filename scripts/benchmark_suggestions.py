@@ -19,7 +19,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import psutil
 import suggest_run
 from benchmark_tools import benchmark_parser, machine, report
@@ -27,11 +26,10 @@ from published_data_sets import DATA_SETS
 from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
 from synthetic.pipelines import make_tiny_pipeline
 
-from hf_bucketing.buckets.calibration import fit_costs
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.planner.memory import PLAN_ERROR
-from hf_bucketing.training.run_log import read_log
+from hf_bucketing.training.run_log import fit_steps, read_log
 from hf_bucketing.training.suggested import FILES, write_suggestion
 
 MIXES = ("Panda-70M", "OpenVid-1M", "SpatialVID")
@@ -108,10 +106,7 @@ def trained(file: Path) -> Measured:
 
 def cost_of(runs: Iterable[Measured], file: Path) -> Path:
     """Write the cost of tokens that runs measured together, all but their first steps."""
-    names = ("busy_seconds", "busy_tokens", "busy_token_pairs", "busy_batches")
-    steps = [[step[name] for name in names] for run in runs for step in run.steps[1:]]
-    seconds, tokens, pairs, batches = np.array(steps, np.float64).T
-    file.write_text(fit_costs(seconds, tokens=tokens, token_pairs=pairs, batches=batches).to_json())
+    file.write_text(fit_steps(step for run in runs for step in run.steps[1:]).to_json())
     return file
 
 

@@ -20,8 +20,8 @@ from ..randomness import Purpose, generator
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
 """Conditions that show whole frames."""
 APPENDED = ("appended_last_frame", "appended_keyframes")
-"""Conditions that show frames as further tokens at the time of each, every frame encoded by itself. The first frame is
-not among them, whose latent is that of one frame as it is."""
+"""Conditions that show frames as further tokens at the time of each, every frame encoded by itself. The first frame
+needs none of these: its latent is that of one frame already."""
 BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
@@ -162,8 +162,8 @@ class ConditionShares:
         """Return these conditions, each with references for all but a share of its samples, from 0 to 1."""
         shown = [(*condition, Part(REFERENCE)) for condition in self.conditions]
         terms = [
-            *zip(shown, (own * (1 - share) for own in self.shares), self.weights, strict=True),
-            *zip(self.conditions, (own * share for own in self.shares), self.weights, strict=True),
+            *zip(shown, (of_all * (1 - share) for of_all in self.shares), self.weights, strict=True),
+            *zip(self.conditions, (of_all * share for of_all in self.shares), self.weights, strict=True),
         ]
         conditions, shares, weights = zip(*(term for term in terms if term[1] > 0), strict=True)
         return ConditionShares(conditions, shares, draws_references=True, weights=weights)

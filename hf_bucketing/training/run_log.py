@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from ..buckets.arrays import FloatArray
-from ..buckets.calibration import fit_costs
+from ..buckets.calibration import CostFit, fit_costs
 from ..devices import read, to_device
 from ..errors import BucketingError
 from ..files import complete_file
@@ -290,18 +290,26 @@ class StepMetrics:
         return metrics, [values.numpy() for values in own_losses]
 
 
+def fit_steps(lines: Iterable[Mapping[str, Any]]) -> CostFit:
+    """Fit a cost model to lines of the log of losses, of one or several runs.
+
+    Raises:
+        BucketingError: If they tell too little, see [`fit_costs`][hf_bucketing.buckets.fit_costs].
+    """
+    names = ("busy_seconds", "busy_tokens", "busy_token_pairs", "busy_batches")
+    measured = [[line[name] for name in names] for line in lines if names[0] in line]
+    seconds, tokens, pairs, batches = np.array(measured, np.float64).reshape(-1, len(names)).T
+    return fit_costs(seconds, tokens=tokens, token_pairs=pairs, batches=batches)
+
+
 def write_cost_model(output_dir: Path) -> str:
     """Fit a cost model to the last steps in the log of a run, if they tell enough; return a message about it.
 
     Raises:
         BucketingError: If there is no log.
     """
-    lines = read_log(output_dir, "losses", last=_FITTED_STEPS)
-    names = ("busy_seconds", "busy_tokens", "busy_token_pairs", "busy_batches")
-    measured = [[line[name] for name in names] for line in lines if names[0] in line]
-    seconds, tokens, pairs, batches = np.array(measured, np.float64).reshape(-1, len(names)).T
     try:
-        fit = fit_costs(seconds, tokens=tokens, token_pairs=pairs, batches=batches)
+        fit = fit_steps(read_log(output_dir, "losses", last=_FITTED_STEPS))
     except BucketingError as error:
         return f"No {COST_MODEL} is written yet: {error}"
     with complete_file(output_dir / COST_MODEL) as partial:

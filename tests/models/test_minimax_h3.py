@@ -128,7 +128,7 @@ class RecordedSounds:
         )
         strips, audio = packed_forward_with_audio(self.model, batch)
         rows = [patchify(latent, batch.patch).flatten(1) for latent in batch.unpack(strips)]
-        return [-own for own in rows], [-own for own in audio]
+        return [-output for output in rows], [-output for output in audio]
 
 
 def test_a_pack_with_sound_is_what_the_pipelines_calls_of_the_model_give(tiny_folder: Callable[[str], Path]) -> None:
