@@ -21,7 +21,7 @@ from ..errors import BucketingError, HubError, PackingError
 from ..packing.family import Family
 from ..packing.unchanged import replaced_forward
 from .index import read_index
-from .unpackable import OTHER_KINDS, UNPACKABLE
+from .unpackable import OTHER_KINDS, UNPACKABLE, UNTRAINED
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -41,8 +41,9 @@ def recipes() -> dict[str, type[Recipe]]:
 
 @functools.cache
 def refused_pipelines() -> dict[str, str]:
-    """Return why pipelines of known families cannot be trained, by the name of their class in diffusers."""
-    return {name: why for module in _modules("recipe") for name, why in getattr(module, "REFUSED", {}).items()}
+    """Return why pipelines of known transformers cannot be trained, by the name of their class in diffusers."""
+    refused = {name: why for module in _modules("recipe") for name, why in getattr(module, "REFUSED", {}).items()}
+    return {**refused, **UNTRAINED}
 
 
 def _modules(name: str) -> Iterator[ModuleType]:

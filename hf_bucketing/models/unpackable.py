@@ -12,16 +12,12 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "to chunk by a mask over the row"
         ),
         "BriaFibo2Transformer2DModel": (
-            "it squeezes the text of a batch row into as many tokens as its length asks for, and some of its "
-            "blocks read further layers of that text"
+            "it squeezes texts into tokens, as many as the longest of them asks for, and puts all of these in front "
+            "of each batch row; some of its blocks read further layers of the text"
         ),
         "BriaFiboTransformer2DModel": (
             "each of its blocks replaces half of the channels of a batch row's text by another layer of the text "
             "encoder"
-        ),
-        "ConsisIDTransformer3DModel": (
-            "its tokens also attend to a face, of which each batch row brings embeddings of several layers, in a "
-            "module without processors"
         ),
         "HeliosTransformer3DModel": (
             "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row, and as many of "
@@ -62,8 +58,8 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "grid and the frames of the row"
         ),
         "SanaWMLTX2RefinerTransformer3DModel": (
-            "it refines a video block by block, each with the keys and values of earlier blocks kept in between, "
-            "at positions that its caller makes for a batch row"
+            "it refines a video block by block, and each attends to keys of earlier blocks, which its caller keeps in "
+            "between in one tensor for all batch rows"
         ),
         "SanaWMTransformer3DModel": (
             "its attention is a recurrence over the frames of a batch row, and it convolves over their grid"
@@ -78,6 +74,16 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
 
 Its pipeline trains in buckets if a recipe claims it.
 """
+
+_CHUNKS = (
+    "it renders a video chunk by chunk, each beside those rendered before, and a run from single clips would train "
+    "one chunk beside zeros, so that the weights that read rendered frames would get no gradient"
+)
+
+UNTRAINED: Mapping[str, str] = MappingProxyType(
+    {"HeliosPipeline": _CHUNKS, "HeliosPyramidPipeline": _CHUNKS, "HunyuanVideoFramepackPipeline": _CHUNKS}
+)
+"""Why buckets do not train the pipeline of such a transformer either, by the name of its class in diffusers 0.42.1."""
 
 OTHER_KINDS: Mapping[str, str] = MappingProxyType(
     {

@@ -22,10 +22,10 @@ def test_a_pipeline_is_refused_with_the_reason(name: str, tmp_path: Path) -> Non
 
 
 def test_a_pipeline_without_a_recipe_is_refused_with_what_its_transformer_does(tmp_path: Path) -> None:
-    index = {"_class_name": "HeliosPipeline", "transformer": ["diffusers", "HeliosTransformer3DModel"]}
+    index = {"_class_name": "SanaPipeline", "transformer": ["diffusers", "SanaTransformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(
-        BucketingError, match=r"is a HeliosPipeline; .* Its HeliosTransformer3DModel .* earlier frames"
+        BucketingError, match=r"is a SanaPipeline; .* Its SanaTransformer2DModel .* attention is linear"
     ):
         recipe_of(str(tmp_path))
 

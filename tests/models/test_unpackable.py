@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.omnigen.processor_omnigen import OmniGenCollator
 from torch.utils._pytree import tree_leaves
+
+from hf_bucketing.models.unpackable import UNPACKABLE
 
 animate_2 = pytest.importorskip("diffusers.models.transformers.transformer_wan_animate_2")
 helios = pytest.importorskip("diffusers.models.transformers.transformer_helios")
+refiner = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm_refiner")
+
+Test = TypeVar("Test")
+SHOWN: set[str] = set()
+"""Classes whose reason a test of this module shows."""
+
+
+def shows(*classes: str) -> Callable[[Test], Test]:
+    """Name the classes whose reason a test shows."""
+    SHOWN.update(classes)
+    return lambda test: test
+
+
+def test_each_reason_is_shown_by_a_test() -> None:
+    assert UNPACKABLE.keys() == SHOWN
+
+
+def rows_of_tokens(block: torch.nn.Module) -> list[tuple[int, int]]:
+    """Return a list that gets the batch rows and tokens of each call of a block."""
+    shapes: list[tuple[int, int]] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes.append((args[0] if args else kwargs["hidden_states"]).shape[:2])
+
+    block.register_forward_pre_hook(note, with_kwargs=True)
+    return shapes
 
 
 @pytest.fixture
@@ -46,6 +75,7 @@ def denoised(model: Any, latents: list[torch.Tensor]) -> list[torch.Tensor]:
     return run("cached", latents, tokens[0], reference_grid_sizes=grids, origin_len=5, origin_area=[64, 96])
 
 
+@shows("WanAnimate2Transformer3DModel")
 @torch.no_grad()
 def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: Any) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -64,23 +94,44 @@ def test_wan_animate_2_has_no_backward_pass_on_a_cpu(animate: Any) -> None:
         denoised(animate, latents)
 
 
-@torch.no_grad()
-def test_helios_takes_the_earlier_frames_of_all_rows_in_one_length() -> None:
+def small_helios() -> Any:
+    torch.manual_seed(0)
     shape = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48}
-    model = helios.HeliosTransformer3DModel(
+    return helios.HeliosTransformer3DModel(
         **shape, in_channels=4, out_channels=4, num_layers=2, rope_dim=(4, 4, 4), is_amplify_history=True
     )
+
+
+def run_helios(model: Any, latents: torch.Tensor, **history: torch.Tensor) -> torch.Tensor:
+    """Denoise frames 2 to 4 of rows beside earlier ones."""
+    rows, text = len(latents), torch.ones(len(latents), 5, 16)
+    times = torch.arange(2, 5)[None].expand(rows, -1)
+    return model(latents, torch.full((rows,), 500.0), text, times, **history).sample
+
+
+@shows("HeliosTransformer3DModel")
+@torch.no_grad()
+def test_helios_takes_the_earlier_frames_of_all_rows_in_one_length() -> None:
+    model, latents = small_helios(), torch.randn(2, 4, 3, 8, 12)
     earlier = {"latents_history_short": torch.randn(1, 4, 2, 8, 12)}
     earlier |= {"indices_latents_history_short": torch.arange(2)[None]}
-    latents, text = torch.randn(2, 4, 3, 8, 12), torch.randn(2, 5, 16)
-
-    def run(rows: int, **history: torch.Tensor) -> torch.Tensor:
-        times = torch.arange(2, 5)[None].expand(rows, -1)
-        return model(latents[:rows], torch.full((rows,), 500.0), text[:rows], times, **history).sample
-
-    assert float((run(1, **earlier) - run(1)).abs().max()) > 1e-2, "the model attends to them"
+    alone = run_helios(model, latents[:1])
+    assert float((run_helios(model, latents[:1], **earlier) - alone).abs().max()) > 1e-2, "the model attends to them"
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        run(2, **earlier)
+        run_helios(model, latents, **earlier)
+
+
+@pytest.mark.parametrize(("level", "trained"), [(0.0, False), (1.0, True)])
+def test_beside_zeros_the_weights_of_helios_that_read_earlier_frames_get_no_gradient(
+    level: float, trained: bool
+) -> None:
+    model, history = small_helios(), dict[str, torch.Tensor]()
+    for name, frames in {"short": 2, "mid": 2, "long": 4}.items():
+        history[f"latents_history_{name}"] = level * torch.randn(1, 4, frames, 8, 16)
+        history[f"indices_latents_history_{name}"] = torch.arange(frames)[None]
+    run_helios(model, torch.randn(1, 4, 3, 8, 16), **history).square().mean().backward()
+    readers = model.patch_short, model.patch_mid, model.patch_long
+    assert [bool(reader.weight.grad.any()) for reader in readers] == [trained] * 3
 
 
 CHANNELS = 16
@@ -119,6 +170,12 @@ def wan_feed_forward(tokens: torch.Tensor) -> torch.Tensor:
     return diffusers.models.attention.FeedForward(CHANNELS, activation_fn="gelu-approximate")(tokens)
 
 
+@shows(
+    "SanaTransformer2DModel",
+    "SanaVideoTransformer3DModel",
+    "SanaWMTransformer3DModel",
+    "NucleusMoEImageTransformer2DModel",
+)
 @pytest.mark.parametrize(("part", "meet"), [
     (sana_feed_forward, True), (sana_video_feed_forward, True), (sana_attention, True), (sana_wm_feed_forward, True),
     (nucleus_experts, True), (wan_feed_forward, False),
@@ -172,6 +229,7 @@ def hidream(texts: list[torch.Tensor]) -> torch.Tensor:
     return model(torch.randn(1, 4, 8, 8), level, text, layers, pooled, return_dict=False)[0]
 
 
+@shows("BriaFiboTransformer2DModel", "HiDreamImageTransformer2DModel")
 @pytest.mark.parametrize("run", [bria_fibo, hidream])
 @torch.no_grad()
 def test_a_later_block_reads_a_text_of_its_own(run: Callable[..., Any]) -> None:
@@ -182,6 +240,7 @@ def test_a_later_block_reads_a_text_of_its_own(run: Callable[..., Any]) -> None:
     assert float((outputs[0] - outputs[1]).abs().max()) > 1e-4
 
 
+@shows("HunyuanVideoFramepackTransformer3DModel")
 @torch.no_grad()
 def test_framepack_puts_as_many_earlier_tokens_in_front_of_each_row() -> None:
     torch.manual_seed(0)
@@ -200,8 +259,7 @@ def test_framepack_puts_as_many_earlier_tokens_in_front_of_each_row() -> None:
         image_proj_dim=8,
         has_clean_x_embedder=True,
     )
-    lengths = []
-    model.transformer_blocks[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[:2]))
+    lengths = rows_of_tokens(model.transformer_blocks[0])
     latents, frames = torch.randn(2, 4, 3, 8, 8), torch.arange(3, 6)
     text = {"encoder_hidden_states": torch.ones(2, 5, 16), "encoder_attention_mask": torch.ones(2, 5)}
     text |= {"pooled_projections": torch.ones(2, 8), "image_embeds": torch.ones(2, 3, 8)}
@@ -221,27 +279,48 @@ def test_framepack_puts_as_many_earlier_tokens_in_front_of_each_row() -> None:
         run(2, **earlier)
 
 
+def joy_image_edit() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = diffusers.JoyImageEditTransformer3DModel(**JOY_IMAGE)
+    return model, {"hidden_states": torch.randn(1, 4, 2, 4, 6)}
+
+
+def joy_image_edit_plus() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = diffusers.JoyImageEditPlusTransformer3DModel(**JOY_IMAGE)
+    return model, {"hidden_states": torch.randn(1, 12, 4, 1, 2, 2), "shape_list": [[(1, 2, 3), (1, 3, 2)]]}
+
+
+JOY_IMAGE = {
+    "in_channels": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "text_dim": 8,
+    "num_layers": 1,
+    "rope_dim_list": [4, 2, 2],
+}
+
+
+@shows("JoyImageEditTransformer3DModel", "JoyImageEditPlusTransformer3DModel")
+@pytest.mark.parametrize("make", [joy_image_edit, joy_image_edit_plus])
 @torch.no_grad()
-def test_no_module_of_joy_image_returns_the_positions_that_its_blocks_get() -> None:
-    model = diffusers.JoyImageEditTransformer3DModel(
-        in_channels=4, hidden_size=16, num_attention_heads=2, text_dim=8, num_layers=1, rope_dim_list=[4, 2, 2]
-    )
+def test_no_module_of_joy_image_returns_the_positions_that_its_blocks_get(make: Callable[[], Any]) -> None:
+    model, inputs = make()
     outputs: list[torch.Tensor] = []
     for module in model.modules():
         module.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
     given: list[torch.Tensor] = []
     take = {"with_kwargs": True}
     model.double_blocks[0].register_forward_pre_hook(lambda _, args, kwargs: given.extend(tensors_in(kwargs)), **take)
-    model(torch.randn(1, 4, 2, 4, 6), torch.tensor([500.0]), torch.randn(1, 5, 8))
+    model(timestep=torch.tensor([500.0]), encoder_hidden_states=torch.randn(1, 5, 8), **inputs)
     returned = {output.untyped_storage().data_ptr() for output in outputs}
     unknown = [values for values in given if values.untyped_storage().data_ptr() not in returned]
-    assert {len(values) for values in unknown} == {2 * 2 * 3}, "the positions of all tokens"
+    assert {values.shape[-2:] for values in unknown} == {(12, 8)}, "the positions of all tokens"
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
+@shows("Kandinsky6SRTransformer3DModel")
 def test_kandinsky_6_super_resolution_chooses_blocks_by_all_keys_of_a_row() -> None:
     sr = pytest.importorskip("diffusers.models.transformers.transformer_kandinsky6_sr")
     generator = torch.Generator().manual_seed(0)
@@ -253,3 +332,130 @@ def test_kandinsky_6_super_resolution_chooses_blocks_by_all_keys_of_a_row() -> N
         count = int(mask.kv_num_blocks[0, 0, 0] + mask.full_kv_num_blocks[0, 0, 0])
         chosen.append({int(block) for block in mask.full_kv_indices[0, 0, 0, :count]})
     assert chosen[0] != chosen[1], "of the first block's queries"
+
+
+@shows("AnyFlowFARTransformer3DModel")
+@torch.no_grad()
+def test_any_flow_far_cuts_older_chunks_into_larger_patches_to_which_later_ones_attend() -> None:
+    torch.manual_seed(0)
+    model = diffusers.AnyFlowFARTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=1,
+        full_chunk_limit=2,
+        rope_max_seq_len=16,
+    )
+    rows = rows_of_tokens(model.blocks[0])
+    latents, text = torch.randn(1, 4, 4, 8, 8), torch.randn(1, 5, 16)
+
+    def run(latents: torch.Tensor) -> torch.Tensor:
+        frames = latents.shape[1]
+        levels = torch.full((1, frames), 500.0)
+        return model(latents, levels, levels, text, [1] * frames).sample
+
+    output = run(latents)
+    old, new = 2 * 4, 2 * 16
+    assert rows == [(1, old + new)]
+    assert output.shape[1] == 2, "only the newer chunks have an output"
+    changed = [float((run(latents + by) - output).abs().amax((0, 2, 3, 4))[0]) for by in frames_apart(4)]
+    assert [change > 1e-4 for change in changed] == [True, True, True, False], "the mask is causal from chunk to chunk"
+
+
+def frames_apart(frames: int) -> torch.Tensor:
+    """Return changes of one frame each, `(frames, 1, frames, 1, 1, 1)`."""
+    return torch.eye(frames).view(frames, 1, frames, 1, 1, 1)
+
+
+@shows("BriaFibo2Transformer2DModel")
+@torch.no_grad()
+def test_bria_fibo_2_puts_as_many_tokens_in_front_of_each_row_as_the_longest_text_asks_for() -> None:
+    model = diffusers.BriaFibo2Transformer2DModel(
+        in_channels=4,
+        dim=64,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        cap_feat_dim=8,
+        injection_layer_ids=(0,),
+        perceiver_num_layers=1,
+        min_num_gist_tokens=2,
+        max_num_gist_tokens=6,
+        gist_step=2,
+        gist_min_text_len=2,
+        gist_max_text_len=8,
+        axes_dims=(16, 8, 8),
+        axes_lens=(64, 16, 16),
+    )
+    rows = rows_of_tokens(model.layers[0])
+    latents, levels, texts = torch.randn(2, 4, 4, 6), torch.full((2,), 0.5), torch.randn(2, 2, 8, 8)
+    one_is_longer = torch.arange(8) < torch.tensor([[2], [8]])
+    model(latents, levels, texts[:, :, :2])
+    model(latents, levels, texts, one_is_longer)
+    own, fewest, most = 6, 2, 6
+    assert rows == [(2, own + fewest), (2, own + most)]
+
+
+@shows("OmniGenTransformer2DModel")
+@torch.no_grad()
+def test_words_of_omni_gen_attend_to_words_before_them_alone() -> None:
+    torch.manual_seed(0)
+    model = diffusers.OmniGenTransformer2DModel(
+        in_channels=4,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        num_layers=2,
+        vocab_size=50,
+        pad_token_id=0,
+        rope_scaling={"short_factor": [1.0] * 4, "long_factor": [1.0] * 4},
+        pos_embed_max_size=8,
+        time_step_dim=16,
+    )
+    collator, words = OmniGenCollator(hidden_size=16), torch.ones(1, 5, dtype=torch.long)
+    mask, _ = collator.create_mask(words, [4])
+    assert mask[0, :5, :5].equal(torch.ones(5, 5).tril())
+    places, latents, ids = collator.create_position(words, [4]), torch.randn(1, 4, 4, 4), torch.arange(1, 6)[None]
+    outputs = [
+        model(latents, torch.tensor([500.0]), ids, [], {}, attend, places).sample
+        for attend in (mask, torch.ones_like(mask))
+    ]
+    assert float((outputs[0] - outputs[1]).abs().max()) > 1e-2, "of the picture"
+
+
+@shows("SanaWMLTX2RefinerTransformer3DModel")
+@torch.no_grad()
+def test_the_refiner_of_sana_wm_keeps_earlier_keys_of_all_rows_in_one_tensor() -> None:
+    torch.manual_seed(0)
+    video = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12}
+    model = diffusers.SanaWMLTX2RefinerTransformer3DModel(
+        **video,
+        **{f"audio_{name}": value for name, value in video.items()},
+        cross_attention_dim=24,
+        audio_cross_attention_dim=24,
+        caption_channels=16,
+        num_layers=2,
+    )
+    latents, text = torch.randn(2, 6, 4), torch.randn(2, 5, 16)
+
+    def positions(rows: int, frame: int) -> Any:
+        return model.build_rotary_emb_for_absolute_positions(rows, [frame], 2, 3, torch.device("cpu"), 24.0)
+
+    def run(rows: int, frame: int, **options: Any) -> torch.Tensor:
+        levels = torch.full((rows, 6), 500.0)
+        return model(latents[:rows], text[:rows], levels, positions(rows, frame), **options).sample
+
+    cache = refiner.SanaWMRefinerKVCache(2)
+    run(1, 0, kv_cache=cache, kv_cache_mode="capture_pre_rope")
+    cache.sink_pe = positions(1, 0)
+    for layer in range(2):
+        cache.get(layer).store_sink(*cache.get(layer).get_captured_pre_rope())
+    attending = {"kv_cache": cache, "kv_cache_mode": "inject"}
+    assert float((run(1, 1, **attending) - run(1, 1)).abs().max()) > 1e-3, "the model attends to them"
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        run(2, 1, **attending)

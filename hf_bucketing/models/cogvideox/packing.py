@@ -46,7 +46,7 @@ class CogVideoXFamily(JointFamily):
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
-        if has_table(transformer.config) and transformer.config.patch_size_t is not None:
+        if has_table(transformer.config) and transformer.config.get("patch_size_t") is not None:
             raise PackingError(
                 "This CogVideoX transformer has a table of positions and patch_size_t, which do not go together."
             )
@@ -65,7 +65,7 @@ class CogVideoXFamily(JointFamily):
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the sides of the sample size for CogVideoX 1.5, whose positions are cut from it."""
-        if transformer.config.patch_size_t is None:
+        if transformer.config.get("patch_size_t") is None:
             return UNLIMITED, UNLIMITED, UNLIMITED
         return UNLIMITED, *base_grid(transformer)
 
@@ -89,7 +89,7 @@ class CogVideoXFamily(JointFamily):
         dim, whole = module.config.attention_head_dim, base_grid(module)
         if base_size is not None:
             axes = list(axis_coordinates(grid, base_size, device=device))
-            if module.config.patch_size_t is None:
+            if module.config.get("patch_size_t") is None:
                 corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
                 for axis, (start, stop) in enumerate(corners, start=1):
                     last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
@@ -97,7 +97,7 @@ class CogVideoXFamily(JointFamily):
             return rotary_tables((dim // 4, dim // 8 * 3, dim // 8 * 3), axes)
         frames, height, width = grid
         crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
-        if module.config.patch_size_t is not None:
+        if module.config.get("patch_size_t") is not None:
             crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
         cosines, sines = get_3d_rotary_pos_embed(
             embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop

@@ -1,0 +1,1 @@
+"""ConsisID: CogVideoX, shown a face."""
