@@ -21,7 +21,7 @@ from ..media.remote import is_url
 from ..randomness import Purpose
 from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
-from .view_sizes import views_in_turn
+from .views import CACHED_VIEW, views_in_turn
 
 _REQUESTS = 16
 """Entries that a worker requests from an object store at a time."""
@@ -48,7 +48,8 @@ class CachedCollator:
             torch's random state.
         first_view (`bool`): Whether each row has the first of several views, which is without augmentation. By default
             one is drawn in every epoch, and each further occurrence of the row has the next one. Of views of several
-            sizes, each epoch has the next one, and so have all occurrences of the row in it.
+            sizes, each epoch has the next one, and so have all occurrences of the row in it. A row with a cell
+            `cached_view` has that one, and the batch a list of them.
         null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
             `null_text`: a mapping like the batch, of the entries that begin with `text_`.
         sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
@@ -117,6 +118,8 @@ class CachedCollator:
         batch |= names_of_sources(rows, self.sources)
         if OCCURRENCE in rows[0]:
             batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
+        if CACHED_VIEW in rows[0]:
+            batch[CACHED_VIEW] = [int(row[CACHED_VIEW]) for row in rows]
         if self.stack:
             ids = {int(row["bucket_id"]) for row in rows}
             if len(ids) > 1:
@@ -166,7 +169,10 @@ class CachedCollator:
         if count == 1:
             return row
         view = 0
-        if not self.first_view and self.info.random_resize is not None:
+        if CACHED_VIEW in row:
+            view = int(row[CACHED_VIEW])
+            row = {**row, OCCURRENCE: occurrence_of(row) * count + view}  # so that views have other noise and captions
+        elif not self.first_view and self.info.random_resize is not None:
             assert self.seed is not None, "the constructor refuses it"
             require(row, ["index"])
             view = int(views_in_turn([row["index"]], count=count, seed=self.seed, epoch=int(self._epoch))[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,22 +69,25 @@ class RandomResize:
         index: npt.ArrayLike,
         references: RowReferences | None = None,
         audio: RowAudio | None = None,
+        views: Callable[..., IntArray] | None = None,
     ) -> Callable[[int], IntArray]:
         """Return a function from an epoch to the tokens of each row, of shape `(n,)`, for the sampler's `num_tokens`.
 
-        Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns, and the
-        references and the audio of its rows, whose tokens count too.
+        Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns, the
+        references and the audio of its rows, whose tokens count too, and, where samples have cached views, a function
+        of `index` and of the keyword `epoch` that returns the view of each row, see `sides_of_views`; without it, each
+        epoch draws new sizes.
         """
         columns = [whole_column(column, np.int64) for column in (num_frames, height, width)]
         usable = np.minimum.reduce(columns) >= 1
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
         indices = whole_column(index, np.int64)
+        options: dict[str, Any] = {} if views is None else {"views": views}
+        if audio is not None:
+            whole = self.spec.snap_arrays(frames, heights, widths)[0]
+            options["heard"] = audio.num_tokens(np.where(usable, whole, 0))
         # A saved state compares what a partial holds; of a nested function it would compare the code too.
-        counter = partial(self._tokens, usable, frames, heights, widths, indices, references)
-        if audio is None:
-            return counter
-        whole = self.spec.snap_arrays(frames, heights, widths)[0]
-        return partial(counter, heard=audio.num_tokens(np.where(usable, whole, 0)))
+        return partial(self._tokens, usable, frames, heights, widths, indices, references, **options)
 
     def _tokens(
         self,
@@ -96,9 +100,13 @@ class RandomResize:
         epoch: int,
         *,
         heard: IntArray | None = None,
+        views: Callable[..., IntArray] | None = None,
     ) -> IntArray:
         """Return the tokens of each row in an epoch, 0 for rows that are not usable."""
-        drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
+        if views is None:
+            drawn = self._sides(heights, widths, indices=indices, epoch=epoch)
+        else:
+            drawn = self.sides_of_views(heights, widths, indices=indices, views=views(indices, epoch=epoch))
         whole = self.spec.snap_arrays(frames, *drawn)
         t, h, w = self.spec.grid_of(*whole)
         tokens = t * h * w
@@ -107,6 +115,22 @@ class RandomResize:
         if references is not None:
             tokens += references.num_tokens(np.stack(whole, 1), spec=self.spec)
         return np.where(usable, tokens, 0)
+
+    def sides_of_views(
+        self, height: IntArray, width: IntArray, *, indices: IntArray, views: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return the heights and widths in pixels of a cached view of each sample, `(n,)`, before they are rounded.
+
+        View 0 has the sample's own height and width, and view `k` those of the draw of epoch `k - 1`. All arguments
+        are arrays of shape `(n,)`.
+        """
+        sides = height.astype(np.int64), width.astype(np.int64)
+        for view in range(1, int(views.max(initial=0)) + 1):
+            rows = np.flatnonzero(views == view)
+            drawn = self._sides(height[rows], width[rows], indices=indices[rows], epoch=view - 1)
+            for side, values in zip(sides, drawn, strict=True):
+                side[rows] = values
+        return sides
 
     def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
         """Return drawn heights and widths."""

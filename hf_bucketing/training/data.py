@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..caching.columns import NULL_TEXT_KEY
-from ..caching.view_sizes import ViewSizes
+from ..caching.views import CACHED_VIEW, resize_of_views, views_as_rows, views_in_turn
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
@@ -271,6 +272,8 @@ def make_data(
     share = config.held_out.validation_split
     if share is not None:
         prepared, _ = split_rows(prepared, share)
+    if config.batches.cached_views == "all" and resize_of_views(prepared) is not None:
+        prepared = views_as_rows(prepared)
     return _data_of(config, prepared, tokens)
 
 
@@ -335,7 +338,6 @@ def _data_of(
     )
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
-    whole_tokens = num_tokens
     own_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
     num_tokens = own_tokens
     if references is not None:
@@ -346,9 +348,12 @@ def _data_of(
         num_tokens = num_tokens + audio.num_tokens(sample_sizes(bucket_ids, table)[:, 0])
     learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     cost_model = make_cost_model(config, width=counting.width)
-    resize = None
+    resize, views = None, None
     if batches.random_resize is not None:
         resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
+    elif prepared.cache is not None and batches.cached_views == "draw":
+        resize = resize_of_views(prepared)
+        views = partial(views_in_turn, count=prepared.cache.views_per_sample, seed=config.seed)
     sampler: PlannedBatchSampler
     weights = None if evaluation else _weights(prepared, views=batches.cached_views)
     common: dict[str, Any] = {
@@ -378,12 +383,8 @@ def _data_of(
         )
         tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = num_tokens
         if resize is not None:
-            tokens = resize.token_counter(**sizes, references=references, audio=audio)
-            learned = resize.token_counter(**sizes)
-        elif (views := _view_sizes(config, prepared)) is not None:
-            beside = num_tokens - own_tokens
-            tokens = views.token_counter(whole_tokens + beside, sizes, references=references, audio=audio)
-            learned = views.token_counter(whole_tokens, sizes)
+            tokens = resize.token_counter(**sizes, references=references, audio=audio, views=views)
+            learned = resize.token_counter(**sizes, views=views)
         try:
             sampler = PackBatchSampler(tokens, config=packs, **common)
         except OversizeError as error:
@@ -446,15 +447,6 @@ def _views_of(prepared: PreparedDataset) -> int:
     return 1 if prepared.cache is None else prepared.cache.views_per_sample
 
 
-def _view_sizes(config: TrainingConfig, prepared: PreparedDataset) -> ViewSizes | None:
-    """Return the sizes of the cached views of rows, if an epoch holds views of several sizes."""
-    cache = prepared.cache
-    if cache is None or cache.random_resize is None or config.batches.cached_views == "first":
-        return None
-    resize = RandomResize(spec=prepared.spec, min_side=cache.random_resize, seed=cache.views["seed"])
-    return ViewSizes(resize=resize, count=cache.views_per_sample, seed=config.seed)
-
-
 def _describe_views(collator: Any, config: TrainingConfig) -> list[str]:
     """Return a line of text about several cached views of each sample, if there are any."""
     if not isinstance(collator, CachedCollator) or collator.info.views_per_sample == 1:
@@ -467,7 +459,7 @@ def _describe_views(collator: Any, config: TrainingConfig) -> list[str]:
 
 def _weights(prepared: PreparedDataset, *, views: Literal["draw", "all", "first"]) -> npt.NDArray[np.float64] | None:
     """Return how often each row occurs in an epoch, `(n,)`, or None for once: with all views, once with each."""
-    times = _views_of(prepared) if views == "all" else 1
+    times = _views_of(prepared) if views == "all" and CACHED_VIEW not in prepared.dataset.column_names else 1
     if ROW_WEIGHT in prepared.dataset.column_names:
         return times * column_array(prepared.dataset, ROW_WEIGHT)
     return None if times == 1 else np.full(len(prepared.dataset), times, np.float64)

@@ -116,11 +116,6 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
             "scripts/cache_latents.py with the same --batching."
         )
-    if cache.random_resize is not None and config.batches.cached_views == "all":
-        raise BucketingError(
-            f'Omit `cached_views="all"`: the views in {folder} have several sizes, and an epoch is planned with one '
-            f"for each row. Without it, {cache.views_per_sample} epochs hold each view once."
-        )
     encoded = marked(TrainingConfig, "encoded")
     given = not_default(config, *encoded)
     if media := [name for name in given if encoded[name] == "media"]:

@@ -18,7 +18,7 @@ class Leg(NamedTuple):
         plan (mapping): The plan's line in the log; of a stream, without a number of steps.
         start (`int`): First batch, counted over the whole run.
         steps (`int`): Steps that were trained.
-        different (`int`): Different rows in them that the epoch did not hold before.
+        different (`int`): Different rows in them that the epoch did not hold before; views, where all views are rows.
         samples (`int`): Samples in them.
         mixed_steps (`int`): Steps in which the processes held different buckets.
         has_buckets (`bool`): Whether the batches have buckets.
@@ -142,7 +142,7 @@ def _legs(logs: Logs, batches: int) -> tuple[list[Leg], list[str]]:
     for line in logs.batches:
         by_batch.setdefault(line["batch"], []).append(line)
     legs: list[Leg] = []
-    start, seen = 0, Counter[int]()
+    start, seen = 0, Counter[tuple[int, int]]()
     for plan in logs.plans:
         stop = start
         while stop < len(lines) and _place(lines[stop]) == (plan["epoch"], stop - start):
@@ -150,7 +150,7 @@ def _legs(logs: Logs, batches: int) -> tuple[list[Leg], list[str]]:
         if not legs or legs[-1].plan["epoch"] != plan["epoch"]:
             seen = Counter()
         together = [line for batch in range(start, stop) for line in by_batch[batch]]
-        rows = Counter(index for line in together for index in _planned(line))
+        rows = Counter(sample for line in together for sample in _samples(line))
         has_buckets = all(line["bucket_id"] is not None for line in together)
         new = len(rows.keys() - seen.keys())
         legs.append(Leg(plan, start, stop - start, new, rows.total(), _mixed(together), has_buckets))
@@ -269,6 +269,12 @@ def _planned(line: Line) -> Sequence[int]:
     """Return the rows that were planned, where others replaced some of them."""
     rows: Sequence[int] = line["planned"] if "planned" in line else line["index"]
     return rows
+
+
+def _samples(line: Line) -> Iterable[tuple[int, int]]:
+    """Return the planned rows, each with the cached view that it stands for, 0 where views are no rows."""
+    rows = _planned(line)
+    return zip(rows, line.get("views", [0] * len(rows)), strict=True)
 
 
 def _mixed(lines: Iterable[Line]) -> int:

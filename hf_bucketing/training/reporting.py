@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from ..adapters.lora import SETTINGS
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.table import BucketTable
+from ..caching.views import CACHED_VIEW
 from ..command_line.config_file import CONFIG_FILE
 from ..devices import DeviceTimer, to_device
 from ..files import complete_file, writing
@@ -174,6 +175,7 @@ class RunReport:
             "index": index[counted].tolist(),
             "sources": groups["source"].tolist() if "source" in groups else None,
             "planned": np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
+            "views": np.array(batch[CACHED_VIEW])[counted].tolist() if CACHED_VIEW in batch else None,
         }
         self._window.append(_Batch(losses.values.detach(), index.tolist(), counted, timer, entry))
 

@@ -118,15 +118,18 @@ class RunLog:
         loss: list[float],
         sources: list[int] | None = None,
         planned: list[int] | None = None,
+        views: list[int] | None = None,
     ) -> None:
         """Log the samples of one batch and their losses; `batch` in the log counts the batches of the whole run.
 
         Where there are several, `sources` are those of the planned rows, as positions in `"sources"` of a plan's log.
-        `planned` are the rows that the plan holds, where unreadable ones were replaced.
+        `planned` are the rows that the plan holds, where unreadable ones were replaced, and `views` those of their
+        cached views that they stand for, where all views are rows.
         """
         entry = {"batch": self._batches, "epoch": epoch, "step": step, "bucket_id": bucket_id, "index": index}
         entry |= {} if sources is None else {"sources": sources}
         entry |= {} if planned in (None, index) else {"planned": planned}
+        entry |= {} if views is None else {"views": views}
         self._write("samples", {**entry, "loss": [round(value, 6) for value in loss]})
         self._batches += 1
 

@@ -1,7 +1,8 @@
-"""Cached views of several sizes in packs: their sizes, the tokens of plans, and resumed epochs."""
+"""Cached views of several sizes: in packs, what an epoch holds, its tokens, and its resume; in buckets, as sources."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +17,24 @@ from hf_bucketing import BucketBatchSampler, BucketingError, PackBatchSampler, S
 from hf_bucketing.buckets.assignment import AssignmentRule
 from hf_bucketing.buckets.open_table import ImageSizes
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
-from hf_bucketing.caching.view_sizes import views_in_turn
-from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.caching.views import CACHED_VIEW, views_as_rows, views_in_turn
+from hf_bucketing.columns import PreparedDataset, column_array, map_columns
+from hf_bucketing.columns.apply import with_columns
+from hf_bucketing.columns.buckets import BucketColumns
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import RandomResize
 from hf_bucketing.loaders.collators import PackCollator
+from hf_bucketing.loaders.occurrences import OCCURRENCE
+from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount
 from tests.caching.test_caching import cached, first, load_recipe, prepared
+from tests.caching.test_references import load_seeing, referenced
 from tests.training.training_cases import TINY_WAN, in_process, run
 
-__all__ = ["prepared"]
+__all__ = ["prepared", "referenced"]
 
 VIEWS, SIDE, SEED = 3, 32, 5
 CENTRED = ViewRule(random_crop=False)
@@ -103,18 +109,93 @@ def test_a_resumed_epoch_holds_what_is_left_also_on_other_processes(folder: Path
         assert sorted(done + left) == [*range(len(data.dataset))]
 
 
+def test_an_epoch_of_all_views_holds_each_once_at_its_own_size_also_resumed_on_other_processes(
+    folder: Path, pipeline_dir: Path
+) -> None:
+    data = data_of(folder, pipeline_dir, cached_views="all", max_tokens=200)
+    whole = [(index, view) for index in data.dataset["index"][:9] for view in range(VIEWS)]
+    batches = read(data, [*data.sampler])
+    assert sorted((index, view) for batch in batches for index, view, *_ in batch) == sorted(whole)
+    for of_plan, batch in zip(data.sampler, batches, strict=True):
+        tokens = [data.spec.num_tokens(size) for _, _, size, _ in batch]
+        assert data.tokens_of(np.array(of_plan), epoch=0).tolist() == tokens
+        assert sum(tokens) <= 200
+    assert any(len({view for _, view, *_ in batch}) > 1 for batch in batches), "packs mix views"
+    occurrences = {(index, view): before for batch in batches for index, view, _, before in batch}
+    assert len({(index, before) for (index, _), before in occurrences.items()}) == len(whole), "noise of their own"
+    for before, after in [(1, 2), (2, 3), (3, 1), (2, 2)]:
+        started, resumed = (sampler_of(data, num_processes) for num_processes in (before, after))
+        done = [*started][: 2 * before]
+        resumed.load_state_dict(started.state_dict(step=2))
+        rest = read(data, [*resumed])
+        seen = [(index, view) for batch in [*read(data, done), *rest] for index, view, *_ in batch]
+        assert sorted(seen) == sorted(whole)
+
+
+@pytest.mark.usefixtures("files_anywhere")
+@pytest.mark.parametrize("views", ["draw", "all"])
+def test_references_count_beside_each_view_in_the_size_that_is_cached(
+    views: str, referenced: PreparedDataset, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    data = cached(
+        first(referenced, 3), load_seeing(pipeline_dir), tmp_path / "cache", views_per_sample=2, random_resize=SIDE,
+        batching="pack", views=CENTRED,
+    )  # fmt: skip
+    data.save(tmp_path / "cached")
+    planned = data_of(tmp_path / "cached", pipeline_dir, cached_views=views)
+    assert len(planned.dataset) == (3 if views == "draw" else 6)
+    for row in range(len(planned.dataset)):
+        batch = planned.loader.collate_fn([planned.dataset[row]])
+        latents = [*batch["latents"], *batch["conditions"][REFERENCES][0]]
+        tokens = sum(math.prod(part.shape[1:]) // math.prod(data.spec.patch) for part in latents)
+        assert planned.tokens_of(np.array([row]), epoch=0).tolist() == [tokens]
+
+
+def sampler_of(data: Any, num_processes: int) -> PackBatchSampler:
+    return PackBatchSampler(data.sampler._num_tokens, config=data.sampler.config, num_processes=num_processes)
+
+
+def read(data: Any, batches: list[list[int]]) -> list[list[tuple[int, int, Size, int]]]:
+    """Return the index, view, size and occurrence of each sample of batches."""
+    names = ("index", CACHED_VIEW, "size", OCCURRENCE)
+    made = (data.loader.collate_fn(data.dataset.__getitems__(batch)) for batch in batches)
+    return [list(zip(*(batch[name] for name in names), strict=True)) for batch in made]
+
+
+def test_rejected_rows_stay_one_row_and_weights_are_those_of_each_view(folder: Path) -> None:
+    prepared = PreparedDataset.load(folder)
+    width, weights = column_array(prepared.dataset, "width").copy(), np.arange(1.0, 10.0)
+    width[4] = -1
+    dataset = with_columns(prepared.dataset, {"width": width, "weight": weights})
+    dataset = map_columns(dataset, BucketColumns(prepared.open_table, prepared.spec), overwrite=True)
+    rows = views_as_rows(replace(prepared, dataset=dataset)).dataset
+    assert [row for row, tokens in enumerate(rows["num_tokens"]) if not tokens] == [4]
+    others = [weight for row, weight in enumerate(weights) if row != 4]
+    assert rows["weight"][:] == [*weights, *others * (VIEWS - 1)]
+    assert rows[CACHED_VIEW][:] == [0] * 9 + [1] * 8 + [2] * 8
+
+
 @pytest.mark.slow
-def test_a_resumed_run_repeats_the_losses_of_a_whole_one(folder: Path, pipeline_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("views", ["draw", "all"])
+def test_a_resumed_run_repeats_the_losses_of_a_whole_one(
+    views: str, folder: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    epochs = 3 if views == "draw" else 2
     settings = {
         "batching": "pack", "max_tokens": 400, "train_batch_size": None, "checkpointing_steps": 3,
-        "max_train_steps": None, "num_train_epochs": 3,
+        "max_train_steps": None, "num_train_epochs": epochs, "cached_views": views,
     }  # fmt: skip
     whole = run(in_process(pipeline_dir, folder, tmp_path, **settings))
     AcceleratorState._reset_state(reset_partial_state=True)
     resumed = run(in_process(pipeline_dir, folder, tmp_path, **settings, resume_from_checkpoint="checkpoint-3"))
     assert resumed == whole
     assert len(whole) > 5
-    assert not recount(Logs(tmp_path)).faults
+    counted = recount(Logs(tmp_path))
+    assert not counted.faults
+    each = 9 if views == "draw" else 9 * VIEWS
+    assert [(leg.different, leg.samples, leg.plan["kept"]) for (leg,) in counted.epochs.values()] == [
+        (each,) * 3
+    ] * epochs
 
 
 @pytest.mark.slow
@@ -135,8 +216,9 @@ def test_one_size_remains_for_the_first_view_and_for_held_out_rows(folder: Path,
         assert Counter(size for batch in samples_of(whole, epoch) for _, size in batch) == Counter(own)
     held_out = data_of(folder, pipeline_dir, make_held_out_data, validation_split=0.4)
     assert held_out.loader.collate_fn.first_view
-    with pytest.raises(BucketingError, match=r"several sizes, .* one for each row. Without it, 3 epochs hold each"):
-        data_of(folder, pipeline_dir, cached_views="all")
+    assert len(
+        data_of(folder, pipeline_dir, make_held_out_data, validation_split=0.4, cached_views="all").dataset
+    ) == (len(held_out.dataset))
 
 
 def test_what_has_no_such_sizes_is_refused_by_name(
