@@ -49,6 +49,9 @@ def make_parser() -> FlagParser:
         help="Encode sample by sample and tile by tile, which takes less memory and changes results slightly.",
     )
     parser.add_argument("--max_sequence_length", type=int, help="Text tokens per caption (default: the pipeline's).")
+    parser.add_argument(
+        "--condition", help="Conditions of training: the frames that they append are encoded too (default: none)."
+    )
     parser.add_config("cache_latents", others=settings_of_scripts, names={"output_dir": (CACHED_DIR,)})
     return parser
 
@@ -61,6 +64,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.caching.store import TensorCache
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.models.conditioning import read_conditions
     from hf_bucketing.models.loading import Loading, Part
     from hf_bucketing.models.registry import recipe_of
     from hf_bucketing.training.agreement import check_shared
@@ -82,7 +86,9 @@ def main(args: argparse.Namespace) -> None:
             f"{args.dataset_dir} was prepared for {prepared.spec}, which is not what "
             f"{args.pretrained_model_name_or_path} has; prepare it again for this model."
         )
-    config = from_flags(CacheConfig, args, folder=args.cache_dir)
+    conditions = None if args.condition is None else read_conditions(args.condition)
+    appended = None if conditions is None else conditions.appended_frames
+    config = from_flags(CacheConfig, args, folder=args.cache_dir, appended_frames=appended)
     parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
     loading = Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling)
     loaded = recipe.load(
@@ -91,6 +97,8 @@ def main(args: argparse.Namespace) -> None:
         loading=loading,
         audio=prepared.audio is not None,
     )
+    for shares in () if conditions is None else conditions.all:
+        loaded.check_drawn(shares, prepared.shown, cached=True)
     loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:

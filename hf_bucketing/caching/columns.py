@@ -176,6 +176,8 @@ class LatentColumns(_CachedColumns):
             geometry |= {"conditions": conditions, "reference_multiples": sample.references.multiples}
         if sample.audio is not None:
             geometry["audio"] = {**sample.audio.settings, "present": sample.has_audio}
+        if self.config.appended_frames is not None:
+            geometry["appended"] = self.config.appended_frames
         if REFERENCE in conditions:
             shown = ("max_pixels", "downscale_factor", "multiples")
             geometry["references"] = {name: getattr(sample.references, name) for name in shown}

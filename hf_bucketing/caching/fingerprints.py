@@ -46,6 +46,9 @@ class Encoder(Protocol):
     def check_conditions(self, given: Collection[str]) -> None:
         """Raise BucketingError if the model is not shown a condition of the data set, or lacks one that it needs."""
 
+    def keyframes_at(self, latent_frames: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Any]]:
+        """Return what `encode_media` takes to encode frames by themselves, at these latent frames of each sample."""
+
     def encode_media(
         self, pixel_values: torch.Tensor, shown: Mapping[str, Sequence[Any]]
     ) -> Mapping[str, torch.Tensor | Sequence[Any]]:

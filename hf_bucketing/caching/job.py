@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
@@ -15,13 +15,14 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from ..buckets.assignment import Rejection
+from ..buckets.sizes import Size
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
-from .columns import LatentColumns, SeeingTextColumns, TextColumns
+from .columns import LatentColumns, SeeingTextColumns, Shown, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 from .keys import has_latents
 from .settings import CacheConfig
@@ -97,6 +98,7 @@ def cache_dataset(
         views={**asdict(config.views), "seed": config.seed},
         views_per_sample=config.views_per_sample,
         random_resize=config.random_resize,
+        appended_frames=config.appended_frames,
     )
     return replace(prepared, dataset=dataset, cache=info), counts
 
@@ -113,10 +115,16 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
     if config.batching == "pack":
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
+
+    def encode(pixels: torch.Tensor, shown: Shown) -> Mapping[str, torch.Tensor | Sequence[Any]]:
+        moved: Shown = {name: [_on(device, value) for value in values] for name, values in shown.items()}
+        if config.appended_frames is not None:
+            latent_frames = prepared.spec.latent_size(Size(*pixels.shape[2:]))[0] - prepared.spec.num_repeats
+            moved = {**moved, **encoder.keyframes_at([config.appended_at(latent_frames)] * len(pixels))}
+        return encoder.encode_media(pixels.to(device), moved)
+
     columns = LatentColumns(
-        encode=lambda pixels, shown: encoder.encode_media(
-            pixels.to(device), {name: [_on(device, value) for value in values] for name, values in shown.items()}
-        ),
+        encode=encode,
         model=latents_fingerprint(encoder),
         table=table,
         files=prepared.files,

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import BucketingError
 from ..media.views import ViewRule
-from ..settings import check_at_least, check_literals
+from ..settings import check_at_least, check_literals, setting
 
 
 class CachedView(NamedTuple):
@@ -39,6 +39,9 @@ class CacheConfig:
         batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
         num_threads (`int`): Threads that decode files while the encoder runs.
         on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
+        appended_frames (`"last"` or `"all"`, *optional*): Frames of each view that are also encoded by themselves, for
+            runs whose `condition` appends them: the last one, or those of all latent frames after the first. By
+            default none is.
         more_captions (`list` of `str`, *optional*): Captions to encode beside those of the rows, such as those that
             `preservation_caption` and `slider` of a run name; by default none.
 
@@ -56,6 +59,7 @@ class CacheConfig:
     batch_size: int = 8
     num_threads: int = 2
     on_error: Literal["raise", "reject"] = "raise"
+    appended_frames: Literal["last", "all"] | None = setting(None, flag=False)
     more_captions: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +79,10 @@ class CacheConfig:
                 "Omit `random_resize`: all views of a sample in a bucket have its size. List a source once for each "
                 "of several tables, whose rows are cached at their own sizes."
             )
+
+    def appended_at(self, latent_frames: int) -> range:
+        """Return the latent frames of a sample at which `appended_frames` are encoded by themselves."""
+        return range(max(1, latent_frames - 1) if self.appended_frames == "last" else 1, latent_frames)
 
     @property
     def view_rules(self) -> list[CachedView]:

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -276,6 +276,17 @@ class SourceConditions:
     def most_appended(self) -> int:
         """Most frames that are appended to a sample; [`sys.maxsize`] where it is any number."""
         return max(shares.most_appended for shares in self.all)
+
+    @property
+    def appended_frames(self) -> Literal["last", "all"] | None:
+        """Frames that may be appended: the last one of a sample, or any; None where none is.
+
+        In a stack, samples of other shares append as many as the first, whatever frames these are.
+        """
+        if not self.most_appended:
+            return None
+        (shares, *others) = self.all
+        return "all" if others or APPENDED[1] in shares.kinds else "last"
 
     @property
     def most(self) -> SourceConditions:

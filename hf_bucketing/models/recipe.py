@@ -402,6 +402,10 @@ class Recipe(RecipeCalls):
         """
         return latent_frame * self.spec.temporal_stride
 
+    def keyframes_at(self, latent_frames: Sequence[Sequence[int]]) -> Shown:
+        """Return what [`encode_media`] takes to encode frames by themselves, at these latent frames of each sample."""
+        return {KEYFRAMES: [[self.keyframe_of(latent) for latent in of_sample] for of_sample in latent_frames]}
+
     def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
         """Raise BucketingError if a run cannot show the model what it would draw.
 
@@ -420,7 +424,7 @@ class Recipe(RecipeCalls):
             raise BucketingError(
                 "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
             )
-        if cached and (shares.most_appended or (self.encodes_drawn and shares.draws_parts)):
+        if cached and self.encodes_drawn and shares.draws_parts:
             raise BucketingError(
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
                 "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."

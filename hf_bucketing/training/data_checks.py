@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from accelerate.logging import get_logger
@@ -115,6 +116,17 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
         raise BucketingError(
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
             "scripts/cache_latents.py with the same --batching."
+        )
+    condition = config.objective.condition
+    appended = None if condition is None else read_conditions(condition).appended_frames
+    if appended is not None and cache.appended_frames not in (appended, "all"):
+        frames = {
+            "last": "the last frame of each sample, encoded by itself",
+            "all": "all frames that may be drawn, each encoded by itself",
+        }[appended]
+        raise BucketingError(
+            f"`condition` appends frames, but {folder} does not hold {frames}; run "
+            f"scripts/cache_latents.py again with --condition {shlex.quote(str(condition))}."
         )
     encoded = marked(TrainingConfig, "encoded")
     given = not_default(config, *encoded)

@@ -23,7 +23,7 @@ from ..media.row_audio import AUDIO
 from ..media.row_references import appended_frames
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
-from ..models.samples import REFERENCES
+from ..models.samples import KEYFRAMES, REFERENCES
 from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
@@ -328,6 +328,10 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
         if REFERENCE in data.conditions and not recipe.references_in_front:
             batch["conditions"][REFERENCES] = shown
+        batch["conditions"][KEYFRAMES] = [
+            (random_media(size._replace(frames=1)),) * (latent.shape[1] - 1)
+            for size, latent in zip(sizes, media, strict=True)
+        ]
         if data.audio is not None:
             channels = family.audio_channels(transformer)
             batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]

@@ -49,7 +49,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
     names = {
         "prepare_dataset": {*flag_names(SourceConfig), pipeline, "num_proc", "overwrite", "streaming", "output_dir"},
         "cache_latents": {*flag_names(CacheConfig), pipeline, "dataset_dir", "cache_dir", "output_dir"}
-        | {"mixed_precision", "vae_tiling", "max_sequence_length"},
+        | {"mixed_precision", "vae_tiling", "max_sequence_length", "condition"},
         "train_text_to_video": {*flag_names(TrainingConfig)},
         "plan_memory": {*flag_names(PlanConfig), *flag_names(TimeConfig), pipeline, "gpu_memory", "figure", "json"}
         - {"price_per_hour"},

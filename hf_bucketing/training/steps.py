@@ -188,12 +188,7 @@ class Step(ABC):
         spec = self.recipe.spec
         frames = [torch.from_numpy(shown.frames) for shown in drawn]
         shows = {**batch.get("shown", {}), SHOWN_FRAMES: frames}
-        places = [[self.recipe.keyframe_of(latent) for latent in shown.appended] for shown in drawn]
-        if any(places):
-            shows[KEYFRAMES] = places
-        media = media_of(self.recipe, {**batch, "shown": shows})
-        if any(places):
-            media[KEYFRAME_PLACES] = places
+        media = media_of(self.recipe, {**batch, "shown": shows}, appended=[shown.appended for shown in drawn])
         weights = media.get(LOSS_MASK, [None] * len(drawn))
         parts = zip(drawn, media["latents"], weights, strict=True)
         media[SHOWN_FRAMES] = frames
@@ -467,14 +462,30 @@ def without_references(batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> Mapp
     return changed
 
 
-def media_of(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+def media_of(
+    recipe: Recipe, batch: Mapping[str, Any], *, appended: Sequence[Sequence[int]] = ()
+) -> dict[str, list[Any]]:
     """Return `latents`, `(C, f, h, w)` of each sample of a batch of any collator, and its conditions.
 
-    They are read from its cache or encoded. A condition of a sample is a tensor; its references are a tuple of them.
+    They are read from its cache or encoded. A condition of a sample is a tensor; its references are a tuple of them,
+    and so are the frames that are appended at these latent frames of each sample.
     """
+    keyframes = recipe.keyframes_at(appended) if any(appended) else {}
     if "latents" in batch:
-        return {"latents": list(batch["latents"]), **batch.get("conditions", {})}
-    pixels, shown = batch["pixel_values"], batch.get("shown", {})
+        media = {"latents": list(batch["latents"]), **batch.get("conditions", {})}
+        held = media.pop(KEYFRAMES, ())  # those of all latent frames up to the last one, or of the last one
+        if keyframes:
+            of_samples = zip(held, appended, latent_frames_of(batch, recipe.spec), strict=True)
+            media[KEYFRAMES] = [tuple(own[place - count] for place in places) for own, places, count in of_samples]
+    else:
+        media = _encoded_media(recipe, batch["pixel_values"], {**batch.get("shown", {}), **keyframes})
+    return {**media, KEYFRAME_PLACES: list(keyframes[KEYFRAMES])} if keyframes else media
+
+
+def _encoded_media(
+    recipe: Recipe, pixels: torch.Tensor | Sequence[torch.Tensor], shown: Mapping[str, Sequence[Any]]
+) -> dict[str, list[Any]]:
+    """Return what the recipe makes of a stack of samples, or of samples one by one."""
     if isinstance(pixels, torch.Tensor):
         return {name: list(values) for name, values in recipe.encode_media(pixels, shown).items()}
     encoded = [

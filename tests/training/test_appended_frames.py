@@ -1,4 +1,4 @@
-"""Runs that append frames of their samples: what plans, streams and memory count, and runs from files."""
+"""Runs that append frames of their samples: what plans, streams and memory count, and runs from files and caches."""
 
 from __future__ import annotations
 
@@ -7,79 +7,65 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
+import torch
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError, Size
-from hf_bucketing.loaders.resume import resume
+from hf_bucketing.models.conditioning import Drawn, read_conditions
+from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import sample_shape
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
+from hf_bucketing.training.steps import latent_frames_of
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process, run
+from tests.models.test_shown_parts import step_of
+from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
+from tests.training.training_cases import run
 
 PIPELINE = "ltx-condition"
 CONDITION = "first_frame+appended_keyframes@2:0.5,none:0.5"
-PACK = {"batching": "pack", "max_tokens": 512, "strip_length": 16}
-MODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bucket": ("prepared", {"max_tokens": 512, "train_batch_size": 4}),
-    "pack": ("prepared", PACK),
-    "stream": ("stream", {"streaming": True, "max_tokens": 512, "train_batch_size": 4}),
-    "streamed-packs": ("stream", {"streaming": True, **PACK}),
-}
-each_mode = pytest.mark.parametrize("mode", MODES)
 CLIPS = (Clip(9, 64, 96, 8), Clip(5, 64, 64, 8), Clip(1, 64, 64))
 TOKENS = {9: (3 + 2) * 8 * 12, 5: (2 + 1) * 8 * 8, 1: 8 * 8}
 """Tokens of a sample by its frames, with those of the most frames that are appended: 2, but 1 of 2 latent frames."""
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> ConditionRuns:
+    """Videos and images, and a cache of one entry at a time, as packs are encoded."""
     folder = tmp_path_factory.mktemp("appended")
-    made = {name: folder / name for name in ("prepared", "cached", "stream")} | {PIPELINE: tiny_folder(PIPELINE)}
+    made = ConditionRuns(
+        folder=folder,
+        pipeline=tiny_folder(PIPELINE),
+        common={"lora_rank": 2, "max_sequence_length": 16, "condition": CONDITION},
+        bucket={"max_tokens": 512, "train_batch_size": 4},
+        pack={"max_tokens": 512},
+    )
     make_media_dataset(folder / "clips", num_samples=6, clips=CLIPS)
-    for output, flags in {"prepared": {}, "stream": {"streaming": True}}.items():
-        run_script_here(
-            "prepare_dataset.py",
-            dataset=folder / "clips",
-            pretrained_model_name_or_path=made[PIPELINE],
-            output_dir=made[output],
-            target_fps=8,
-            bucket_frames="1,5,9",
-            buckets="64,96;64,64",
-            **flags,
-        )
+    made.prepare([folder / "clips"])
+    made.cache(condition=CONDITION, batch_size=1)
     return made
 
 
-def settings_of(mode: str, folders: dict[str, Path], output: Path, **settings: Any) -> TrainingConfig:
-    data, flags = MODES[mode]
-    common = {"lora_rank": 2, "max_sequence_length": 16, "condition": CONDITION}
-    return in_process(folders[PIPELINE], folders[data], output, **{**common, **flags, **settings})
+def load(runs: ConditionRuns) -> Recipe:
+    return recipe_of(str(runs.pipeline)).load(str(runs.pipeline), max_sequence_length=16)
 
 
-def make(config: TrainingConfig, pipeline: Path) -> Any:
-    spec, tokens = recipe_of(str(pipeline)).read_spec(str(pipeline)), ModelTokens(width=32)
-    if config.stream.streaming:
-        return make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
-    return make_data(config, spec, tokens)
+def draw(recipe: Recipe, batch: dict[str, Any], condition: str, *, epoch: int) -> list[Drawn]:
+    shares, stride = read_conditions(condition).of(None), recipe.spec.temporal_stride
+    counts = enumerate(latent_frames_of(batch, recipe.spec))
+    return [shares.draw(0, epoch, row, latent_frames=count, stride=stride) for row, count in counts]
 
 
 @each_mode
-def test_appended_frames_count_in_limits_and_in_the_largest_step(mode, folders, tmp_path: Path) -> None:
-    data = make(settings_of(mode, folders, tmp_path), folders[PIPELINE])
-    if mode in ("bucket", "pack"):
+def test_appended_frames_count_in_limits_and_in_the_largest_step(mode: str, runs: ConditionRuns, tmp_path) -> None:
+    data = runs.data(runs.settings(mode, tmp_path))
+    if "stream" not in mode:
         assert {tuple(pair) for pair in zip(data.dataset["num_frames"], data.num_tokens.tolist(), strict=True)} == {
             *TOKENS.items()
         }
-    accelerator = Accelerator(cpu=True)
-    loader = resume(accelerator, accelerator.prepare(data.loader) if mode in ("bucket", "pack") else data.loader)
+    loader = loader_of(data)
     for batch in loader:
         rows = data.rows_of(loader, batch, epoch=0)
         assert rows.tokens.tolist() == [TOKENS[size[0]] for size in batch["size"]]
@@ -91,8 +77,8 @@ def test_appended_frames_count_in_limits_and_in_the_largest_step(mode, folders, 
         assert shown == (size._replace(frames=1),) * {9: 2, 5: 1, 1: 0}[size.frames]
 
 
-def test_the_memory_of_a_sample_is_planned_with_the_most_appended_frames(folders) -> None:
-    components = read_components(str(folders[PIPELINE]))
+def test_the_memory_of_a_sample_is_planned_with_the_most_appended_frames(runs: ConditionRuns) -> None:
+    components = read_components(str(runs.pipeline))
     with_, without = (
         sample_shape(components, PlanConfig(condition=condition), Size(9, 64, 96)) for condition in (CONDITION, None)
     )
@@ -101,34 +87,82 @@ def test_the_memory_of_a_sample_is_planned_with_the_most_appended_frames(folders
     assert len(with_.references) == 2
 
 
+def test_a_cache_holds_the_frames_that_any_epoch_appends(runs: ConditionRuns, tmp_path: Path) -> None:
+    """Bit for bit those that a step encodes of files; without the condition, a step is shown none of them."""
+    recipe, appended = load(runs), 0
+    step, batches = step_of(recipe, CONDITION), []
+    for mode in ("pack", "cached"):
+        data = runs.data(runs.settings(mode, tmp_path, **({"random_crop": False} if mode == "pack" else {})))
+        batches.append(data.loader.collate_fn([data.dataset[row] for row in range(6)]))
+    assert KEYFRAMES not in step_of(recipe, None).media(batches[1], [])
+    for epoch in range(5):
+        drawn = draw(recipe, batches[0], CONDITION, epoch=epoch)
+        files, cached = (step.media(batch, drawn) for batch in batches)
+        assert files.keys() == cached.keys()
+        assert files.get(KEYFRAME_PLACES) == cached.get(KEYFRAME_PLACES)
+        for own, held in zip(files.get(KEYFRAMES, []), cached.get(KEYFRAMES, []), strict=True):
+            assert len(own) == len(held)
+            assert all(torch.equal(*pair) for pair in zip(own, held, strict=True))
+            appended += len(held)
+    assert appended > 10
+
+
+def test_a_cache_without_the_frames_that_a_run_appends_is_refused(runs: ConditionRuns, tmp_path: Path) -> None:
+    runs.cache("last", condition="appended_last_frame:0.2,none:0.8", batch_size=1)
+    ends, anywhere = "appended_last_frame:0.5,first_frame:0.5", "appended_last_frame:0.5,appended_keyframes:0.5"
+    folders = {name: str(runs.folder / name) for name in ("last", "cached")}
+    data = runs.data(runs.settings("cached", tmp_path, dataset_dir=folders["last"], condition=ends))
+    batch, recipe = data.loader.collate_fn([data.dataset[row] for row in range(6)]), load(runs)
+    held = step_of(recipe, ends).media(batch, draw(recipe, batch, ends, epoch=0))[KEYFRAMES]
+    assert {len(of_sample) for of_sample in held} == {0, 1}
+    assert read_conditions(f"{ends};stills=none").appended_frames == "all", "stills append as many in a stack"
+    for condition in (ends, anywhere):
+        runs.data(runs.settings("cached", tmp_path, dataset_dir=folders["cached"], condition=condition))
+    with pytest.raises(
+        BucketingError,
+        match=r"does not hold all frames that may be drawn.* --condition appended_last_frame:0.5,appended_k",
+    ):
+        runs.data(runs.settings("cached", tmp_path, dataset_dir=folders["last"], condition=anywhere))
+
+
+def test_a_cache_of_frames_that_the_model_is_not_shown_is_refused(pipeline_dir: Path, prepared_dir: Path, tmp_path):
+    refused = run_script_here(
+        "cache_latents.py", check=False, dataset_dir=prepared_dir, pretrained_model_name_or_path=pipeline_dir,
+        cache_dir=tmp_path / "cache", output_dir=tmp_path / "cached", condition="appended_last_frame",
+    )  # fmt: skip
+    assert refused.returncode
+    assert "`appended_last_frame`, but a WanPipeline" in refused.stderr
+    assert not (tmp_path / "cached").exists()
+
+
 @pytest.mark.slow
 @each_mode
-def test_a_run_resumes_exactly(mode, folders, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly(mode: str, runs: ConditionRuns, tmp_path: Path) -> None:
     settings = {"max_train_steps": 4, "checkpointing_steps": 2, "num_train_epochs": 4}
-    whole = run(settings_of(mode, folders, tmp_path / "out", **settings))
-    again = settings_of(mode, folders, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
+    whole = run(runs.settings(mode, tmp_path / "out", **settings))
+    again = runs.settings(mode, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
     assert run(again) == whole
     without = {**settings, "condition": "first_frame:0.5,none:0.5"}
-    assert run(settings_of(mode, folders, tmp_path / "without", **without)) != whole
+    assert run(runs.settings(mode, tmp_path / "without", **without)) != whole
 
 
 @pytest.mark.slow
-def test_tokens_that_fit_are_searched_with_appended_frames(folders, tmp_path: Path) -> None:
-    config = settings_of("pack", folders, tmp_path / "out", max_tokens="auto", max_train_steps=1)
-    run(config)
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_run_from_a_cache_equals_the_run_from_files(batching: str, runs: ConditionRuns, tmp_path: Path) -> None:
+    """Bit for bit: in all epochs where views are fixed, and in the first one where the cache holds its views."""
+    views: dict[str, Any]
+    for name, views, epochs in (("fixed", {}, 2), ("flipped", {"flip_probability": 0.5}, 1)):
+        runs.cache(f"{batching}-{name}", batching=batching, condition=CONDITION, batch_size=1, **views)
+        settings: dict[str, Any] = {"max_train_steps": None, "num_train_epochs": epochs, "train_batch_size": 1}
+        settings |= {"max_tokens": None} if batching == "bucket" else {}
+        files = run(runs.settings(batching, tmp_path / f"{name}-files", random_crop=False, **views, **settings))
+        cached = str(runs.folder / f"{batching}-{name}")
+        assert run(runs.settings(batching, tmp_path / name, dataset_dir=cached, **settings)) == files
+        assert len(files) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pack", "cached"])
+def test_tokens_that_fit_are_searched_with_appended_frames(mode: str, runs: ConditionRuns, tmp_path: Path) -> None:
+    run(runs.settings(mode, tmp_path / "out", max_tokens="auto", max_train_steps=1))
     assert (tmp_path / "out" / "training_config.json").read_text().count('"max_tokens": "auto"') == 0
-
-
-@pytest.mark.slow
-def test_a_cache_refuses_frames_that_it_does_not_hold(folders, tmp_path: Path) -> None:
-    run_script_here(
-        "cache_latents.py",
-        dataset_dir=folders["prepared"],
-        pretrained_model_name_or_path=folders[PIPELINE],
-        cache_dir=tmp_path / "cache",
-        output_dir=folders["cached"],
-        batching="pack",
-        max_sequence_length=16,
-    )
-    with pytest.raises(BucketingError, match=r"encodes the frames that it is shown.*not from a cache"):
-        Trainer(settings_of("pack", {**folders, "prepared": folders["cached"]}, tmp_path / "out"))

@@ -5,93 +5,48 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.loaders.resume import resume
 from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
-from tests.conftest import as_flags, run_script_here
-from tests.training.training_cases import in_process, run, train
+from tests.conftest import as_flags
+from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
+from tests.training.training_cases import run, train
 
 PIPELINE = "wan-2.2-ti2v"
-PACK = {"batching": "pack", "max_tokens": 300, "strip_length": 16, "train_batch_size": 4}
-MODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bucket": ("prepared", {}),
-    "pack": ("prepared", PACK),
-    "cached": ("cached", PACK),
-    "stream": ("stream", {"streaming": True}),
-    "streamed-packs": ("stream", {"streaming": True, **PACK}),
-}
-each_mode = pytest.mark.parametrize("mode", MODES)
 WEIGHTS = {"clips": 1.0, "stills": 0.25}
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Videos, and images beside videos, prepared together as rows and as a stream, and cached."""
+def runs(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> ConditionRuns:
+    """Videos, and images beside videos."""
     folder = tmp_path_factory.mktemp("sources")
-    made = {name: folder / name for name in ("prepared", "cached", "stream")} | {PIPELINE: tiny_folder(PIPELINE)}
+    pack = {"max_tokens": 300, "train_batch_size": 4}
+    made = ConditionRuns(folder=folder, pipeline=tiny_folder(PIPELINE), common={"lora_rank": 2}, bucket={}, pack=pack)
     make_media_dataset(folder / "clips", num_samples=4, clips=(Clip(9, 64, 96, 8), Clip(5, 64, 64, 8)))
     make_media_dataset(folder / "stills", num_samples=4, clips=(Clip(9, 64, 96, 8), Clip(1, 64, 64)))
-    for output, flags in {"prepared": {}, "stream": {"streaming": True}}.items():
-        run_script_here(
-            "prepare_dataset.py",
-            "--dataset",
-            folder / "clips",
-            folder / "stills",
-            pretrained_model_name_or_path=made[PIPELINE],
-            output_dir=made[output],
-            target_fps=8,
-            bucket_frames="1,5,9",
-            buckets="64,96;64,64",
-            **flags,
-        )
-    run_script_here(
-        "cache_latents.py",
-        dataset_dir=made["prepared"],
-        pretrained_model_name_or_path=made[PIPELINE],
-        cache_dir=folder / "cache",
-        output_dir=made["cached"],
-        batching="pack",
-    )
+    made.prepare([folder / "clips", folder / "stills"])
+    made.cache()
     return made
 
 
-def settings_of(mode: str, folders: dict[str, Path], output: Path, **settings: Any) -> TrainingConfig:
-    data, flags = MODES[mode]
-    return in_process(folders[PIPELINE], folders[data], output, **{"lora_rank": 2, **flags, **settings})
-
-
-def make(config: TrainingConfig, pipeline: Path) -> Any:
-    spec = recipe_of(str(pipeline)).read_spec(str(pipeline))
-    tokens = ModelTokens(width=96)
-    if config.stream.streaming:
-        return make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
-    return make_data(config, spec, tokens)
-
-
 @each_mode
-def test_batches_name_the_source_of_each_sample_whose_loss_has_its_weight(mode, folders, tmp_path: Path) -> None:
-    config = settings_of(mode, folders, tmp_path, loss_weight="stills=0.25")
-    data = make(config, folders[PIPELINE])
-    sources = PreparedDataset.load(folders["prepared"]).source_ids
-    accelerator = Accelerator(cpu=True)
-    planned = mode in ("bucket", "pack", "cached")
-    loader = resume(accelerator, accelerator.prepare(data.loader) if planned else data.loader)
-    seen = []
+def test_batches_name_the_source_of_each_sample_whose_loss_has_its_weight(
+    mode: str, runs: ConditionRuns, tmp_path: Path
+) -> None:
+    config = runs.settings(mode, tmp_path, loss_weight="stills=0.25")
+    data = runs.data(config)
+    sources = PreparedDataset.load(runs.folder / "prepared").source_ids
+    loader, planned, seen = loader_of(data), "stream" not in mode, []
     for batch in loader:
         rows = data.rows_of(loader, batch, epoch=0)
         assert batch["source"] == [data.sources[number] for number in rows.sources]
@@ -105,7 +60,9 @@ def test_batches_name_the_source_of_each_sample_whose_loss_has_its_weight(mode, 
 
 @pytest.mark.slow
 @each_mode
-def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(mode, folders, tmp_path: Path) -> None:
+def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(
+    mode: str, runs: ConditionRuns, tmp_path: Path
+) -> None:
     """Images, plain videos, first frames and prefixes meet in a step."""
     settings = {
         "max_train_steps": 4,
@@ -114,25 +71,27 @@ def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(mode,
         "loss_weight": "stills=0.25",
         "num_train_epochs": 2,
     }
-    config = settings_of(mode, folders, tmp_path / "out", **settings)
+    config = runs.settings(mode, tmp_path / "out", **settings)
     whole = run(config)
     logs = Logs(tmp_path / "out")
     batches = {line["batch"]: line for line in logs.batches}
     for step, loss in enumerate(whole):
         weights = np.array([[1.0, 0.25][source] for source in batches[step]["sources"]])
         assert loss == pytest.approx(np.average(batches[step]["loss"], weights=weights), rel=1e-5)
-    again = settings_of(mode, folders, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
+    again = runs.settings(mode, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
     assert run(again) == whole
     unnamed = {**settings, "condition": "first_frame:0.5,prefix:0.5"}
-    assert run(settings_of(mode, folders, tmp_path / "unnamed", **unnamed)) != whole
+    assert run(runs.settings(mode, tmp_path / "unnamed", **unnamed)) != whole
     unweighted = {**settings, "loss_weight": None}
-    first = run(settings_of(mode, folders, tmp_path / "unweighted", **unweighted))[0]
+    first = run(runs.settings(mode, tmp_path / "unweighted", **unweighted))[0]
     assert first == pytest.approx(np.mean(batches[0]["loss"]), rel=1e-5)
 
 
 @pytest.mark.slow
 @each_mode
-def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(mode, folders, tmp_path: Path) -> None:
+def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(
+    mode: str, runs: ConditionRuns, tmp_path: Path
+) -> None:
     """Weights of conditions inside a source, beside those of sources, over accumulated batches of unequal sums."""
     settings = {
         "max_train_steps": 4,
@@ -142,7 +101,7 @@ def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(mode
         "loss_weight": "stills=0.25",
         "num_train_epochs": 6,
     }
-    whole = run(settings_of(mode, folders, tmp_path / "out", **settings))
+    whole = run(runs.settings(mode, tmp_path / "out", **settings))
     logs, conditions = Logs(tmp_path / "out"), read_conditions(str(settings["condition"]))
     steps: list[list[tuple[str, float, float]]] = [[] for _ in whole]
     position = 0
@@ -159,18 +118,26 @@ def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(mode
         for name in {*names}:
             mean = np.mean([own for own, other in zip(losses, names, strict=True) if other == name])
             assert logged[f"loss_by_condition/{name}"] == pytest.approx(mean, rel=1e-5)
-    again = settings_of(mode, folders, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
+    again = runs.settings(mode, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
     assert run(again) == whole
     unweighted = {**settings, "condition": "first_frame:0.5,none:0.5"}
-    assert run(settings_of(mode, folders, tmp_path / "unweighted", **unweighted)) != whole
+    assert run(runs.settings(mode, tmp_path / "unweighted", **unweighted)) != whole
 
 
 @pytest.mark.slow
-def test_two_processes_weigh_samples_by_what_is_drawn_for_them(folders, tmp_path: Path) -> None:
+def test_two_processes_weigh_samples_by_what_is_drawn_for_them(runs: ConditionRuns, tmp_path: Path) -> None:
     """The mean of a step is that over both processes, and `loss_by_condition` is without weights."""
     condition = "first_frame:0.5:3,none:0.5:0.5"
-    flags = {**PACK, "lora_rank": 2, "condition": condition, "max_train_steps": 2, "max_sequence_length": 32}
-    train(folders[PIPELINE], folders["prepared"], tmp_path, *as_flags(**flags), num_processes=2)
+    flags = {
+        "batching": "pack",
+        "strip_length": 16,
+        **runs.pack,
+        "lora_rank": 2,
+        "condition": condition,
+        "max_train_steps": 2,
+        "max_sequence_length": 32,
+    }
+    train(runs.pipeline, runs.folder / "prepared", tmp_path, *as_flags(**flags), num_processes=2)
     logs, shares = Logs(tmp_path), read_conditions(condition).of(None)
     for step, (logged, lines) in enumerate(zip(logs.losses, zip(*logs.samples, strict=True), strict=True)):
         weights, losses, names = [], [], []
@@ -185,9 +152,9 @@ def test_two_processes_weigh_samples_by_what_is_drawn_for_them(folders, tmp_path
             assert logged[f"loss_by_condition/{name}"] == pytest.approx(mean, rel=1e-5)
 
 
-def test_held_out_samples_weigh_as_in_training(folders, tmp_path: Path) -> None:
-    config = settings_of("bucket", folders, tmp_path, loss_weight="stills=0.25", validation_split=0.5)
-    spec = recipe_of(str(folders[PIPELINE])).read_spec(str(folders[PIPELINE]))
+def test_held_out_samples_weigh_as_in_training(runs: ConditionRuns, tmp_path: Path) -> None:
+    config = runs.settings("bucket", tmp_path, loss_weight="stills=0.25", validation_split=0.5)
+    spec = recipe_of(str(runs.pipeline)).read_spec(str(runs.pipeline))
     held_out = make_held_out_data(config, spec, ModelTokens(width=96))
     assert held_out is not None
     rows = np.arange(len(held_out.dataset))
@@ -206,21 +173,23 @@ def test_held_out_samples_weigh_as_in_training(folders, tmp_path: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["bucket", "stream"])
-def test_sources_that_are_not_there_are_refused(settings, message: str, mode: str, folders, tmp_path: Path) -> None:
+def test_sources_that_are_not_there_are_refused(
+    settings, message: str, mode: str, runs: ConditionRuns, tmp_path: Path
+) -> None:
     with pytest.raises(BucketingError, match=message):
-        Trainer(settings_of(mode, folders, tmp_path / "out", **settings))
+        Trainer(runs.settings(mode, tmp_path / "out", **settings))
 
 
-def test_a_data_set_of_one_source_has_no_names(folders, tmp_path: Path) -> None:
-    prepared = PreparedDataset.load(folders["prepared"])
+def test_a_data_set_of_one_source_has_no_names(runs: ConditionRuns, tmp_path: Path) -> None:
+    prepared = PreparedDataset.load(runs.folder / "prepared")
     single = prepared.dataset.remove_columns(["source"])
-    config = settings_of("bucket", folders, tmp_path / "out", loss_weight="clips=2")
-    spec = recipe_of(str(folders[PIPELINE])).read_spec(str(folders[PIPELINE]))
+    config = runs.settings("bucket", tmp_path / "out", loss_weight="clips=2")
+    spec = recipe_of(str(runs.pipeline)).read_spec(str(runs.pipeline))
     with pytest.raises(BucketingError, match="has one source, which has no name"):
         make_data(config, spec, ModelTokens(width=96), prepared=dataclasses.replace(prepared, dataset=single))
 
 
 @pytest.mark.parametrize("text", ["stills", "stills=0", "stills=x", "a=1,a=2", "a=inf", "a=-1"])
-def test_weights_that_cannot_be_read_are_refused(text: str, folders, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_are_refused(text: str, runs: ConditionRuns, tmp_path: Path) -> None:
     with pytest.raises(BucketingError, match="must be sources with their weights above 0"):
-        settings_of("bucket", folders, tmp_path, loss_weight=text)
+        runs.settings("bucket", tmp_path, loss_weight=text)
