@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from datasets import concatenate_datasets
+from datasets import Features, Value, concatenate_datasets
 
 from ..buckets.arrays import IntArray
-from ..columns.apply import map_columns, with_columns
+from ..columns.apply import with_columns
 from ..columns.arrays import column_array
-from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..loaders.random_resize import RandomResize, numbers_of_rows
 from ..randomness import Purpose, generator
 
 CACHED_VIEW = "cached_view"
 """Column, and list of a batch, of the view that a row stands for, where each view is a row of its own."""
+
+OF_VIEWS = ("height", "width", "bucket_id", "num_tokens")
+"""Columns in which such rows differ, beside their view; a plan needs them, and a collator does not."""
 
 
 def views_in_turn(indices: npt.ArrayLike, *, count: int, seed: int, epoch: int) -> IntArray:
@@ -52,22 +54,26 @@ def resize_of_views(prepared: PreparedDataset) -> RandomResize | None:
 def views_as_rows(prepared: PreparedDataset) -> PreparedDataset:
     """Return cached rows once for each view, with the view's size in packs, and its number as `cached_view`.
 
-    The first views are the rows as they are, rejected ones among them, of which there are no others. Stored columns
-    are not copied.
+    All first views come before all second ones. The other columns are neither copied nor read.
 
     Args:
         prepared ([`PreparedDataset`]): Rows in a cache of views whose sizes were drawn.
     """
-    resize, cache, rows = resize_of_views(prepared), prepared.cache, prepared.dataset
+    resize, cache, rows, table = resize_of_views(prepared), prepared.cache, prepared.dataset, prepared.open_table
     assert resize is not None, "callers look whether sizes were drawn"
     assert cache is not None, "it drew them"
-    usable = np.flatnonzero(column_array(rows, "num_tokens") > 0)
-    others = rows if len(usable) == len(rows) else rows.select(usable)
-    views = np.repeat(np.arange(cache.views_per_sample), [len(rows)] + [len(others)] * (cache.views_per_sample - 1))
-    dataset = concatenate_datasets([rows] + [others] * (cache.views_per_sample - 1))
-    height, width, indices = (column_array(dataset, name) for name in ("height", "width", "index"))
-    drawn = resize.sides_of_views(height, width, indices=indices, views=views)
-    sides = {name: side.astype(height.dtype) for name, side in zip(("height", "width"), drawn, strict=True)}
-    dataset = with_columns(dataset, {**sides, CACHED_VIEW: views})
-    columns = BucketColumns(prepared.open_table, prepared.spec)
-    return replace(prepared, dataset=map_columns(dataset, columns, overwrite=True))
+    count = cache.views_per_sample
+    views = np.repeat(np.arange(count, dtype=np.int8), len(rows))
+    names = ("num_frames", "height", "width", "index")
+    frames, height, width, indices = (np.tile(column_array(rows, name), count) for name in names)
+    height, width = resize.sides_of_views(height, width, indices=indices, views=views)
+    bucket_id = table.assign(frames, height, width).bucket_id
+    num_tokens = table.num_tokens(bucket_id, spec=prepared.spec)
+    columns = dict(zip(OF_VIEWS, (height, width, bucket_id, num_tokens), strict=True))
+    types = {name: rows.features[name] for name in OF_VIEWS}
+    dataset = with_columns(
+        concatenate_datasets([rows] * count),
+        {**columns, CACHED_VIEW: views},
+        features=Features({**types, CACHED_VIEW: Value("int8")}),
+    )
+    return replace(prepared, dataset=dataset)

@@ -24,7 +24,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..caching.columns import NULL_TEXT_KEY
-from ..caching.views import CACHED_VIEW, resize_of_views, views_as_rows, views_in_turn
+from ..caching.views import CACHED_VIEW, OF_VIEWS, resize_of_views, views_as_rows, views_in_turn
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
@@ -412,7 +412,10 @@ def _data_of(
             )
         texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
     repeats = weights is not None or (batches.remainder == "repeat" and not evaluation)
-    rows: Any = NumberedRows(dataset) if repeats else dataset
+    rows: Any = dataset
+    if CACHED_VIEW in dataset.column_names:
+        rows = rows.remove_columns([*OF_VIEWS])  # in memory, so that each worker would be sent them
+    rows = NumberedRows(rows) if repeats else rows
     loader: DataLoader[Any] = DataLoader(
         rows,
         batch_sampler=sampler,

@@ -17,10 +17,9 @@ from hf_bucketing import BucketBatchSampler, BucketingError, PackBatchSampler, S
 from hf_bucketing.buckets.assignment import AssignmentRule
 from hf_bucketing.buckets.open_table import ImageSizes
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
-from hf_bucketing.caching.views import CACHED_VIEW, views_as_rows, views_in_turn
-from hf_bucketing.columns import PreparedDataset, column_array, map_columns
+from hf_bucketing.caching.views import CACHED_VIEW, OF_VIEWS, views_as_rows, views_in_turn
+from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.columns.apply import with_columns
-from hf_bucketing.columns.buckets import BucketColumns
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import RandomResize
@@ -162,17 +161,20 @@ def read(data: Any, batches: list[list[int]]) -> list[list[tuple[int, int, Size,
     return [list(zip(*(batch[name] for name in names), strict=True)) for batch in made]
 
 
-def test_rejected_rows_stay_one_row_and_weights_are_those_of_each_view(folder: Path) -> None:
+def test_rows_of_views_keep_rejections_and_weights_and_workers_are_sent_no_sizes(
+    folder: Path, pipeline_dir: Path
+) -> None:
     prepared = PreparedDataset.load(folder)
     width, weights = column_array(prepared.dataset, "width").copy(), np.arange(1.0, 10.0)
     width[4] = -1
     dataset = with_columns(prepared.dataset, {"width": width, "weight": weights})
-    dataset = map_columns(dataset, BucketColumns(prepared.open_table, prepared.spec), overwrite=True)
-    rows = views_as_rows(replace(prepared, dataset=dataset)).dataset
-    assert [row for row, tokens in enumerate(rows["num_tokens"]) if not tokens] == [4]
-    others = [weight for row, weight in enumerate(weights) if row != 4]
-    assert rows["weight"][:] == [*weights, *others * (VIEWS - 1)]
-    assert rows[CACHED_VIEW][:] == [0] * 9 + [1] * 8 + [2] * 8
+    rows = views_as_rows(replace(prepared, dataset=dataset.select([*range(1, 9)]))).dataset
+    assert [row for row, tokens in enumerate(rows["num_tokens"]) if not tokens] == [3, 11, 19]
+    assert [row for row, bucket in enumerate(rows["bucket_id"]) if bucket < 0] == [3, 11, 19]
+    assert rows["weight"][:] == [*weights[1:]] * VIEWS
+    assert rows[CACHED_VIEW][:] == [0] * 8 + [1] * 8 + [2] * 8
+    data = data_of(folder, pipeline_dir, cached_views="all")
+    assert {*data.dataset.column_names} - {*data.loader.dataset.column_names} == {*OF_VIEWS}
 
 
 @pytest.mark.slow
