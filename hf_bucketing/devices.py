@@ -1,4 +1,4 @@
-"""Copies to a device that do not wait for what it still computes, one wait for all that is read, and its own time."""
+"""Copies to a device and from it that do not wait for what it still computes, and its own time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,30 @@ def to_device(tensor: torch.Tensor, device: torch.device | str, *, dtype: torch.
     return tensor.to(device, dtype=dtype, non_blocking=not waits)
 
 
-def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors of one dtype as they are on the CPU, of which one wait for their device reads all."""
-    values = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    parts = values.split([tensor.numel() for tensor in tensors])
-    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+class Reading:
+    """Tensors of one dtype on their way to the CPU, which nothing waits for before their [`values`][Reading.values].
+
+    CUDA copies to page-locked memory, in the order of its stream. From the CPU and MPS, the copy is a plain one.
+
+    Args:
+        tensors (`torch.Tensor`): Tensors on one device.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        self._shapes = [tensor.shape for tensor in tensors]
+        waits = joined.device.type in ("cpu", "mps")
+        self._joined = joined.to("cpu", non_blocking=not waits)
+        self._event = None if waits else torch.Event(joined.device)
+        if self._event is not None:
+            self._event.record()
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the tensors as they are on the CPU, after one wait for all of them."""
+        if self._event is not None:
+            self._event.synchronize()
+        parts = self._joined.split([shape.numel() for shape in self._shapes])
+        return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class DeviceTimer:

@@ -1,8 +1,9 @@
 """A pretended accelerator: tensors with real numbers that say they lie on another device ("meta").
 
 They compute on the CPU, and refuse operations that mix devices, as CUDA does, single numbers aside. What waits for the
-device is recorded: a number that is read, sizes that depend on values (`nonzero`, boolean indices), a copy to the CPU,
-and one to the device that is not told not to wait (`non_blocking`). Forward, backward, autocast and optimizers run.
+device is recorded: a number that is read, sizes that depend on values (`nonzero`, boolean indices), an event, and a
+copy that is not told not to wait (`non_blocking`). One to the CPU that does not wait has no numbers before an event
+that was recorded after it is waited for. Forward, backward, autocast and optimizers run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _WAITING = {
     aten.equal.default,
     aten._unique2.default,
 }
+_UNREAD = -77
+"""What memory holds before a copy has come."""
 _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _LAZY = {aten._conj.default: torch.conj_physical, aten._neg_view.default: torch.neg}
 """Views that are computed when they are read, which a wrapper around a tensor does not carry."""
@@ -142,6 +145,7 @@ def module_on_device(module: torch.nn.Module) -> torch.nn.Module:
 def pretended_device() -> Iterator[Waits]:
     """Let `torch.tensor` and the like know the device inside a `with` block; yield what waits, and where, counted."""
     _waits.clear()
+    _under_way.clear()
     autocast = torch.autocast
 
     def making(make: Any) -> Any:
@@ -162,12 +166,30 @@ def pretended_device() -> Iterator[Waits]:
         patch.object(torch, "tensor", making(torch.tensor)),
         patch.object(torch, "as_tensor", making(torch.as_tensor)),
         patch.object(torch, "autocast", Autocast),
+        patch.object(torch, "Event", _Event),
         _Mode(),
     ):
         yield _waits
 
 
 _waits: Waits = collections.Counter()
+_under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+"""Copies to the CPU that nothing has waited for, each with its numbers."""
+
+
+class _Event:
+    """An event of the device, which is reached when it is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == DEVICE
+
+    def record(self) -> None:
+        self._copies = list(_under_way)
+
+    def synchronize(self) -> None:
+        _record("wait for an event")
+        for target, numbers in self._copies:
+            target.copy_(numbers)
 
 
 def _record(what: str) -> None:
@@ -213,9 +235,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         moved = {**moved, "device": CPU, "pin_memory": None, "non_blocking": False}
         moved = {name: value for name, value in moved.items() if name in kwargs and value is not None}
     leaves = func is aten._to_copy.default and device is not None and any_moved != (device == DEVICE)
-    if leaves and (any_moved or not kwargs.get("non_blocking")):
+    if leaves and not kwargs.get("non_blocking"):
         _record_copy(args[0], "the CPU" if any_moved else "the device")
     result = func(*on_cpu(args), **on_cpu(moved))
+    if leaves and any_moved and kwargs.get("non_blocking"):
+        _under_way.append((result, result.clone()))
+        return result.fill_(_UNREAD)
     if not (any_moved if device is None else device == DEVICE):
         return result
     declared = zip(args, func._schema.arguments, strict=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bucketing.devices import DeviceTimer, read
+from hf_bucketing.devices import DeviceTimer, Reading
 from hf_bucketing.training.config import LoaderConfig
 
 
@@ -51,7 +51,7 @@ def test_the_cpu_has_the_time_of_the_program(monkeypatch) -> None:
 
 def test_tensors_are_read_as_they_are() -> None:
     tensors = [torch.tensor(3.0), torch.arange(6.0).reshape(2, 3), torch.empty(0)]
-    assert [tensor.tolist() for tensor in read(*tensors)] == [tensor.tolist() for tensor in tensors]
+    assert [tensor.tolist() for tensor in Reading(*tensors).values()] == [tensor.tolist() for tensor in tensors]
 
 
 @pytest.mark.parametrize(("device", "pinned"), [("cuda", True), ("cpu", False)])

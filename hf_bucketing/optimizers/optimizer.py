@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,6 +152,30 @@ def apply_settings(config: OptimizerConfig, schedule: torch.optim.lr_scheduler.L
             group.update({**config.adam(), **({} if decays else {"weight_decay": 0.0})})
     schedule.base_lrs = [group["initial_lr"] for group in groups]
     schedule._last_lr = [float(group["lr"]) for group in groups]  # the values that get_last_lr() returns
+
+
+def omits_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer can omit an update by a flag on its device, as torch's fused ones can."""
+    return all(getattr(part, "_step_supports_amp_scaling", False) for part in _parts_of(optimizer))
+
+
+@contextmanager
+def omitted_if(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Make steps of such an optimizer inside a `with` block change nothing if a flag on its device is 1.
+
+    The flag has the name and the form that torch's gradient scaler gives it: one number in float32.
+    """
+    for part in _parts_of(optimizer):
+        part.grad_scale, part.found_inf = None, found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for part in _parts_of(optimizer):
+            del part.grad_scale, part.found_inf  # type: ignore[attr-defined]
+
+
+def _parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    return optimizer.optimizers if isinstance(optimizer, _Joined) else [optimizer]
 
 
 def set_training(optimizer: Any) -> None:

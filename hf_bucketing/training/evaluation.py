@@ -74,6 +74,12 @@ class Evaluation:
     held_out: HeldOutLoss | None
     validation: Validation | None
 
+    @property
+    def intervals(self) -> list[int]:
+        """Optimizer steps between two held-out losses and between two renderings, if there are any."""
+        losses = [] if self.held_out is None else [self.held_out.config.validation_loss_steps]
+        return losses + ([] if self.validation is None else [self.validation.config.validation_steps])
+
     def held_out_loss(self, global_step: int, *, last: bool = False) -> dict[str, Any] | None:
         """Return the held-out loss and what the log says of it, if it is due; call it on every process.
 

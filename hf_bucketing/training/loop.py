@@ -59,7 +59,7 @@ from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .on_resume import applied_changes, check_weights, resumed_config, settings_of
 from .opened import OpenedRun, check_settings, open_run
-from .reporting import RunReport
+from .reporting import OpenStep, RunReport
 from .run_data import ModelTokens, RunData
 from .run_log import Status, write_cost_model
 from .script_settings import settings_to_repeat
@@ -147,7 +147,8 @@ class Trainer:
             validation=validation,
         )
         self.window = LossWindow(self.accelerator, degree=config.memory.context_parallel_degree)
-        self.global_step = self.stopped = 0
+        self.global_step = self.stop = self.stopped = 0
+        self.open: OpenStep | None = None
         self.planned = self._count_steps()
         self.schedule_steps = self.planned.steps
         self.trained.start_schedule(self.schedule_steps)
@@ -335,7 +336,7 @@ class Trainer:
             timer = DeviceTimer(self.accelerator.device)
             num_batches += 1
             step = self.loader.step - 1
-            self.step = self.experts.at(self.global_step)
+            self.step = self.experts.at(self.launched)
             rows = self.step.weigh(self.data.rows_of(self.loader, batch, epoch=epoch), batch, epoch=epoch)
             weights = self.window.weigh(rows)
             with self.accelerator.accumulate(*self.trained.transformers.values()):
@@ -346,16 +347,13 @@ class Trainer:
                     norm = self.trained.clip_gradients()
                 self.report.batch(losses, rows, weights, batch, epoch=epoch, step=step, timer=timer)
                 if last:
-                    metrics = self.report.finish(factor, grad_norm=norm, stop=self.signals.number)
-                    try:
-                        entry = self._apply_step(metrics, epoch=epoch, step=step)
-                    finally:
-                        self.report.samples()
+                    self._launch_step(factor, norm)
                 self.trained.optimizer.zero_grad()
             if last:
-                self._finish_step(entry)
+                self._finish_step()
             if self.stopped or self.global_step == self.planned.steps:
                 return
+        self._settle()
         for line in self.data.after_epoch(self.loader, self.accelerator, num_batches=num_batches):
             logger.info(line)
 
@@ -368,31 +366,70 @@ class Trainer:
             self.accelerator.backward(loss)
         return losses
 
-    def _apply_step(self, metrics: Mapping[str, float], *, epoch: int, step: int) -> dict[str, Any]:
+    @property
+    def launched(self) -> int:
+        """Optimizer steps so far, with the one that is still open."""
+        return self.global_step + (self.open is not None)
+
+    def _launch_step(self, factor: float, norm: Any) -> None:
+        """End an optimizer step after its last backward pass: now, or one step later if the device can update alone.
+
+        The step before ends first, as the learning rate and the averages of this one come after it.
+        """
+        late = self.trained.reads_late(self.step.recipe.trained)
+        step = self.report.finish(factor, grad_norm=norm, stop=self.signals.number, late=late)
+        self._settle()
+        if late:
+            self.trained.launch_update(step.metrics.found_inf())
+        self.open = step
+        if not late:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read the open optimizer step, if there is one, and apply, count and log it."""
+        if self.open is None:
+            return
+        step, self.open = self.open, None
+        metrics = self.report.read(step)
+        try:
+            entry = self._apply_step(step, metrics)
+        finally:
+            self.report.samples()
+        self.global_step += 1
+        self.stop = int(entry.pop("stop", self.stop))
+        self.report.step(self.global_step, entry)
+
+    def _apply_step(self, step: OpenStep, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Change the weights, unless loss or gradients are not finite; return what to log of the step.
 
         The metrics are those of all processes, so that all decide alike. They are gathered before the weights change.
         """
-        skipped = self.report.skipped.check(self.global_step + 1, metrics, epoch=epoch, step=step)
+        trained = self.experts.at(self.global_step).recipe.trained
+        skipped = self.report.skipped.check(self.global_step + 1, metrics, **step.place)
         if skipped is None:
-            self.trained.update(self.step.recipe.trained)
+            self.trained.update(trained, launched=step.late)
         else:
             self.report.log.write_step("skipped", self.global_step + 1, skipped)
             self.trained.leave()
         rate = float(self.trained.lr_scheduler.get_last_lr()[0])
-        entry: dict[str, Any] = {**metrics, "lr": rate, "epoch": epoch}
+        entry: dict[str, Any] = {**metrics, "lr": rate, "epoch": step.place["epoch"]}
         if len(self.experts.steps) > 1:
-            entry["expert"] = self.step.recipe.trained
+            entry["expert"] = trained
         return entry if skipped is None else {**entry, "skipped": True}
 
-    def _finish_step(self, entry: dict[str, Any]) -> None:
-        """Log an optimizer step, and do what is due after it."""
-        self.global_step += 1
-        stop = int(entry.pop("stop", 0))
-        self.report.step(self.global_step, entry)
-        last = self.global_step == self.planned.steps
-        if stop and not last:  # what else is due is omitted, as launchers and schedulers wait for seconds
-            self.stopped = stop
+    def _is_due(self, global_step: int) -> bool:
+        """Return whether anything but its log line comes after an optimizer step."""
+        saves, shows = self.config.checkpoints.checkpointing_steps, self.config.reporting.page_steps
+        return any(every and global_step % every == 0 for every in (saves, shows, *self.evaluation.intervals))
+
+    def _finish_step(self) -> None:
+        """Do what is due after an optimizer step, if anything is."""
+        last = self.launched == self.planned.steps
+        if not (last or self.stop or self._is_due(self.launched)):
+            return
+        self._settle()
+        if self.stop and not last:  # what else is due is omitted, as launchers and schedulers wait for seconds
+            self.stopped = self.stop
             self._save_early()
             return
         self._log_held_out(last=last)  # before a checkpoint, which counts the lines of logs

@@ -28,7 +28,7 @@ from .config import TrainingConfig
 from .data_changes import keep_lock
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
-from .run_log import COST_MODEL, TABLE, RunLog, Status, StepMetrics, read_log, write_status
+from .run_log import COST_MODEL, TABLE, PendingMetrics, RunLog, Status, StepMetrics, read_log, write_status
 from .run_page import write_live_page
 from .skipped import SkippedSteps
 from .steps import StepLosses
@@ -46,6 +46,25 @@ class _Batch(NamedTuple):
     counted: IntArray
     timer: DeviceTimer
     entry: dict[str, Any]
+
+
+class OpenStep(NamedTuple):
+    """An optimizer step after its last backward pass, of which nothing is read yet.
+
+    Attributes:
+        batches (list): Its batches in this process.
+        metrics ([`PendingMetrics`]): Its metrics.
+        late (`bool`): Whether it is read after its update is launched, and not before.
+    """
+
+    batches: list[_Batch]
+    metrics: PendingMetrics
+    late: bool
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Its epoch, and the place of its last batch there."""
+        return {name: self.batches[-1].entry[name] for name in ("epoch", "step")}
 
 
 class RunReport:
@@ -179,26 +198,34 @@ class RunReport:
         }
         self._window.append(_Batch(losses.values.detach(), index.tolist(), counted, timer, entry))
 
-    def finish(self, factor: float, *, grad_norm: torch.Tensor | float | None, stop: int) -> dict[str, float]:
-        """Return the metrics of the optimizer step that ends, of which [`samples`][RunReport.samples] logs the rest.
+    def finish(
+        self, factor: float, *, grad_norm: torch.Tensor | float | None, stop: int, late: bool = False
+    ) -> OpenStep:
+        """Gather the metrics of the optimizer step that ends, for [`read`][RunReport.read].
 
         See [`StepMetrics.finish`][hf_bucketing.training.run_log.StepMetrics].
         """
         window, self._window = self._window, []
-        metrics, losses = self.metrics.finish(
+        metrics = self.metrics.finish(
             factor,
-            seconds=sum(batch.timer.seconds() for batch in window),
+            seconds=lambda: sum(batch.timer.seconds() for batch in window),
             losses=[batch.losses for batch in window],
             grad_norm=grad_norm,
             stop=stop,
+            late=late,
         )
-        self._ended = list(zip(window, losses, strict=True))
+        return OpenStep(window, metrics, late)
+
+    def read(self, step: OpenStep) -> dict[str, float]:
+        """Return the metrics of an optimizer step, of which [`samples`][RunReport.samples] logs the rest."""
+        metrics, losses = step.metrics.read()
+        self._ended = list(zip(step.batches, losses, strict=True))
         for batch, values in self._ended:
             self.skipped.add(batch.rows, values)
         return metrics
 
     def samples(self) -> None:
-        """Log the samples of the optimizer step that has ended.
+        """Log the samples of the optimizer step that was read last.
 
         Call it after the update of the weights is launched: until then the device has nothing to compute.
         """

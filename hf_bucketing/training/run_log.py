@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,13 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from ..buckets.arrays import FloatArray
 from ..buckets.calibration import CostFit, fit_costs
-from ..devices import read, to_device
+from ..devices import Reading, to_device
 from ..errors import BucketingError
 from ..files import complete_file
 from .config import COST_MODEL
 
 _BINS = 10
 """Bins of noise levels."""
+
+_FIRST = ("grad_norm", "stop", "train_loss")
+"""What a process gathers first of a step; sums of losses and counts follow."""
 
 _COUNTS = 6  # samples, tokens, cost, batches, pairs of tokens, seconds
 
@@ -160,6 +165,24 @@ class RunLog:
             self._files[name].write(entry)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingMetrics:
+    """Metrics of an optimizer step over all processes, on their way from the device.
+
+    Attributes:
+        rows (`torch.Tensor` of shape `(num_processes, n)`): What was gathered, on the device.
+        read (callable): Waits for the device, and returns the metrics and the losses of the samples of each batch of
+            this process. Call it once, in the order of the steps.
+    """
+
+    rows: torch.Tensor
+    read: Callable[[], tuple[dict[str, float], list[FloatArray]]]
+
+    def found_inf(self) -> torch.Tensor:
+        """Return on the device, as one number in float32, 1 if the loss or the gradients' norm is not finite."""
+        return (~self.rows[:, : len(_FIRST)].isfinite()).any().float()
+
+
 class StepMetrics:
     """Sum what is logged of an optimizer step over its batches and all processes.
 
@@ -230,21 +253,23 @@ class StepMetrics:
         self,
         factor: float = 1.0,
         *,
-        seconds: float,
+        seconds: Callable[[], float],
         losses: Sequence[torch.Tensor] = (),
         grad_norm: torch.Tensor | float | None = None,
         stop: int = 0,
-    ) -> tuple[dict[str, float], list[FloatArray]]:
-        """Return the step's metrics over all processes, and start the next step; call it on every process.
+        late: bool = False,
+    ) -> PendingMetrics:
+        """Gather the step's metrics over all processes, and start the next step; call it on every process.
 
-        All that is read of a step is read here, in one wait for the device: with the metrics also `losses`, those of
-        the samples of each batch of this process, which are returned as arrays. The next step needs it: whether the
-        weights may change depends on the metrics.
+        All that is read of a step is read by what this returns, in one wait for the device: with the metrics also
+        `losses`, those of the samples of each batch of this process, which are returned as arrays.
 
-        `seconds` is the time of this process's batches, each from its arrival to the end of its backward pass. The
-        weights that were added are multiplied by `factor`, where they were not known before the step's end.
-        `grad_norm`, the norm of the gradients before they are clipped, and `stop`, the number of a signal to stop, are
-        the largest of all processes; they are among the metrics where there are any.
+        `seconds` returns the time of this process's batches, each from its arrival to the end of its backward pass,
+        and may wait for it. It is called before anything is gathered or, if the step is read `late`, with what is
+        read: then each process knows its own time alone. The weights that were added are multiplied by `factor`, where
+        they were not known before the step's end. `grad_norm`, the norm of the gradients before they are clipped, and
+        `stop`, the number of a signal to stop, are the largest of all processes; they are among the metrics where
+        there are any.
 
         `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
         `loss_by_source/NAME`, for a division of samples into groups by `source`, its mean over those of a group.
@@ -253,18 +278,33 @@ class StepMetrics:
         the tokens divided by `max_tokens`. `busy_seconds`, `busy_tokens`, `busy_token_pairs` and `busy_batches` count
         the process of the largest cost alone, which waits neither for its data nor for the others: a step takes as
         long as the slowest process, and an own time of the others would need a device that is synchronised before
-        every exchange of gradients.
+        every exchange of gradients. Of a step that is read late, `busy_seconds` is there if that process is this one.
         """
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         shared = torch.zeros(2, device=self._sums.device)
         shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
-        counted = torch.from_numpy(np.append(self._counts, seconds)).float()
+        counted = torch.from_numpy(np.append(self._counts, math.nan if late else seconds())).float()
         mine = torch.cat([shared, self._sums, to_device(counted, self._sums.device)])
-        rows, *own_losses = read(self.accelerator.gather(mine[None]), *(values.detach().float() for values in losses))
-        rows = rows.double()
+        rows = self.accelerator.gather(mine[None])
+        reading = Reading(rows, *(values.detach().float() for values in losses))
+        self._reset()
+
+        def read() -> tuple[dict[str, float], list[FloatArray]]:
+            rows, *own_losses = reading.values()
+            if late:
+                rows[self.accelerator.process_index, -1] = seconds()
+            metrics = self._metrics(rows.double(), factor)
+            if grad_norm is None:
+                del metrics["grad_norm"]
+            return metrics, [values.numpy() for values in own_losses]
+
+        return PendingMetrics(rows=rows, read=read)
+
+    def _metrics(self, rows: torch.Tensor, factor: float) -> dict[str, float]:
+        """Return the metrics of what each process gathered."""
         bins = len(self._names)
-        largest = dict(zip(("grad_norm", "stop"), rows[:, :2].amax(0).tolist(), strict=True))
+        largest = dict(zip(_FIRST, rows[:, : len(_FIRST)].amax(0).tolist(), strict=True))
         loss, sums, seen, counts = rows[:: self.degree, 2:].split([1, bins, bins, _COUNTS], 1)
         samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
         costliest = int(cost.argmax())
@@ -278,19 +318,18 @@ class StepMetrics:
             "samples_per_second": float(samples.sum()) / whole,
             "tokens_per_second": float(tokens.sum()) / whole,
             "imbalance": float(cost.max() / cost.mean()),
-            "busy_seconds": float(busy[costliest]),
+            **({} if busy[costliest].isnan() else {"busy_seconds": float(busy[costliest])}),
             "busy_tokens": int(tokens[costliest]),
             "busy_token_pairs": float(pairs[costliest]),
             "busy_batches": int(batches[costliest]),
-            **({} if grad_norm is None else {"grad_norm": largest["grad_norm"]}),
+            "grad_norm": largest["grad_norm"],
             **({"stop": largest["stop"]} if largest["stop"] else {}),
         }
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
         for level in torch.nonzero(seen.sum(0)).flatten().tolist():
             metrics[f"loss_by_{self._names[level]}"] = float(sums[:, level].sum() / seen[:, level].sum())
-        self._reset()
-        return metrics, [values.numpy() for values in own_losses]
+        return metrics
 
 
 def fit_steps(lines: Iterable[Mapping[str, Any]]) -> CostFit:

@@ -18,7 +18,13 @@ from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
 from ..models.enable import disable_packing
 from ..models.recipe import Recipe
-from ..optimizers.optimizer import apply_settings, make_optimizer, make_schedule
+from ..optimizers.optimizer import (
+    apply_settings,
+    make_optimizer,
+    make_schedule,
+    omits_updates,
+    omitted_if,
+)
 from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks, offload_idle
 from ..placement.quantization import leave_frozen_weights_to_each_process
@@ -113,6 +119,13 @@ class TrainedModel:
         self.transformers = {recipe.trained: first}
         self.transformers |= {expert.trained: accelerator.prepare(expert.transformer) for expert in experts[1:]}
         self.optimizer.train()  # as schedule-free optimizers demand
+        self._updated: set[str] = set()
+        # A gradient scaler sets the flags itself, and weights in shards are no plain tensors as the flag is.
+        self._omits_updates = (
+            omits_updates(self._bare_optimizer)
+            and accelerator.scaler is None
+            and accelerator.distributed_type not in SHARDED
+        )
         packed = config.batches.batching == "pack"
         self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
         self.weights = {
@@ -164,14 +177,29 @@ class TrainedModel:
         parameters = chain.from_iterable(model.parameters() for model in self.transformers.values())
         return self.accelerator.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm)
 
-    def update(self, trained: str) -> None:
+    def reads_late(self, trained: str) -> bool:
+        """Return whether the device itself can omit the next update of a transformer's weights.
+
+        The first update is not omitted so: fused SGD would keep momentum buffers that were never filled.
+        """
+        return self._omits_updates and trained in self._updated
+
+    def launch_update(self, found_inf: torch.Tensor) -> None:
+        """Change weights by their gradients unless `found_inf`, on the device, is 1; [`update`] does the rest."""
+        with omitted_if(found_inf, self._bare_optimizer):
+            self.optimizer.step()
+
+    def update(self, trained: str, *, launched: bool = False) -> None:
         """Change the weights of a transformer by their gradients, and its averages and the learning rate with them.
 
         Args:
             trained (`str`): The transformer that has gradients. Averages of the other one stay as they are, as the
                 decay depends on how many steps an average has seen.
+            launched (`bool`): Whether [`launch_update`] has changed the weights already.
         """
-        self.optimizer.step()
+        if not launched:
+            self.optimizer.step()
+        self._updated.add(trained)
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
             if self.ema:

@@ -30,8 +30,8 @@ class KilledTrainer(Trainer):
 
     kill_at: int
 
-    def _finish_step(self, entry: dict[str, object]) -> None:
-        super()._finish_step(entry)
+    def _finish_step(self) -> None:
+        super()._finish_step()
         if self.global_step == self.kill_at:
             raise KilledError
 

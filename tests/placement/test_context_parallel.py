@@ -247,7 +247,7 @@ def test_the_metrics_of_a_step_count_each_group_once() -> None:
     metrics = StepMetrics(accelerator, max_tokens=100, degree=2)
     half = torch.tensor([0.5])
     metrics.add(torch.tensor([2.0]), half, weights=half, tokens=np.array([40]), cost=1.0)
-    values, _ = metrics.finish(seconds=0.0)
+    values, _ = metrics.finish(seconds=lambda: 0.0).read()
     assert (values["train_loss"], values["samples"], values["tokens"]) == (4.0, 4, 160)
     assert (values["imbalance"], values["fill"]) == (1.5, 0.4)
 

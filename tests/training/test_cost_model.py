@@ -144,7 +144,7 @@ def test_of_several_processes_the_costliest_is_measured() -> None:
         for tokens in (np.array([100, 200]), np.array([300])):
             ones = torch.ones(len(tokens))
             metrics.add(ones, ones / 2, weights=ones, tokens=tokens, cost=float((tokens**2).sum()))
-        entry, _ = metrics.finish(seconds=2.5)
+        entry, _ = metrics.finish(seconds=lambda: 2.5).read()
         return [entry[name] for name in ("busy_seconds", "busy_tokens", "busy_token_pairs", "busy_batches")]
 
     assert step() == [2.0, 900, 810_000.0, 1]

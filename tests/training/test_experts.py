@@ -255,8 +255,8 @@ def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepar
     steps, averages = Counter[str](), {name: [value.clone() for value in trained.weights[name]] for name in EXPERTS}
     update = trained.update
 
-    def updated(name: str) -> None:
-        update(name)
+    def updated(name: str, **options: bool) -> None:
+        update(name, **options)
         decay = min(0.2, (1 + steps[name]) / (10 + steps[name])) if steps[name] else 0.0
         averages[name] = [
             decay * average + (1 - decay) * weight.detach()

@@ -32,7 +32,6 @@ from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
 from hf_bucketing.training.held_out_review import describe_held_out, held_out_changes
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
-from tests.conftest import run_script_here
 from tests.placement.test_sharding import DDP, train_all
 from tests.training.training_cases import TINY_WAN, in_process, run
 
@@ -242,19 +241,6 @@ def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_
     averaged = in_process(tmp_path / "with", folder, tmp_path / "again", **batches, **held_out)
     entry = computed(averaged)
     assert entry["validation_loss"] == pytest.approx(whole[-1]["validation_loss"], rel=1e-6)
-
-
-@pytest.fixture
-def cached_dir(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> Path:
-    run_script_here(
-        "cache_latents.py",
-        dataset_dir=prepared_dir,
-        pretrained_model_name_or_path=pipeline_dir,
-        cache_dir=tmp_path / "cache",
-        output_dir=tmp_path / "cached",
-        max_sequence_length=32,
-    )
-    return tmp_path / "cached"
 
 
 @pytest.mark.slow

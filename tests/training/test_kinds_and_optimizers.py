@@ -45,8 +45,8 @@ class KilledError(Exception):
 class KilledTrainer(Trainer):
     """A run that ends after a checkpoint and a step."""
 
-    def _finish_step(self, entry: dict[str, Any]) -> None:
-        super()._finish_step(entry)
+    def _finish_step(self) -> None:
+        super()._finish_step()
         if self.global_step == 1 + self.config.checkpoints.checkpointing_steps:
             raise KilledError
 

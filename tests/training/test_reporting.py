@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hf_bucketing.training import TrainingConfig, reporting, run_log
+from hf_bucketing.devices import Reading
+from hf_bucketing.training import TrainingConfig, reporting
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_log import RunLog
 from hf_bucketing.training.run_page import PAGE, write_live_page
@@ -84,7 +85,7 @@ def test_between_the_read_of_a_step_and_its_update_nothing_is_written(
 
         return noted
 
-    monkeypatch.setattr(run_log, "read", noting("read", run_log.read))
+    monkeypatch.setattr(Reading, "values", noting("read", Reading.values))
     monkeypatch.setattr(trainer.trained, "update", noting("update", trainer.trained.update))
     monkeypatch.setattr(RunLog, "_write", noting("write", RunLog._write))
     trainer.run()

@@ -35,9 +35,9 @@ def spoiled(pipeline: Path, prepared: Path, output: Path, *, steps: set[int], wh
         def __call__(self, *args: Any, **options: Any) -> StepLosses:
             losses = super().__call__(*args, **options)
             values = losses.values
-            if trainer.global_step + 1 in steps and what == "gradient":
+            if trainer.launched + 1 in steps and what == "gradient":
                 values.register_hook(lambda gradient: gradient * math.nan)
-            elif trainer.global_step + 1 in steps:
+            elif trainer.launched + 1 in steps:
                 values = values * torch.tensor([1.0, math.nan])[: len(values)]
             return losses._replace(values=values)
 
@@ -53,10 +53,10 @@ def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     before: dict[int, list[torch.Tensor]] = {}
     finish = trainer._finish_step
 
-    def note(entry: dict[str, Any]) -> None:
+    def note() -> None:
         (weights,), (ema,) = trainer.trained.weights.values(), trainer.trained.ema.values()
-        before[trainer.global_step + 1] = [weight.detach().clone() for weight in (*weights, *ema.shadow_params)]
-        finish(entry)
+        before[trainer.launched] = [weight.detach().clone() for weight in (*weights, *ema.shadow_params)]
+        finish()
 
     trainer._finish_step = note  # type: ignore[method-assign]
     trainer.run()
@@ -141,7 +141,9 @@ def test_all_processes_decide_by_the_largest_norm_and_the_first_signal() -> None
     metrics = StepMetrics(cast("Any", accelerator), max_tokens=None)
     ones = torch.ones(1)
     metrics.add(ones, ones / 2, weights=ones, tokens=np.array([4]), cost=1.0)
-    entry, _ = metrics.finish(seconds=1.0, grad_norm=torch.tensor(0.5))
+    pending = metrics.finish(seconds=lambda: 1.0, grad_norm=torch.tensor(0.5))
+    entry, _ = pending.read()
+    assert pending.found_inf() == 1.0
     assert math.isnan(entry["grad_norm"])
     assert entry["stop"] == 15
 

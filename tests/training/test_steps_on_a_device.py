@@ -47,7 +47,7 @@ __all__ = ["folder_of"]
 
 FAST = ("wan", "lumina2")
 """Recipes that are tried in every run of the tests; the others in the slow ones."""
-AT_THE_END = {"copy to the CPU in hf_bucketing/devices.py:read": 1}
+AT_THE_END = {"wait for an event in hf_bucketing/devices.py:values": 1}
 """All that is read of an optimizer step, however many batches it has, is read once, after its last backward pass."""
 PACKED_WAITS = {**STOCK_WAITS, **FIRST_WAITS}
 STACKED_WAITS = {
@@ -221,7 +221,7 @@ def train(step: Step, batch: Mapping[str, Any], *, device: torch.device) -> dict
             rows = StepRows(weights=weight, total=1.0, tokens=np.full(number, 8))
             report.batch(losses, rows, there, batch, epoch=1, step=0, timer=timer)
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        logged = report.finish(1.0, grad_norm=norm, stop=0)
+        logged = report.read(report.finish(1.0, grad_norm=norm, stop=0))
         optimizer.step()
         report.samples()
         report.log.close()
