@@ -20,7 +20,7 @@ from hf_bucketing.command_line.flags import FlagParser, from_flags, numbers
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 from hf_bucketing.media.row_audio import RowAudio
-from hf_bucketing.media.row_references import RowReferences
+from hf_bucketing.media.row_references import RowReferences, appending
 from hf_bucketing.media.rows import CLIP_START
 from hf_bucketing.media.source import MediaSource
 from hf_bucketing.media.thumbnails import Thumbnail, animated, thumbnail
@@ -68,6 +68,9 @@ def make_parser() -> FlagParser:
     parser.add_settings(ReportConfig, skip=["cost_model"])
     parser.add_argument(
         "--cost_model", help="Cost of tokens as a run measured it: its cost_model.json, instead of --width."
+    )
+    parser.add_argument(
+        "--condition", help="Conditions of training: the frames that they append are counted (default: none)."
     )
     parser.add_argument(
         "--compare",
@@ -158,7 +161,12 @@ def read_captions(prepared: "PreparedDataset", rows: list[int]) -> dict[int, str
 
 
 def plan_of_memory(
-    model: str | None, report: Report, references: RowReferences | None, audio: RowAudio | None
+    model: str | None,
+    report: Report,
+    references: RowReferences | None,
+    audio: RowAudio | None,
+    *,
+    condition: str | None,
 ) -> tuple[str, list[MemoryRow]]:
     """Plan the memory of a step of the most expensive bucket, if a pipeline is named, with most references and audio.
 
@@ -178,6 +186,7 @@ def plan_of_memory(
         reference_sizes=as_reference_sizes(shown),
         audio_fps=None if audio is None else audio.slowest,
         train_batch_size=samples,
+        condition=condition,
         cached="all",
     )
     settings = {
@@ -198,7 +207,13 @@ def plan_of_memory(
     return said, rows
 
 
-def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Report, **beside: Any) -> None:
+def write_page(
+    args: argparse.Namespace,
+    prepared: "PreparedDataset",
+    report: Report,
+    references: RowReferences | None,
+    **beside: Any,
+) -> None:
     crops, random = report.worst_crops, report.random_samples
     rows = [
         *(sample.row for sample in (*crops, *random)),
@@ -207,7 +222,7 @@ def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Re
     thumbnails, faults = read_pictures(prepared, crops, draw_middle)
     samples, more_faults = read_pictures(prepared, random, draw_sample)
     model, memory = plan_of_memory(
-        args.pretrained_model_name_or_path, report, prepared.row_references(), prepared.row_audio
+        args.pretrained_model_name_or_path, report, references, prepared.row_audio, condition=args.condition
     )
     page = bucket_page(
         report,
@@ -230,6 +245,7 @@ def write_page(args: argparse.Namespace, prepared: "PreparedDataset", report: Re
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns import PreparedDataset, column_array
+    from hf_bucketing.models.conditioning import most_appended
 
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)
@@ -242,7 +258,8 @@ def main(args: argparse.Namespace) -> None:
     assigned, has_buckets = None, "bucket_id" in prepared.dataset.column_names
     if table is prepared.table and has_buckets and not not_default(config, "max_aspect_error", "max_upscale"):
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
-    max_frames = prepared.open_table.max_frames
+    max_frames, most = prepared.open_table.max_frames, most_appended(args.condition)
+    references = appending(prepared.row_references(), most=most, num_rows=len(prepared.dataset))
     report = make_report(
         sizes,
         table,
@@ -250,7 +267,7 @@ def main(args: argparse.Namespace) -> None:
         config=config,
         assigned=assigned,
         max_frames=max_frames,
-        references=prepared.row_references(),
+        references=references,
         audio=prepared.row_audio,
     )
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
@@ -272,7 +289,7 @@ def main(args: argparse.Namespace) -> None:
     if args.figures:
         print("Figures:", *draw_figures(report, args.figures))
     if args.html:
-        write_page(args, prepared, report, assignment=f"Rows {origin}.", sources=counts, peers=peers)
+        write_page(args, prepared, report, references, assignment=f"Rows {origin}.", sources=counts, peers=peers)
 
 
 if __name__ == "__main__":

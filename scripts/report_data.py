@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hf_bucketing.files import check_folder_writable, check_writable, complete_f
 from hf_bucketing.media.rows import CLIP_START
 from hf_bucketing.media.thumbnails import Thumbnail, sample_thumbnails, thumbnail
 from hf_bucketing.media.views import ViewRule
+from hf_bucketing.randomness import sample_key
 from hf_bucketing.report import render_page
 from hf_bucketing.report.data_page import DataRow, data_page, write_rows
 from hf_bucketing.report.data_rows import RowTexts, describe_difference, describe_row
@@ -30,6 +31,7 @@ from hf_bucketing.settings import check_at_least
 
 if TYPE_CHECKING:
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.models.conditioning import SourceConditions
 
 MARKER = "rows-0.js"
 """File that every folder of a page's rows holds."""
@@ -42,6 +44,8 @@ def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("dataset", metavar="DATASET", help="Folder that scripts/prepare_dataset.py wrote.")
     parser.add_argument("--html", type=Path, required=True, help="HTML file for the page.")
+    parser.add_argument("--condition", help="Conditions of training: rows say what the first epoch draws of them.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of these draws, as of training.")
     parser.add_argument("--compare", help="Earlier prepared folder; rows that differ from it are marked.")
     parser.add_argument(
         "--max_rows", type=int, default=10_000, help="Most rows of the page: changed ones, and others spread evenly."
@@ -86,6 +90,30 @@ def decode(prepared: "PreparedDataset", row: dict[str, Any], *, name: str) -> tu
         return sample_thumbnails(sample), ""
     except MediaError as error:
         return {}, str(error)
+
+
+class Conditions(NamedTuple):
+    """What training draws of each row in its first epoch: conditions, and the seed."""
+
+    drawn: "SourceConditions"
+    seed: int
+
+    def describe(self, prepared: "PreparedDataset", row: dict[str, Any]) -> RowTexts:
+        """Return what is drawn of a row by itself, as in packs; nothing of a rejected one."""
+        if row.get("bucket_id", -1) < 0:
+            return {}
+        spec, size = prepared.spec, prepared.table.size(row["bucket_id"])
+        drawn = self.drawn.of(prepared.sources[row["source"]] if prepared.sources else None).draw(
+            *sample_key(seed=self.seed, epoch=0, index=int(row["index"])),
+            latent_frames=spec.latent_size(size)[0] - spec.num_repeats,
+            stride=spec.temporal_stride,
+        )
+        said = [drawn.name]
+        if drawn.appended:
+            said.append(f"frames of latent frames {', '.join(map(str, drawn.appended))} are appended")
+        if drawn.frames.any():
+            said.append(f"frames {', '.join(map(str, drawn.frames.nonzero()[0].tolist()))} are shown in place")
+        return {"condition in epoch 0": ["; ".join(said)]}
 
 
 def read_rows(prepared: "PreparedDataset", rows: IntArray) -> Iterator[tuple[int, dict[str, Any], RowTexts]]:
@@ -137,7 +165,13 @@ class Earlier:
 
 
 def make_rows(
-    prepared: "PreparedDataset", rows: IntArray, pictured: set[int], folder: Path, earlier: Earlier | None
+    prepared: "PreparedDataset",
+    rows: IntArray,
+    pictured: set[int],
+    folder: Path,
+    *,
+    earlier: Earlier | None,
+    conditions: Conditions | None,
 ) -> list[DataRow]:
     """Return some rows for the page, and write the pictures of those that get some into a folder."""
 
@@ -152,7 +186,7 @@ def make_rows(
             pictures.append((label, name, small.width, small.height))
         return DataRow(
             number=number,
-            texts=texts,
+            texts={**texts, **({} if conditions is None else conditions.describe(prepared, row))},
             filters=filters_of(prepared, row, change),
             differences=differences,
             pictures=pictures,
@@ -168,12 +202,16 @@ def main(args: argparse.Namespace) -> None:
 
     from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.models.conditioning import read_conditions
 
-    check_at_least(0, args, "max_rows", "max_thumbnails")
+    check_at_least(0, args, "max_rows", "max_thumbnails", "seed")
+    conditions = None if args.condition is None else Conditions(read_conditions(args.condition), args.seed)
     folder = args.html.with_name(f"{args.html.stem}_files")
     check_writable(args.html)
     check_folder_writable(folder)
     prepared = PreparedDataset.load(args.dataset)
+    if conditions is not None:
+        conditions.drawn.check_sources(prepared.sources)
     earlier = None if args.compare is None else Earlier(args.compare, args.dataset)
     chosen = choose_rows(
         len(prepared.dataset), np.zeros(0, np.int64) if earlier is None else earlier.rows, args.max_rows
@@ -185,7 +223,8 @@ def main(args: argparse.Namespace) -> None:
     rows = [] if earlier is None else earlier.removed(args.max_rows)
     with complete_folder(folder, marker=MARKER) as partial:
         for start in tqdm(range(0, len(chosen), ROWS_AT_ONCE), desc=f"{len(pictured)} rows with pictures"):
-            rows += make_rows(prepared, chosen[start : start + ROWS_AT_ONCE], pictured, partial, earlier)
+            some = chosen[start : start + ROWS_AT_ONCE]
+            rows += make_rows(prepared, some, pictured, partial, earlier=earlier, conditions=conditions)
         write_rows(rows, partial)
     page = data_page(
         rows,

@@ -25,7 +25,7 @@ from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences
+from ..media.row_references import RowReferences, appending
 from ..media.rows import SOURCE, MediaColumns
 from .apply import undecoded
 from .arrays import column_array, column_batches
@@ -186,11 +186,7 @@ class PreparedDataset:
         Rows without any count the frames that the rule appends.
         """
         if REFERENCE not in self.conditions:
-            if rule is None or not rule.appended:
-                return None
-            return RowReferences(
-                rule=rule, stored=np.zeros((0, 3), np.int64), offsets=np.zeros(len(self.dataset) + 1, np.int64)
-            )
+            return appending(None, most=rule.appended if rule else 0, num_rows=len(self.dataset))
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]

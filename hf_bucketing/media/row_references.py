@@ -87,26 +87,17 @@ class RowReferences:
         stored = self.stored[np.repeat(self.offsets[chosen], counts) + inside]
         return replace(self, stored=stored, offsets=offsets)
 
-    def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[tuple[Size, ...]]:
-        """Return the sizes in which the references of each row are shown, and the most frames that are appended.
-
-        Arguments as in [`num_tokens`].
-        """
-        frames = appended_frames(self.rule, samples, spec=spec).tolist()
-        sides = np.asarray(samples, np.int64).reshape(-1, 3)[:, 1:].tolist()
+    def sizes(self, samples: npt.ArrayLike) -> list[tuple[Size, ...]]:
+        """Return the sizes in which the references of each row are shown; `samples` as in [`num_tokens`]."""
         shown = self.rule.sizes(self.stored, np.repeat(np.asarray(samples, np.int64), self.counts, axis=0)).tolist()
-        bounds = self.offsets.tolist()
-        return [
-            (*(Size(*size) for size in shown[start:stop]), *(Size(1, *own),) * count)
-            for (start, stop), own, count in zip(pairwise(bounds), sides, frames, strict=True)
-        ]
+        return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
 
     def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
         """Return the sizes of the references of one row, those that take most tokens beside a sample of a size."""
         if not len(self.counts):
             return ()
         tokens = self.num_tokens(np.tile(size, (len(self.counts), 1)), spec=spec)
-        return self.select([tokens.argmax()]).sizes([size], spec=spec)[0]
+        return self.select([tokens.argmax()]).sizes([size])[0]
 
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return the tokens of the references of each row, `(n,)`, with those of text and of appended frames.
@@ -166,6 +157,22 @@ class RowReferences:
             keys[rows] += grids[self.offsets[rows] + position]
             found = np.unique(np.append(0, keys), return_inverse=True)[1].ravel()[1:]  # 0 stays that of none
         return found
+
+
+def appending(references: RowReferences | None, *, most: int, num_rows: int) -> RowReferences | None:
+    """Return the references of rows, as they are counted in a run that appends frames to its samples.
+
+    Args:
+        references ([`RowReferences`], *optional*): References of the rows; None where they have none.
+        most (`int`): Most frames that are appended to a sample.
+        num_rows (`int`): Number of the rows.
+    """
+    if not most:
+        return references
+    if references is None:
+        nothing = np.zeros((0, 3), np.int64)
+        references = RowReferences(rule=ReferenceRule(), stored=nothing, offsets=np.zeros(num_rows + 1, np.int64))
+    return replace(references, rule=replace(references.rule, appended=most))
 
 
 def appended_frames(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:

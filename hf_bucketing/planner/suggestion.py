@@ -7,6 +7,7 @@ Candidates that drop many more rows than the best one, or do not fit, come after
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..errors import BucketingError
-from ..media.row_references import bucket_parts
+from ..media.row_references import appending, bucket_parts
+from ..models.conditioning import most_appended, read_conditions
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
@@ -160,7 +162,9 @@ class Suggester:
         measured: StepSeconds | None = None,
         num_workers: int = 2,
     ) -> None:
-        self.components, self.rows, self.machine = components, rows, machine
+        count = len(rows.sizes.frames)
+        references = appending(rows.references, most=most_appended(base.condition), num_rows=count)
+        self.components, self.rows, self.machine = components, replace(rows, references=references), machine
         self.speed, self.measured = speed, measured
         audio_fps = None if rows.audio is None else rows.audio.slowest
         self.base = replace(base, num_processes=machine.num_gpus, audio_fps=audio_fps)
@@ -355,8 +359,12 @@ class Suggester:
         transformer, family = components.transformer.build(), recipe.family
         vae = components.vae.config
         values = math.prod(components.spec.patch) * int(vae.get("latent_channels") or vae["z_dim"])
-        pictures = targets.beside(self.rows.references, spec=components.spec).all_tokens.sum()
-        heard = targets.all_tokens.sum() - pictures
+        spec, condition, references = components.spec, config.condition, self.rows.references
+        heard = (targets.all_tokens - targets.beside(references, spec=spec).all_tokens).sum()
+        if references is not None and condition is not None:  # a cache holds all frames that may be appended
+            most = {None: 0, "last": 1, "all": sys.maxsize}[read_conditions(condition).appended_frames]
+            references = appending(references, most=most, num_rows=len(targets.num_tokens))
+        pictures = targets.beside(references, spec=spec).all_tokens.sum()
         read = 0  # tokens of references in texts
         if self.rows.references is not None:
             read = recipe.reference_text_tokens * self.rows.references.counts[targets.num_tokens > 0].sum()

@@ -13,13 +13,12 @@ from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, Verdict
 from .peers import PeerReport
 from .peers.table import READING, peer_cells, peer_notes
-from .references import describe_references
 from .sources import SourceUse, source_cells
 from .text import (
-    BESIDE_REFERENCES,
     NO_BUCKET,
     bucket_cells,
     bucket_note,
+    describe_beside,
     describe_cut_samples,
     describe_strategies,
     percent,
@@ -144,8 +143,7 @@ def _buckets(report: Report) -> list[Block]:
         blocks.append(Table(title=title, head=head, rows=rows[:MAX_BARS], note=note))
         if len(rows) > MAX_BARS:
             blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
-        if report.references is not None:
-            blocks.append(Paragraphs(texts=[f"{describe_references(report.references)} {BESIDE_REFERENCES}"]))
+        blocks += [Paragraphs(texts=[text]) for text in describe_beside(report)]
         if (cut := report.buckets.cut_short) is not None:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:

@@ -38,7 +38,7 @@ from .measure import (
     plan_bucketing,
     read_subject,
 )
-from .references import ReferenceReport, measure_references
+from .references import AppendedReport, ReferenceReport, measure_appended, measure_references
 from .rejections import RejectedRows, explain_rejections
 
 StrategyName = Literal["padding", "bucketing", "packing"]
@@ -112,6 +112,7 @@ class Report:
         worst_crops (`tuple` of [`SampleCrop`]): Samples that lose most of their frame, the worst buckets first.
         random_samples (`tuple` of [`SampleCrop`]): Some of the samples that have a bucket.
         references ([`ReferenceReport`], *optional*): What references cost in buckets; None if there are none.
+        appended ([`AppendedReport`], *optional*): What appended frames cost in buckets; None if none are.
     """
 
     config: ReportConfig
@@ -126,6 +127,7 @@ class Report:
     worst_crops: tuple[SampleCrop, ...]
     random_samples: tuple[SampleCrop, ...]
     references: ReferenceReport | None = None
+    appended: AppendedReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, NaN as None."""
@@ -168,7 +170,7 @@ def make_report(
         max_frames (`int`, *optional*): Most frames of a sample in padding and packing, those of the
             [`OpenTable`][hf_bucketing.OpenTable] that packs are trained with; by default a sample keeps all.
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows.
+            rows, which count the frames that a run appends too.
         audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows.
 
     Raises:
@@ -203,6 +205,7 @@ def make_report(
         references=measure_references(
             subject.bucketed.bucket_id.astype(np.int64), references, table=table, spec=spec, config=config
         ),
+        appended=measure_appended(subject.bucketed, references, spec=spec),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +11,8 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import has_bucket
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..media.row_references import RowReferences, bucket_parts
-from .measure import ReportConfig, plan_batches
+from ..media.row_references import RowReferences, appended_frames, appended_tokens, bucket_parts
+from .measure import ReportConfig, Targets, plan_batches
 
 _FILLED = 0.9
 """Share of samples in full batches above which buckets serve as well as packs."""
@@ -86,6 +87,43 @@ def measure_references(
         without=full_without,
         num_steps=steps,
         steps_without=steps_without,
+    )
+
+
+class AppendedReport(NamedTuple):
+    """What the frames that a run appends to its samples cost in bucketed batches.
+
+    Attributes:
+        most: Most frames that are appended to a sample.
+        token_share: Their tokens ÷ all tokens, where each sample has the most of them.
+    """
+
+    most: int
+    token_share: float
+
+
+def measure_appended(targets: Targets, references: RowReferences | None, *, spec: LatentSpec) -> AppendedReport | None:
+    """Count the frames that are appended to samples of buckets; None if none is.
+
+    Args:
+        targets ([`Targets`]): Buckets of the samples, with the tokens beside them.
+        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
+            rows, whose rule has the most frames that a run appends.
+        spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+    """
+    if references is None or not references.rule.appended:
+        return None
+    sizes = np.where(has_bucket(targets.bucket_id)[:, None], np.stack(targets.sizes, 1), 0)
+    tokens = int(appended_tokens(references.rule, sizes, spec=spec).sum())
+    most = int(appended_frames(references.rule, sizes, spec=spec).max(initial=0))
+    return AppendedReport(most, tokens / max(1, int(targets.all_tokens.sum())))
+
+
+def describe_appended(report: AppendedReport) -> str:
+    """Return what appended frames cost in buckets, as text."""
+    return (
+        f"Appended frames: each video is counted with the most that the condition may append, at most {report.most}, "
+        f"whatever is drawn; they are {report.token_share:.0%} of all tokens."
     )
 
 

@@ -30,15 +30,13 @@ from .measure import (
     read_sizes,
     samples_cut_short,
 )
-from .references import describe_references
+from .references import describe_appended, describe_references
 from .rejections import explain_rejections
 from .verdict import RULE, choose_way
 
 Line = tuple[str, ...]
 
-BESIDE_REFERENCES = (
-    "Steps and the comparison count references; tokens and costs of buckets are those of samples alone."
-)
+_BESIDE = "Steps and the comparison count them; tokens and costs of buckets are those of samples alone."
 
 
 NO_BUCKET = (
@@ -54,9 +52,15 @@ def format_report(report: Report) -> str:
     """Return the report as text: its verdict, the data in the table, used buckets, any references, the strategies."""
     verdict = "\n".join(fill(text, width=118) for text in (str(choose_way(report)), RULE))
     parts = [verdict, _summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
-    if report.references is not None:
-        parts.insert(3, fill(f"{describe_references(report.references)} {BESIDE_REFERENCES}", width=118))
+    parts[3:3] = [fill(text, width=118) for text in describe_beside(report)]
     return "\n\n".join(parts)
+
+
+def describe_beside(report: Report) -> list[str]:
+    """Return what references and appended frames cost in buckets; nothing if there are none."""
+    said = [] if report.references is None else [describe_references(report.references)]
+    said += [] if report.appended is None else [describe_appended(report.appended)]
+    return [f"{text} {_BESIDE}" for text in said]
 
 
 def size_label(size: Size) -> str:

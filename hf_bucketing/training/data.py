@@ -40,7 +40,7 @@ from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
 from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences, sample_sizes
+from ..media.row_references import RowReferences, appended_frames, sample_sizes
 from ..models.texts import TextEmbeddings
 from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
@@ -61,7 +61,7 @@ from .data_checks import (
     check_reference_dropout,
 )
 from .held_out import check_apart, split_rows
-from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
+from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 from .source_weights import weights_of_sources
 
 logger = get_logger(__name__)
@@ -146,9 +146,14 @@ class TrainingData(RunData):
         lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
         most = int(lengths.argmax())
         rows = plan.batch(most)
-        return LargestStep(
-            self.sizes(rows), int(lengths[most]), self.reference_sizes(rows), audio=self.audio_tokens(rows)
-        )
+        return self.step_of(rows, tokens=int(lengths[most]))
+
+    def step_of(self, rows: npt.NDArray[np.int64], *, tokens: int) -> LargestStep:
+        """Return the step that some rows make, which takes as many tokens."""
+        sizes, appended = self.sizes(rows), []
+        if self.references is not None:
+            appended = appended_frames(self.references.rule, sizes, spec=self.spec).tolist()
+        return LargestStep(sizes, tokens, self.reference_sizes(rows), audio=self.audio_tokens(rows), appended=appended)
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
@@ -232,7 +237,7 @@ class TrainingData(RunData):
         """Return the sizes in which the references of each row are counted."""
         if self.references is None:
             return [()] * len(rows)
-        return self.references.select(rows).sizes(self.sizes(rows), spec=self.spec)
+        return self.references.select(rows).sizes(self.sizes(rows))
 
     def audio_tokens(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return the tokens of the audio of each row; an empty list where none is trained."""
@@ -330,12 +335,8 @@ def _data_of(
     batches, dataset = config.batches, prepared.dataset
     check_reference_dropout(config, prepared, in_front=counting.references_in_front, evaluation=evaluation)
     spec = prepared.spec
-    references = references_of(
-        prepared,
-        in_front=counting.references_in_front,
-        text_tokens=counting.reference_text_tokens,
-        condition=config.objective.condition,
-    )
+    rule = counting.rule_of(prepared, condition=config.objective.condition)
+    references = None if rule is None else prepared.row_references(rule)
     table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
     bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
     own_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
@@ -514,14 +515,6 @@ def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
     """Return the cost of tokens in a model of a width, or as a run measured it."""
     measured = config.batches.cost_model
     return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
-
-
-def references_of(
-    prepared: PreparedDataset, *, in_front: bool, text_tokens: int = 0, condition: str | None = None
-) -> RowReferences | None:
-    """Return the references of rows as [`counting_rule`] counts them; None if samples have none."""
-    rule = counting_rule(prepared.references, in_front=in_front, text_tokens=text_tokens, condition=condition)
-    return prepared.row_references(rule)
 
 
 def counted_tokens(

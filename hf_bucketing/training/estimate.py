@@ -20,7 +20,6 @@ from ..errors import BucketingError
 from ..media.audio import CHANNELS
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
 from ..media.row_audio import AUDIO
-from ..media.row_references import appended_frames
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
 from ..models.samples import KEYFRAMES, REFERENCES
@@ -86,12 +85,16 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     Raises:
         BucketingError: As [`config_of_run`].
     """
-    sizes, tokens, references, audio = data.largest_step()
-    pictures = opened.recipe.reference_text_tokens * sum(map(len, references))
-    text = data.text_tokens * len(sizes) + pictures
-    heard = sum(audio)
+    step = data.largest_step()
+    pictures = opened.recipe.reference_text_tokens * sum(map(len, step.references))
+    text = data.text_tokens * len(step.sizes) + pictures
+    heard = sum(step.audio)
     shape = StepShape.of(
-        sizes, tokens=tokens - text - heard, text_tokens=text, audio_tokens=heard, references=references
+        step.sizes,
+        tokens=step.tokens - text - heard,
+        text_tokens=text,
+        audio_tokens=heard,
+        references=step.shown,
     )
     return plan_components(_components(opened), config_of_run(opened), shape)
 
@@ -186,18 +189,16 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
     rows = np.array([tokens.argmax()])
     (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
-    count = 0 if whole.references is None else int(whole.references.counts[rows[0]])
     fps = None
     if whole.audio is not None and whole.audio.present[rows[0]]:
         fps = float(whole.audio.fps[rows[0]])
-    largest = _planned_tokens(opened, size, shown[:count], audio_fps=fps, at_most=share, recipe=recipe)
+    largest = _planned_tokens(opened, size, shown, audio_fps=fps, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
         costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
         rows = plan.batch(int(costs.argmax()))
-        largest = LargestStep(data.sizes(rows), 0, data.reference_sizes(rows), audio=data.audio_tokens(rows))
         beside = [expert.transformer for expert in recipe.experts[1:]]
         optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
         set_training(optimizer)
@@ -206,7 +207,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
         for expert in experts.steps:
             condition = None if expert.condition is None else expert.condition.most
             step = dataclasses.replace(expert, texts=data.texts, condition=condition)
-            batch = _random_batch(largest, step.recipe, accelerator.device, data=data)
+            batch = _random_batch(data.step_of(rows, tokens=0), step.recipe, accelerator.device, data=data)
             with accelerator.autocast():
                 losses = step(step.recipe.transformer, batch, epoch=0)
             losses.values.sum().backward()
@@ -290,9 +291,6 @@ def _blank(condition: str, size: Size, device: torch.device) -> torch.Tensor:
 def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *, data: TrainingData) -> dict[str, Any]:
     """Return a batch of the run's kind with random media or, where the run reads a cache, random latents."""
     sizes, references = largest.sizes, largest.references
-    if data.references is not None:  # behind those of the data set are frames that the step appends itself
-        counts = appended_frames(data.references.rule, sizes, spec=data.spec).tolist()
-        references = [own[: len(own) - count] for own, count in zip(references, counts, strict=True)]
     batch: dict[str, Any] = {
         "caption": ["a " * data.text_tokens] * len(sizes),  # as long as a caption can be where its length matters
         "index": list(range(len(sizes))),

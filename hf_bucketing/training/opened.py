@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -187,9 +187,9 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     for prepared in filter(None, (opened.prepared, opened.held_out)):
         ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
         own = prepared.table.num_tokens(ids, spec=prepared.spec)
-        rule = counting_rule(prepared.references, in_front=opened.recipe.references_in_front)
         for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
-            references = prepared.row_references(replace(rule, appended=appended))
+            rule = counting_rule(prepared, in_front=opened.recipe.references_in_front, appended=appended)
+            references = None if rule is None else prepared.row_references(rule)
             tokens = own
             if references is not None:
                 tokens = own + references.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)

@@ -18,9 +18,11 @@ from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
+from ..columns.prepared import PreparedDataset
+from ..columns.prepared_stream import PreparedStream
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
-from ..media.conditions import MASK
+from ..media.conditions import MASK, REFERENCE
 from ..media.references import ReferenceRule
 from ..models.conditioning import most_appended
 from ..models.recipe import Recipe
@@ -55,17 +57,29 @@ class ModelTokens:
             reference_text_tokens=recipe.reference_text_tokens,
         )
 
+    def rule_of(
+        self, prepared: PreparedDataset | PreparedStream, *, condition: str | None = None
+    ) -> ReferenceRule | None:
+        """Return the [`counting_rule`] of a data set in a run with a `condition`."""
+        return counting_rule(
+            prepared,
+            in_front=self.references_in_front,
+            text_tokens=self.reference_text_tokens,
+            appended=most_appended(condition),
+        )
+
 
 def counting_rule(
-    rule: ReferenceRule, *, in_front: bool, text_tokens: int = 0, condition: str | None = None
-) -> ReferenceRule:
-    """Return the rule that counts the references of a data set for a model, whatever model it was prepared for.
+    prepared: PreparedDataset | PreparedStream, *, in_front: bool, text_tokens: int = 0, appended: int = 0
+) -> ReferenceRule | None:
+    """Return the rule that counts what samples are shown beside themselves, whatever model they were prepared for.
 
-    One in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`. Frames that a
-    run's `condition` appends are counted as if each sample had the most of them.
+    A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`. Frames
+    that a run appends are counted as if each sample had the most of them, `appended`. None if nothing is shown.
     """
-    appended = most_appended(condition)
-    return replace(rule, in_front=in_front, text_tokens=text_tokens, appended=appended).counted
+    if REFERENCE not in prepared.conditions and not appended:
+        return None
+    return replace(prepared.references, in_front=in_front, text_tokens=text_tokens, appended=appended).counted
 
 
 class StepRows(NamedTuple):
@@ -94,12 +108,22 @@ class LargestStep(NamedTuple):
         tokens (`int`): Tokens of its samples, their references, audio and texts.
         references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
         audio (sequence of `int`): Tokens of each sample's audio, which are among `tokens`; none where none is trained.
+        appended (sequence of `int`): Frames that are appended to each sample, whose tokens are among `tokens` too;
+            none where none is.
     """
 
     sizes: list[Size]
     tokens: int
     references: list[tuple[Size, ...]]
     audio: Sequence[int] = ()
+    appended: Sequence[int] = ()
+
+    @property
+    def shown(self) -> list[tuple[Size, ...]]:
+        """Sizes of each sample's references, and behind them of the frames that are appended to it."""
+        counts = self.appended or [0] * len(self.sizes)
+        of_samples = zip(self.sizes, self.references, counts, strict=True)
+        return [(*own, *(size._replace(frames=1),) * count) for size, own, count in of_samples]
 
 
 @dataclass(kw_only=True)

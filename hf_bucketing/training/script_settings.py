@@ -63,6 +63,7 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
             "buckets",
             "novelai",
             "compare",
+            "condition",
             "bucket_frames",
             "json",
             "figures",

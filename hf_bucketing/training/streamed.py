@@ -29,7 +29,7 @@ from ..losses.reduction import reduction_weights
 from ..media.conditions import REFERENCE
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences, sample_sizes
+from ..media.row_references import RowReferences, appended_frames, sample_sizes
 from ..media.rows import SOURCE
 from ..packing.token_drop import TokenDrop
 from ..plans.packs import strip_tokens
@@ -42,7 +42,7 @@ from .collation import media_collator, unreadable_log
 from .config import TrainingConfig
 from .data import counted_tokens, make_cost_model
 from .data_checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
-from .run_data import LargestStep, ModelTokens, RunData, StepRows, counting_rule, describe_conditions
+from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 from .source_weights import weights_of_sources
 
 logger = get_logger(__name__)
@@ -203,18 +203,18 @@ class StreamedData(RunData):
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping
         largest = LargestStep([], 0, [])
-        seen, words = None, 0
+        seen = None
         if self.references is not None:
-            seen, words = (
-                RowReferences.of_lists(self.sample.references or [[]], rule=self.references),
-                self.references.text_tokens,
-            )
+            seen = RowReferences.of_lists(self.sample.references or [[]], rule=self.references)
         for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            references = () if seen is None else seen.most(size, spec=self.spec)
-            shown = sum(self.spec.num_tokens(reference) + words for reference in references)
-            heard = 0
+            references: tuple[Size, ...] = ()
+            shown = appended = heard = 0
+            if seen is not None:
+                references = seen.most(size, spec=self.spec)
+                shown = int(seen.num_tokens(np.tile(size, (len(seen.counts), 1)), spec=self.spec).max())
+                appended = int(appended_frames(seen.rule, size, spec=self.spec)[0])
             if self.audio is not None and self.sample.audio_fps is not None:
                 heard = int(self.audio.num_tokens(size.frames, self.sample.audio_fps))
             shown += heard
@@ -226,7 +226,9 @@ class StreamedData(RunData):
                 continue  # an error if such a row comes
             else:
                 count = grouping.size_of(bucket, shown=shown)
-            step = LargestStep([size] * count, count * each, [references] * count, audio=[heard] * count)
+            step = LargestStep(
+                [size] * count, count * each, [references] * count, audio=[heard] * count, appended=[appended] * count
+            )
             largest = max(largest, step, key=lambda step: step.tokens)
         return largest
 
@@ -313,14 +315,7 @@ def make_streamed_data(
     check_named_sources(config, prepared.sources)
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
     check_audio(config, prepared)
-    audio, has_references = prepared.audio, REFERENCE in prepared.conditions
-    rule = counting_rule(
-        prepared.references,
-        in_front=tokens.references_in_front,
-        text_tokens=tokens.reference_text_tokens,
-        condition=config.objective.condition,
-    )
-    references = rule if has_references or rule.appended else None
+    audio, references = prepared.audio, tokens.rule_of(prepared, condition=config.objective.condition)
     batches, stream = config.batches, config.stream
     table: BucketTable | OpenTable = prepared.table
     grouping: Grouping
@@ -349,7 +344,7 @@ def make_streamed_data(
         collate_fn=media_collator(config, prepared, table=table),
         config=stream,
         faults=config.faults.log(unreadable_log(config)),
-        kept=[REFERENCE_SIZES] if has_references else [],
+        kept=[REFERENCE_SIZES] if REFERENCE in prepared.conditions else [],
     )
     return StreamedData(
         loader=batcher.make_loader(**config.loader.options()),

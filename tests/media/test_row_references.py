@@ -35,7 +35,7 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
         grids.append(tuple(tuple(int(side) for side in VIDEOS.grid_of(*size)) for size in shown))
     tokens = references.num_tokens(samples, spec=VIDEOS)
     assert tokens.tolist() == [sum(int(np.prod(grid)) for grid in lists) for lists in grids]
-    sizes = references.sizes(samples, spec=VIDEOS)
+    sizes = references.sizes(samples)
     assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
     keys = references.grid_keys(samples, spec=VIDEOS)
     assert [tokens_of_key(key) for key in keys] == tokens.tolist()
@@ -52,7 +52,7 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
 def test_a_picture_has_one_latent_frame_and_a_video_those_of_its_sample() -> None:
     references = references_of([[(1, 64, 64), (90, 64, 64)], [(90, 64, 64)], []])
     samples = [(9, 64, 64), (17, 64, 64), (9, 64, 64)]
-    assert references.sizes(samples, spec=VIDEOS) == [((1, 64, 64), (9, 64, 64)), ((17, 64, 64),), ()]
+    assert references.sizes(samples) == [((1, 64, 64), (9, 64, 64)), ((17, 64, 64),), ()]
     assert references.num_tokens(samples, spec=VIDEOS).tolist() == [64, 80, 0]
 
 

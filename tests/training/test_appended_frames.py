@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,20 @@ import torch
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.adapters import AdapterConfig
+from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.models.conditioning import Drawn, read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
 from hf_bucketing.planner.components import read_components
+from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.memory import sample_shape
-from hf_bucketing.planner.settings import PlanConfig
+from hf_bucketing.planner.rows import DataRows
+from hf_bucketing.planner.settings import MachineConfig, PlanConfig
+from hf_bucketing.planner.suggestion import Suggester
+from hf_bucketing.planner.time import Speed
+from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.training.steps import latent_frames_of
 from tests.conftest import run_script_here
 from tests.models.test_shown_parts import step_of
@@ -73,7 +81,8 @@ def test_appended_frames_count_in_limits_and_in_the_largest_step(mode: str, runs
     largest = data.largest_step()
     sizes, tokens = largest.sizes, largest.tokens
     assert tokens == sum(TOKENS[size.frames] for size in sizes)
-    for size, shown in zip(sizes, largest.references, strict=True):
+    assert {*largest.references} == {()}
+    for size, shown in zip(sizes, largest.shown, strict=True):
         assert shown == (size._replace(frames=1),) * {9: 2, 5: 1, 1: 0}[size.frames]
 
 
@@ -85,6 +94,66 @@ def test_the_memory_of_a_sample_is_planned_with_the_most_appended_frames(runs: C
     assert with_.tokens == TOKENS[9]
     assert with_.tokens - without.tokens == 2 * 8 * 12
     assert len(with_.references) == 2
+
+
+def test_a_report_counts_appended_frames_and_says_what_they_cost(runs: ConditionRuns, tmp_path: Path) -> None:
+    files = {"json": tmp_path / "report.json", "html": tmp_path / "report.html"}
+    flags = {"num_processes": 1, "max_area": "none", **files}
+    printed = run_script_here("report_buckets.py", runs.folder / "prepared", **flags, condition=CONDITION).stdout
+    counted = json.loads(files["json"].read_text())
+    own, share = 2 * (3 * 8 * 12 + 2 * 8 * 8 + 8 * 8), 2 * (2 * 8 * 12 + 8 * 8) / (2 * sum(TOKENS.values()))
+    assert counted["appended"] == {"most": 2, "token_share": pytest.approx(share)}
+    said = f"at most 2, whatever is drawn; they are {share:.0%} of all tokens. Steps and the comparison count them;"
+    assert said in " ".join(printed.split())
+    assert said in files["html"].read_text()
+    run_script_here("report_buckets.py", runs.folder / "prepared", **flags)
+    without = json.loads(files["json"].read_text())
+    assert without["appended"] is None
+    for strategy, alone in zip(counted["strategies"], without["strategies"], strict=True):
+        assert (alone["real_tokens"], strategy["real_tokens"]) == (own, 2 * sum(TOKENS.values()))
+
+
+def test_the_page_of_the_data_says_what_the_first_epoch_shows(runs: ConditionRuns, tmp_path: Path) -> None:
+    flags = {"html": tmp_path / "data.html", "max_thumbnails": 0, "seed": 3}
+    run_script_here("report_data.py", runs.folder / "prepared", **flags, condition=CONDITION)
+    (part,) = (tmp_path / "data_files").glob("*.js")
+    shares, seen = read_conditions(CONDITION).of(None), set()
+    for row in PreparedDataset.load(runs.folder / "prepared").dataset:
+        latent_frames = (row["num_frames"] - 1) // 4 + 1
+        drawn = shares.draw(3, 0, row["index"], latent_frames=latent_frames, stride=4)
+        said = drawn.name
+        if drawn.appended:
+            said += f"; frames of latent frames {', '.join(map(str, drawn.appended))} are appended"
+            said += "; frames 0 are shown in place"
+        assert said in part.read_text()
+        seen.add(said)
+    assert len(seen) > 2
+
+
+@pytest.mark.slow
+def test_a_suggested_run_counts_appended_frames_in_plans_memory_time_and_cache(runs: ConditionRuns) -> None:
+    components = read_components(str(runs.pipeline))
+    rows = DataRows.of_prepared(PreparedDataset.load(runs.folder / "prepared"))
+    table = PreparedDataset.load(runs.folder / "prepared").table
+    machine, speed = MachineConfig(gpu_memory=1.0), Speed.of(TimeConfig(), gpu_memory=24)
+    found = []
+    for condition in ("first_frame", CONDITION):
+        base = PlanConfig(
+            device="cpu", mixed_precision="no", max_sequence_length=16, adapters=AdapterConfig(lora_rank=4),
+            condition=condition,
+        )  # fmt: skip
+        buckets = next(ways_of({"table": (None, table)}, rows.sizes, spec=components.spec))
+        suggested = Suggester(components, rows, machine=machine, base=base, speed=speed).suggest([buckets])
+        found.append(sorted(suggested.candidates, key=lambda run: run.config.max_tokens or 0))
+    for alone, appending in zip(*found, strict=True):
+        assert appending.way.targets.all_tokens.tolist() == [TOKENS[frames] for frames in rows.sizes.frames]
+        assert appending.memory.shape.length == TOKENS[9] == alone.memory.shape.length + 2 * 8 * 12
+        assert appending.config.reference_sizes is None
+        assert appending.time.seconds > alone.time.seconds
+        own, frames = 2 * (3 * 8 * 12 + 2 * 8 * 8 + 8 * 8), 2 * (2 * 8 * 12 + 8 * 8)
+        values = 4 * components.vae.config["latent_channels"]
+        assert appending.disk.cache - alone.disk.cache == values * frames
+        assert alone.disk.cache > values * own
 
 
 def test_a_cache_holds_the_frames_that_any_epoch_appends(runs: ConditionRuns, tmp_path: Path) -> None:
