@@ -1,4 +1,4 @@
-r"""Measure on one GPU what cannot be measured without: parity, throughput, packing, memory and quantisation.
+r"""Measure on one GPU what cannot be measured without: parity, throughput, packing, reading, memory and quantisation.
 
 python scripts/benchmark_gpu.py --output scripts/benchmark_results/gpu.json --figure scripts/benchmark_results/gpu.png
 
@@ -29,10 +29,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_bucketing import BucketBatchSampler, PackBatchSampler, Size
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.devices import Reading
 from hf_bucketing.errors import PackingError
 from hf_bucketing.losses import masked_mse
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.enable import packing_disabled
+from hf_bucketing.optimizers.optimizer import omitted_if
 from hf_bucketing.packing import PackedLayout, SegmentSpans, packed_attention, packed_forward, packed_mse
 
 PACKAGES = ("torch", "triton", "diffusers", "accelerate", "peft", "torchao", "bitsandbytes", "flash_attn")
@@ -306,11 +308,14 @@ class Stepper:
 
     def packed(self, inputs: Inputs) -> float:
         """Take a step on one pack."""
+        return self._update(self.loss_of_pack(inputs))
+
+    def loss_of_pack(self, inputs: Inputs) -> torch.Tensor:
         latents, timesteps, text = inputs
         batch = self.packing.pack(latents, timesteps=timesteps, text=text)
         with torch.autocast(self.scale.device, torch.bfloat16):
             output = packed_forward(self.model, batch)
-        return self._update(packed_mse(output, batch.pack_like(latents), batch.layout).mean())
+        return packed_mse(output, batch.pack_like(latents), batch.layout).mean()
 
     def stacked(self, inputs: Inputs) -> float:
         """Take a step on one stack, in which samples are padded to the largest where they differ."""
@@ -338,6 +343,55 @@ def pad_all(latents: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
 
     masks = [torch.ones_like(latent[:1]) for latent in latents]
     return torch.stack([pad(latent) for latent in latents]), torch.stack([pad(mask) for mask in masks])
+
+
+# Steps that are read before their update, or after the next one is launched.
+
+
+def measure_reading(scale: Scale, runs: int) -> Figures:
+    """Compare steps of LoRA by when loss and norm are read, on one short sample and on a pack of mixed sizes.
+
+    The optimizer is AdamW, by default or fused; read later, it is fused.
+    """
+    model = make_transformer(scale, layers=scale.epoch_layers, dtype=torch.bfloat16)
+    steps, figures = ReadSteps(scale, model), Figures(steps=scale.read_steps)
+    for name, grids in (("short", scale.mixed_step[-1:]), ("mixed", scale.mixed_step)):
+        inputs = draw(scale, grids)
+        functions = {
+            "default_before": lambda inputs=inputs: steps.take(inputs, fused=False, late=False),
+            "fused_before": lambda inputs=inputs: steps.take(inputs, fused=True, late=False),
+            "fused_later": lambda inputs=inputs: steps.take(inputs, fused=True, late=True),
+        }
+        seconds = medians(scale, functions, runs=runs)
+        figures[name] = {f"{read}_s": value / scale.read_steps for read, value in seconds.items()}
+    return figures
+
+
+class ReadSteps:
+    """Take steps as the training loop does, of which the loss and the gradients' norm are read on the CPU."""
+
+    def __init__(self, scale: Scale, model: WanTransformer3DModel) -> None:
+        self.stepper = Stepper(scale, model, lora=True)
+        self.trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self.optimizers = {
+            fused: torch.optim.AdamW(self.trained, lr=1e-4, fused=fused or None) for fused in (False, True)
+        }
+
+    def take(self, inputs: Inputs, *, fused: bool, late: bool) -> None:
+        """Take steps on one pack, which are finite."""
+        optimizer, under_way = self.optimizers[fused], None
+        for _ in range(self.stepper.scale.read_steps):
+            loss = self.stepper.loss_of_pack(inputs)
+            loss.backward()
+            numbers = torch.stack([loss.detach(), torch.nn.utils.clip_grad_norm_(self.trained, 1.0)])
+            reading = Reading(numbers)
+            due = under_way if late else reading
+            if due is not None and not due.values()[0].isfinite().all():
+                raise ValueError("A step is not finite.")
+            with omitted_if((~numbers.isfinite()).any().float(), optimizer) if late else nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+            under_way = reading
 
 
 # Padding, bucketing and packing of one mixed set.
@@ -467,6 +521,7 @@ PARTS: dict[str, Callable[[Scale, int], Figures]] = {
     "parity": measure_parity,
     "attention": measure_attention,
     "step": measure_step,
+    "reading": measure_reading,
     "strategies": measure_strategies,
     "planner": measure_planner,
     "quantization": measure_quantization,

@@ -33,7 +33,7 @@ def run_here(output: Path, **settings: object) -> dict[str, Any]:
 def test_packing_is_measured_small_and_drawn(tmp_path: Path) -> None:
     figures = run_here(
         tmp_path / "gpu.json",
-        parts=["parity", "attention", "step", "strategies"],
+        parts=["parity", "attention", "step", "reading", "strategies"],
         figure=tmp_path / "gpu.png",
     )
     parts = figures["parts"]
@@ -49,6 +49,8 @@ def test_packing_is_measured_small_and_drawn(tmp_path: Path) -> None:
     assert step["packed_pairs_of_tokens"] == pytest.approx(step["fixed_size_pairs_of_tokens"], rel=0.2)
     assert step["lora"]["packed_of_fixed_size_tokens_per_s"] > 0
     assert step["full"]["packed_of_fixed_size_tokens_per_s"] > 0
+    assert parts["reading"]["short"].keys() == {"default_before_s", "fused_before_s", "fused_later_s"}
+    assert all(seconds > 0 for name in ("short", "mixed") for seconds in parts["reading"][name].values())
     strategies = parts["strategies"]
     assert {strategies[name]["samples"] for name in ("padding", "bucketing", "packing")} == {strategies["samples"]}
     assert all(parts[name]["seconds"] > 0 for name in parts)

@@ -70,6 +70,11 @@ def _step(axes: Any, part: Mapping[str, Any]) -> None:
     _grouped(axes, groups, title="Training step", unit="tokens per second")
 
 
+def _reading(axes: Any, part: Mapping[str, Any]) -> None:
+    groups = {name: values for name, values in part.items() if isinstance(values, Mapping)}
+    _grouped(axes, groups, title="LoRA step by when it is read", unit="seconds")
+
+
 def _strategies(axes: Any, part: Mapping[str, Any]) -> None:
     speeds = _values(part, "real_tokens_per_s")
     _grouped(axes, {"one mixed set": speeds}, title="Epoch of a mixed set, LoRA", unit="real tokens per second")
@@ -95,6 +100,7 @@ PANELS = {
     "parity": _parity,
     "attention": _attention,
     "step": _step,
+    "reading": _reading,
     "strategies": _strategies,
     "planner": _planner,
     "quantization": _quantization,

@@ -32,6 +32,7 @@ class Scale:
         attention_cases: Lengths of the segments whose attention is timed, by name.
         attention_batch: Samples of the flash call that is compared with cases of several segments.
         fixed_step, mixed_step: Token grids of a step of one size, and of a pack of as many tokens and pairs of tokens.
+        read_steps: Steps in a row that are read in one way or the other.
         sizes, samples: Sizes of a mixed set, and the number of samples drawn from them.
         buckets: Bucket table for that set.
         max_tokens: Tokens per step on it.
@@ -52,6 +53,7 @@ class Scale:
     attention_batch: int
     fixed_step: tuple[Grid, ...]
     mixed_step: tuple[Grid, ...]
+    read_steps: int
     sizes: tuple[Size, ...]
     samples: int
     buckets: tuple[Size, ...]
@@ -104,6 +106,7 @@ FULL = Scale(
     attention_batch=8,
     fixed_step=((21, 15, 26),) * 4,
     mixed_step=((21, 26, 15), (21, 20, 28), (9, 20, 36), (5, 16, 28), (7, 18, 32)),
+    read_steps=4,
     sizes=(
         Size(1, 512, 512), Size(1, 768, 512), Size(1, 448, 640), Size(17, 256, 448), Size(33, 320, 320),
         Size(49, 240, 416), Size(49, 432, 240), Size(81, 240, 416), Size(81, 416, 240), Size(9, 480, 832),
@@ -134,6 +137,7 @@ SMALL = Scale(
     attention_batch=2,
     fixed_step=((2, 4, 4),) * 2,
     mixed_step=((3, 4, 3), (1, 4, 5), (2, 2, 2)),
+    read_steps=2,
     sizes=(Size(1, 64, 64), Size(5, 32, 64), Size(5, 64, 32), Size(9, 48, 48)),
     samples=6,
     buckets=(Size(1, 64, 64), Size(5, 32, 64), Size(5, 64, 32), Size(9, 48, 48)),

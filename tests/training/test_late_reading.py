@@ -28,7 +28,10 @@ from hf_bucketing.training.steps import StepLosses
 from hf_bucketing.training.trained import TrainedModel, add_trained_parts
 from tests.conftest import as_flags
 from tests.pretended_device import DEVICE, Waits, module_on_device, pretended_device
+from tests.training.test_experts import LORA, expert_dir
 from tests.training.training_cases import BATCHING, in_process, train
+
+__all__ = ["expert_dir"]
 
 FUSED = {
     "torch.optim:AdamW": [],
@@ -51,7 +54,7 @@ class SpoiledTrainer(Trainer):
         self.events.append(f"launch {self.launched + 1}")
         losses = super()._train_on(*args, **options)
         if self.launched + 1 in self.spoiled:
-            for weight in self.trained.weights["transformer"]:
+            for weight in self.trained.weights[self.step.recipe.trained]:
                 weight.grad.mul_(math.nan)
         return losses
 
@@ -226,6 +229,21 @@ def on_pretended_device(
         entered[0].clear()
         yield trainer, entered[0]
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+def test_both_experts_are_read_late_after_their_first_updates(
+    expert_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of("torch.optim:AdamW", **LORA, weighting_scheme="uniform", shift=5.0, max_train_steps=7)
+    monkeypatch.setattr(SpoiledTrainer, "spoiled", frozenset({5}))
+    events, late = run(in_process(expert_dir, prepared_dir, tmp_path / "late", **settings))
+    experts = [line["expert"] for line in late["losses"]]
+    first = [experts.index(expert) + 1 for expert in set(experts)]
+    at_once = [step for step in range(1, 7) if events.index(f"read {step}") < events.index(f"launch {step + 1}")]
+    assert sorted(at_once) == sorted(first)
+    monkeypatch.setattr(TrainedModel, "reads_late", lambda *_: False)
+    assert_same(late, run(in_process(expert_dir, prepared_dir, tmp_path / "at once", **settings))[1])
 
 
 @pytest.mark.slow
