@@ -345,7 +345,9 @@ SIZES_OF_SOURCES = [
 ]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1,), (2,), (1, 3)])
+@pytest.mark.parametrize(
+    "order", [pytest.param((0, 1, 2, 3), marks=pytest.mark.slow), (3, 2, 1, 0), (1,), (2,), (1, 3)]
+)
 def test_rows_and_streams_of_several_sources_have_the_same_references(order, sources, tmp_path: Path) -> None:
     chosen = [sources[number] for number in order]
     numbers = [2 * number + row for number in order for row in range(1 if number == 3 else 2)]

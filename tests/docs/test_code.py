@@ -190,6 +190,7 @@ def test_packing_returns_each_sample(run_page: Any) -> None:
     assert names["loss"].isfinite()
 
 
+@pytest.mark.slow
 def test_the_whole_loop_trains_adapters_alone(run_page: Any) -> None:
     names = run_page("docs/your-own-loop.md", "global_mean(losses")
     assert names["losses"].isfinite().all()
@@ -205,6 +206,7 @@ def test_the_whole_loop_trains_adapters_alone(run_page: Any) -> None:
     assert set(names["ds"]["caption"]) == {path.read_text() for path in Path(names["CLIPS"]).glob("*.txt")}
 
 
+@pytest.mark.slow
 def test_the_whole_loop_resumes_and_saves_the_same_adapters_as_diffusers_loads_them(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

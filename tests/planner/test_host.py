@@ -37,6 +37,7 @@ def test_each_process_loads_all_that_it_calls_at_once(pipeline_dir: Path) -> Non
     assert (four.weights, four.processes) == (4 * loading.weights, 4 * loading.processes)
 
 
+@pytest.mark.slow
 def test_what_waits_lies_in_page_locked_memory(pipeline_dir: Path) -> None:
     assert [pinned_bytes(torch.empty(count, dtype=torch.uint8)) for count in (0, 1, 2, 3, 1024, 1025)] == [
         *(0, 1, 2, 4, 1024, 2048),

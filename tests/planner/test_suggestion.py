@@ -100,6 +100,7 @@ def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> 
     assert pack.kept == 1, "whole files at their own size"
 
 
+@pytest.mark.slow
 def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
     components: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_runs_that_drop_many_rows_come_last(components: Components) -> None:
     assert sum(suggestion.candidates[-1].dropped.values()) == 20
 
 
+@pytest.mark.slow
 def test_a_sample_of_rows_says_the_steps_of_all(components: Components) -> None:
     whole = suggest(components, MIXED).candidates[0]
     tenth = suggest(components, dataclasses.replace(MIXED, total=10 * MIXED.total)).candidates

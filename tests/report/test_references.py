@@ -136,6 +136,7 @@ def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_pa
     assert shares == sorted({*shares}), "a reference in front of a sample has more tokens than its own size"
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_page_is_planned_with_the_references_of_the_row_that_has_most(
     prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

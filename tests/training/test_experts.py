@@ -309,7 +309,8 @@ def test_the_script_renders_the_same_from_a_folder_that_has_only_files_for_comfy
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, pytest.param(PACK, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, PACK])
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict, expert_dir, prepared_dir, tmp_path: Path) -> None:
     settings = {**LORA, **settings, "gradient_accumulation_steps": 2, "max_train_steps": 5, "checkpointing_steps": 2}
     run(in_process(expert_dir, prepared_dir, tmp_path, **settings))

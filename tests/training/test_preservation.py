@@ -139,7 +139,7 @@ def test_which_samples_are_preserved_follows_from_their_keys_and_marks() -> None
     assert CASES["slider"].captions == ["a red square", "blue", "white", ""]
 
 
-@pytest.mark.parametrize("batches", [{}, PACK], ids=["bucket", "pack"])
+@pytest.mark.parametrize("batches", [{}, pytest.param(PACK, marks=pytest.mark.slow)], ids=["bucket", "pack"])
 def test_the_base_model_stays_and_a_resumed_run_repeats_the_whole_one(
     batches, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

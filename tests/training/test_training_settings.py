@@ -71,6 +71,7 @@ def test_max_tokens_holds_the_text_where_it_sits_in_the_sequence(pipeline_dir, p
             make_data(config, spec, ModelTokens(width=96, text_tokens=300))
 
 
+@pytest.mark.slow
 def test_a_run_counts_the_text_that_its_family_says_is_in_the_sequence(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch
 ) -> None:
@@ -345,6 +346,7 @@ def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_
     assert run(changed(parts, max_train_steps=4, resume_from_checkpoint="latest")) == whole
 
 
+@pytest.mark.slow
 def test_samples_beyond_the_models_positions_are_refused_before_training(
     pipeline_dirs, media_dir, tmp_path: Path
 ) -> None:
