@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import IntArray
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..errors import BucketingError
@@ -24,7 +24,7 @@ from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
-from ..report.measure import Targets
+from ..report.measure import Targets, kept_pixels
 from ..settings import changed
 from ..units import format_bytes
 from .components import Components
@@ -284,7 +284,7 @@ class Suggester:
         once = None
         if config.cached == "all":
             once = epoch_time(plan, computed, encoding, rows_of_plan=self.rows.share)
-        kept = self._kept_pixels(way.targets)[plan.indices].sum()
+        kept = kept_pixels(self.rows.sizes, way.targets)[plan.indices].sum()
         dropped = {**count_rejections(way.targets.rejection), **plan.drop_reasons}
         dropped.pop("rejected", None)
         workers = self._workers(plan, way.targets, time)
@@ -328,12 +328,6 @@ class Suggester:
         by_part = dict(enumerate(sizes.tolist()))
         plan = plan_buckets(parts.ids, BucketPlanConfig(batch_size=by_part), epoch=0, num_processes=processes)
         return plan, tokens[plan.indices] + text
-
-    def _kept_pixels(self, targets: Targets) -> FloatArray:
-        """Return the pixels that each row is trained on, `(n,)`; enlarged ones count as they are in the file."""
-        target = np.prod([side.astype(np.float64) for side in targets.sizes], axis=0)
-        seen: FloatArray = self.pixels * targets.kept_area * np.minimum(targets.kept_frames, 1)
-        return np.minimum(target, seen)
 
     def _copied(self, memory: MemoryPlan, config: PlanConfig) -> float:
         """Return the bytes that a step copies to and from a GPU: blocks twice, activations there and back."""

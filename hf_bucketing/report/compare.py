@@ -32,6 +32,7 @@ from .measure import (
     Targets,
     bucket_targets,
     empty_plan,
+    kept_pixels,
     mean,
     measure_buckets,
     plan_batches,
@@ -70,6 +71,7 @@ class StrategyReport:
         token_use (`float`): Real tokens ÷ computed tokens.
         tokens_per_sample (`float`): Mean tokens of a kept sample, without padding.
         plan_bytes (`int`): Bytes of the arrays of the epoch's plan, which each process holds.
+        kept_pixels (`float`): Pixels of the files that the kept samples are trained on.
     """
 
     name: StrategyName
@@ -88,6 +90,7 @@ class StrategyReport:
     token_use: float
     tokens_per_sample: float
     plan_bytes: int
+    kept_pixels: float
 
     @property
     def num_dropped(self) -> int:
@@ -303,6 +306,7 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
         token_use=real / computed if computed else math.nan,
         tokens_per_sample=real / plan.kept if plan.kept else math.nan,
         plan_bytes=sum(array.nbytes for array in (plan.indices, plan.offsets, plan.bucket_ids)),
+        kept_pixels=float(kept_pixels(subject.sizes, targets)[rows].sum()),
     )
 
 

@@ -171,6 +171,18 @@ class Targets(NamedTuple):
         return self._replace(beside_tokens=tokens)
 
 
+def kept_pixels(sizes: Sizes, targets: Targets) -> FloatArray:
+    """Return the pixels that each sample is trained on, `(n,)`; those that are enlarged count as they are in the file.
+
+    Unreadable samples have none; those of rejected ones mean nothing.
+    """
+    usable = np.minimum.reduce(sizes) > 0
+    pixels, target = (np.prod([side.astype(np.float64) for side in of], axis=0) for of in (sizes, targets.sizes))
+    seen = pixels * usable * targets.kept_area * np.minimum(targets.kept_frames, 1)
+    kept: FloatArray = np.minimum(target, seen)
+    return kept
+
+
 class Subject(NamedTuple):
     """Everything that a report is computed from: the samples in their buckets and at their own size, and settings.
 

@@ -18,6 +18,8 @@ RULE = (
     f"(to padding and waiting). The share that differs most decides; packs have to lose over {LIMIT:.0%} less."
 )
 
+_RANKED = "suggest_run.py ranks by that the runs that fit a machine, packs at the rows' own sizes."
+
 
 class Verdict(NamedTuple):
     """The way of batching that a report recommends, None if no sample can be trained on, and its reason."""
@@ -41,15 +43,20 @@ def choose_way(report: Report) -> Verdict:
         return Verdict(None, f"neither buckets nor packs can take any of the {_samples(total)}.")
     said = f"buckets {_said(buckets)}, packs {_said(packs)}."
     if buckets.kept and packs.kept:
-        cost = (packs.epoch_cost / packs.kept) / (buckets.epoch_cost / buckets.kept)
+        epoch = packs.epoch_cost / buckets.epoch_cost
+        per_pixel = epoch * buckets.kept_pixels / packs.kept_pixels
         said += (
-            f" A sample costs {cost:.2f} times as much in packs; useful work is {packs.efficiency:.1%} of that, "
-            f"in buckets {buckets.efficiency:.1%}."
+            f" A sample costs {epoch * buckets.kept / packs.kept:.2f} times as much in packs, and a kept pixel of its "
+            f"file {per_pixel:.2f} times; useful work is {packs.efficiency:.1%} of that, in buckets "
+            f"{buckets.efficiency:.1%}."
         )
         ahead = max((_lost(buckets, total) - _lost(packs, total)).tolist(), key=abs)
+        packed, faster = ahead > LIMIT, per_pixel < 1
+        if packed != faster and round(100 * math.log(per_pixel)):  # 1 % decides nothing in suggestions either
+            said += f" By the time of a kept pixel alone, {'packs' if faster else 'buckets'} are ahead; {_RANKED}"
     else:
-        ahead = 1.0 if packs.kept else -1.0
-    return Verdict("packing" if ahead > LIMIT else "bucketing", said)
+        packed = packs.kept > 0
+    return Verdict("packing" if packed else "bucketing", said)
 
 
 def _lost(strategy: StrategyReport, total: int) -> FloatArray:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, BucketTable
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.buckets.assignment import AssignmentRule, has_bucket
 from hf_bucketing.buckets.sizes import Size
@@ -27,7 +27,9 @@ from hf_bucketing.planner.settings import MachineConfig
 from hf_bucketing.planner.suggestion import Candidate, Suggester, Suggestion
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import Way, tables_of, ways_of
+from hf_bucketing.report import ReportConfig, SizeColumns, make_report
 from hf_bucketing.report.measure import Sizes
+from hf_bucketing.report.verdict import choose_way
 from tests.conftest import run_script_here
 from tests.training.test_reference_runs import CLIPS, make_samples
 
@@ -77,6 +79,24 @@ def test_packs_are_prepared_with_the_table_that_rejects_fewest_rows(components: 
     (packs,) = (way for way in ways(components, MIXED) if way.batching == "pack")
     assert packs.settings == tables_of(components, MIXED.sizes)["sizes of the data"]
     assert has_bucket(packs.table.assign(*MIXED.sizes).bucket_id).all()
+
+
+@pytest.mark.slow
+def test_a_report_of_the_same_rows_says_why_it_recommends_another_way(components: Components) -> None:
+    """Buckets that enlarge images lose nothing of them, but compute more for each of their pixels."""
+    rows, table = rows_of((1, 48, 64)), BucketTable.parse("96,128", frames=[1])
+    rule = AssignmentRule(max_upscale=2.0)
+    base, speed = dataclasses.replace(BASE, strip_length=4), Speed.of(TimeConfig(), gpu_memory=24)
+    found = ways_of({"table": (None, table)}, rows.sizes, spec=components.spec, rule=rule)
+    best = Suggester(components, rows, machine=MACHINE, base=base, speed=speed).suggest(found).candidates[0]
+    assert best.way.batching == "pack"
+    config = ReportConfig(width=96, num_processes=1, strip_length=4, rule=rule)
+    report = make_report(SizeColumns(*rows.sizes), table, spec=components.spec, config=config)
+    verdict = choose_way(report)
+    assert verdict.way == "bucketing"
+    assert "By the time of a kept pixel alone, packs are ahead; suggest_run.py ranks by that" in verdict.reason
+    packs = report.strategies[-1]
+    assert packs.kept_pixels == rows.sizes.heights.dot(rows.sizes.widths) * best.kept
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
 
 TEXT = """\
 Bucket these: buckets drop 5 samples and cut 4.2% of the frames and 8.3% of the area, packs drop 3 samples and cut
-0.4% of the frames and 5.2% of the area. A sample costs 16.47 times as much in packs; useful work is 11.2% of that, in
-buckets 95.8%.
+0.4% of the frames and 5.2% of the area. A sample costs 16.47 times as much in packs, and a kept pixel of its file
+10.99 times; useful work is 11.2% of that, in buckets 95.8%.
 Rule: buckets and packs each lose a share of the samples, of the area, of the frames, and of the processes' time (to
 padding and waiting). The share that differs most decides; packs have to lose over 5% less.
 

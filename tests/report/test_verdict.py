@@ -26,9 +26,21 @@ def changed(report: Report, name: str, **values) -> Report:
 
 def test_buckets_that_lose_as_little_as_packs_are_recommended(equal: Report) -> None:
     assert str(choose_way(equal)) == (
-        "Bucket these: buckets lose nothing, packs lose nothing. A sample costs 1.00 times as much in packs; useful "
-        "work is 100.0% of that, in buckets 100.0%."
+        "Bucket these: buckets lose nothing, packs lose nothing. A sample costs 1.00 times as much in packs, and a "
+        "kept pixel of its file 1.00 times; useful work is 100.0% of that, in buckets 100.0%."
     )
+
+
+@pytest.mark.parametrize(("cost", "way"), [(0.9, "packs"), (1.1, ""), (0.997, "")])
+def test_a_verdict_says_when_a_suggestion_would_rank_the_other_way_first(cost: float, way: str, equal: Report) -> None:
+    packs = equal.strategies[-1]
+    verdict = str(choose_way(changed(equal, "packing", epoch_cost=cost * packs.epoch_cost)))
+    assert verdict.startswith("Bucket these:")
+    said = "By the time of a kept pixel alone, packs are ahead; suggest_run.py ranks by that"
+    assert (said in verdict) == bool(way)
+    slower = changed(changed(equal, "bucketing", cropped_area=0.2), "packing", epoch_cost=1.1 * packs.epoch_cost)
+    assert "Pack these" in str(choose_way(slower))
+    assert "kept pixel alone, buckets are ahead" in str(choose_way(slower))
 
 
 @pytest.mark.parametrize(("name", "scale"), [("cropped_area", 1), ("cropped_frames", 1), ("efficiency", -1)])
