@@ -88,6 +88,7 @@ def token_ladder(
     max_aspect_ratio: float = 4.0,
     aspect_step: float = 0.08,
     tolerance: float = 0.1,
+    own_budgets: bool = True,
 ) -> BucketTable:
     """Return buckets of nearly equal token counts, for each token budget and number of frames.
 
@@ -116,6 +117,7 @@ def token_ladder(
         aspect_step (`float`): Largest distance of neighbouring aspect ratios, as |ln(ratio ÷ ratio)|; a larger one
             makes fewer buckets, and `math.inf` keeps only the common ratios.
         tolerance (`float`): Largest relative distance of a bucket's token count from its budget.
+        own_budgets (`bool`): Whether one of `sizes` that no budget matches makes a budget of its own, or is omitted.
 
     Returns:
         [`BucketTable`]: Ordered by frames, budget, and aspect ratio from portrait to landscape; the tier of a bucket
@@ -150,7 +152,7 @@ def token_ladder(
         admitted = {shape: number for shape, number in admitted.items() if number <= largest * (1 + tolerance)}
         budgets = sorted(set(tokens))
         for number in admitted.values():  # the first of like sizes makes the budget of the others
-            if not any(abs(number - budget) <= tolerance * budget for budget in budgets):
+            if own_budgets and not any(abs(number - budget) <= tolerance * budget for budget in budgets):
                 budgets.append(number)
         for tier, budget in enumerate(sorted(budgets)):
             shapes = {shape for shape, n in admitted.items() if abs(n - budget) <= tolerance * budget}

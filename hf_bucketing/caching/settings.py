@@ -76,8 +76,8 @@ class CacheConfig:
             )
         if self.random_resize is not None and self.batching == "bucket":
             raise BucketingError(
-                "Omit `random_resize`: all views of a sample in a bucket have its size. List a source once for each "
-                "of several tables, whose rows are cached at their own sizes."
+                "Omit `random_resize`: all views of a sample in a bucket have its size. Prepare with `each_budget`, "
+                "by which each sample is a row at every one of `bucket_tokens`."
             )
 
     def appended_at(self, latent_frames: int) -> range:

@@ -63,7 +63,7 @@ def views_as_rows(prepared: PreparedDataset) -> PreparedDataset:
     assert resize is not None, "callers look whether sizes were drawn"
     assert cache is not None, "it drew them"
     count = cache.views_per_sample
-    views = np.repeat(np.arange(count, dtype=np.int8), len(rows))
+    views = np.repeat(np.arange(count), len(rows))
     names = ("num_frames", "height", "width", "index")
     frames, height, width, indices = (np.tile(column_array(rows, name), count) for name in names)
     height, width = resize.sides_of_views(height, width, indices=indices, views=views)

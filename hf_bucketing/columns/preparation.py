@@ -80,7 +80,7 @@ def check_sources(
         say (callable): Called with each sentence about what was found.
 
     Returns:
-        The sources by their names.
+        The sources by their names; with `each_budget` one for each budget, such as `"clips-4096"`.
 
     Raises:
         ColumnError: If there is no caption column or a named column, or captions are not text or clips do not lie in
@@ -92,20 +92,26 @@ def check_sources(
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
     names = name_sources([(config.dataset, config.name) for config in configs])
-    several = len(configs) > 1
+    several = sum(len(config.table.of_rows) for config in configs) > 1
     _check_alike(configs)
     shared_rule(configs, spec, taken)
     checked: dict[str, CheckedSource] = {}
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
-            table = config.table.make(spec, native_sizes=native_sizes)
+            tables = {
+                name + end: table.make(spec, native_sizes=native_sizes) for end, table in config.table.of_rows.items()
+            }
             named = replace(config, name=name) if several else config
+            first = next(iter(tables.values()))
             try:
-                checked[name] = _check_source(
-                    named, table, taken=taken, streaming=streaming, num_proc=num_proc, say=say
-                )
+                source = _check_source(named, first, taken=taken, streaming=streaming, num_proc=num_proc, say=say)
             except BucketingError as error:
                 faults.report(error, source=name if several else None)
+                continue
+            for part, table in tables.items():
+                weight = None if config.weight is None else config.weight / len(tables)
+                of_part = replace(source.config, name=part if several else config.name, weight=weight)
+                checked[part] = source._replace(config=of_part, table=table)
     for name, source in checked.items():
         if not len(source.rows.dataset):
             raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
@@ -294,8 +300,8 @@ def prepare(
     rows = next(iter(parts.values()))
     weights = row_weights(
         [part.dataset for part in parts.values()],
-        repeats=[config.repeats for config in configs],
-        shares=[config.weight for config in configs],
+        repeats=[source.config.repeats for source in checked.values()],
+        shares=[source.config.weight for source in checked.values()],
     )
     if len(parts) > 1:
         rows = merge_sources(parts, say=say)

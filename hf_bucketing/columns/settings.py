@@ -77,6 +77,8 @@ class TableConfig:
         buckets (`str`, *optional*): Buckets in diffusers' form "height,width;height,width", in place of
             `bucket_tokens` (default: none).
         table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
+        each_budget (`bool`): Whether each sample is trained at every one of `bucket_tokens` that does not enlarge it,
+            as a row of a source of its own, such as clips-4096; by default it is one row, at the largest.
         bucket_frames (`list` of `int`, *optional*): Numbers of frames that buckets have (default: 1 for models of
             images, else 1,17,49,81).
         bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
@@ -90,13 +92,14 @@ class TableConfig:
             longest bucket, or all that it has.
 
     Raises:
-        FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given.
+        FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given, and with `each_budget` the first.
         BucketingError: If `max_frames` is not as described.
     """
 
     bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table", common=True)
     buckets: str | None = setting(None, one_of="table", common=True)
     table: Path | None = setting(None, one_of="table")
+    each_budget: bool = False
     bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames", common=True)
     bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
     aspect_step: float = 0.08
@@ -115,6 +118,15 @@ class TableConfig:
         options = [*marked(TableConfig, "one_of")]
         if sum(getattr(self, name) is not None for name in options) != 1:
             raise FlagError(f"Give one of --{options[0]}, --{options[1]} and --{options[2]}.")
+        if self.each_budget and self.bucket_tokens is None:
+            raise FlagError("--each_budget goes with --bucket_tokens, each of which is a size that samples have.")
+
+    @property
+    def of_rows(self) -> dict[str, TableConfig]:
+        """Settings of each table in which every row of a source has a bucket, by the end of that source's name."""
+        if not self.each_budget:
+            return {"": self}
+        return {f"-{budget}": replace(self, bucket_tokens=[budget]) for budget in self.bucket_tokens or []}
 
     @property
     def frames(self) -> list[int]:
@@ -139,6 +151,7 @@ class TableConfig:
                 sizes=native_sizes if self.bucket_sizes is None else self.bucket_sizes,
                 max_aspect_ratio=self.max_aspect_ratio,
                 aspect_step=self.aspect_step,
+                own_budgets=not self.each_budget,
             )
         return table.images_at_video_sizes() if self.image_sizes == "video" else table
 

@@ -53,8 +53,9 @@ KEYS_READ |= {"num_repeats", "caption_extension", "class_tokens", "target_frames
 
 _BUCKETS = "sizes come from the bucket table: give `bucket_tokens`, `buckets` or `table`"
 KEYS_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("resolution", "resolutions", "size_buckets"), (None, _BUCKETS)),
+    **dict.fromkeys(("resolution", "size_buckets"), (None, _BUCKETS)),
     **dict.fromkeys(("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), (None, _BUCKETS)),
+    "resolutions": (None, "give `bucket_tokens`, and `each_budget` to train each sample at all of them"),
     **dict.fromkeys(("enable_bucket", "enable_ar_bucket"), (True, f"there are always buckets; {_BUCKETS}")),
     **dict.fromkeys(("min_ar", "max_ar"), (None, "give `max_aspect_ratio`")),
     **dict.fromkeys(("num_ar_buckets", "ar_buckets"), (None, "give `aspect_step`")),

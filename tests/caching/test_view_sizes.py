@@ -13,7 +13,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from PIL import Image
 
-from hf_bucketing import BucketBatchSampler, BucketingError, PackBatchSampler, Size, ViewRule
+from hf_bucketing import BucketingError, PackBatchSampler, Size, ViewRule
 from hf_bucketing.buckets.assignment import AssignmentRule
 from hf_bucketing.buckets.open_table import ImageSizes
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
@@ -22,6 +22,7 @@ from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.columns.apply import with_columns
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.errors import FlagError
 from hf_bucketing.loaders import RandomResize
 from hf_bucketing.loaders.collators import PackCollator
 from hf_bucketing.loaders.occurrences import OCCURRENCE
@@ -31,6 +32,7 @@ from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount
 from tests.caching.test_caching import cached, first, load_recipe, prepared
 from tests.caching.test_references import load_seeing, referenced
+from tests.conftest import as_flags, run_script_here
 from tests.training.training_cases import TINY_WAN, in_process, run
 
 __all__ = ["prepared", "referenced"]
@@ -228,7 +230,7 @@ def test_what_has_no_such_sizes_is_refused_by_name(
 ) -> None:
     with pytest.raises(BucketingError, match="give `views_per_sample` too"):
         CacheConfig(folder="cache", batching="pack", random_resize=32)
-    with pytest.raises(BucketingError, match="List a source once for each"):
+    with pytest.raises(BucketingError, match="Prepare with `each_budget`"):
         CacheConfig(folder="cache", random_resize=32, views_per_sample=2)
     images = ImageSizes(sizes=((32, 32),), rule=AssignmentRule())
     at_videos = replace(first(prepared, 1), open_table=replace(prepared.open_table, image_sizes=images))
@@ -240,26 +242,58 @@ def test_what_has_no_such_sizes_is_refused_by_name(
         CachedCollator(info)
 
 
-def test_in_buckets_a_source_that_is_listed_twice_is_cached_at_two_sizes(pipeline_dir: Path, tmp_path: Path) -> None:
+BUDGETS = {"bucket_tokens": [6, 24], "bucket_frames": [1], "each_budget": True}
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Three pictures with captions, the last of them too small for the larger of `BUDGETS`."""
     media = tmp_path / "media"
     media.mkdir()
-    for number, (height, width) in enumerate([(96, 64), (64, 96), (64, 64)]):
+    for number, (height, width) in enumerate([(96, 64), (64, 96), (48, 32)]):
         Image.new("RGB", (width, height), (40 * number, 90, 30)).save(media / f"{number}.png")
         (media / f"{number}.txt").write_text("a picture")
-    sources = [
-        SourceConfig(dataset=str(media), name=name, table=TableConfig(buckets=buckets))
-        for name, buckets in {"small": "32,32;48,32;32,48", "large": "64,64;96,64;64,96"}.items()
-    ]
-    recipe = load_recipe(pipeline_dir)
-    both = prepare(sources, spec=recipe.spec, say=lambda text: None)
-    both = replace(both, dataset=both.dataset.add_column("index", range(6)))
-    data, counts = cache_dataset(both, recipe, CacheConfig(folder=str(tmp_path / "cache")))
+    return media
+
+
+def test_in_buckets_each_sample_is_prepared_and_cached_at_every_budget(
+    pictures: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    source = SourceConfig(dataset=str(pictures), table=TableConfig(**BUDGETS), weight=3.0)
+    recipe, said = load_recipe(pipeline_dir), list[str]()
+    rows = prepare(source, spec=recipe.spec, native_sizes=[(32, 32)], say=said.append)
+    assert rows.sources == ("media-6", "media-24")
+    assert len(said) == 2, "files are read once"
+    assert rows.dataset["rejection"][:] == ["none"] * 5 + ["too_small"]
+    rows = replace(rows, dataset=rows.dataset.add_column("index", range(6)))
+    data, counts = cache_dataset(rows, recipe, CacheConfig(folder=str(tmp_path / "cache")))
     assert data is not None
-    assert (counts["encoded"], counts["captions encoded"]) == (6, 2), "the caption of all, and the empty one"
-    sampler = BucketBatchSampler(data.dataset["bucket_id"], table=data.table, batch_size=1)
-    assert sorted(row for (row,) in sampler) == [*range(6)]
-    sizes = [CachedCollator(data.cache)([data.dataset[row]])["size"][0][1:] for row in range(6)]  # type: ignore[arg-type]
-    assert sizes == [(48, 32), (32, 48), (32, 32), (96, 64), (64, 96), (64, 64)]
+    assert (counts["encoded"], counts["captions encoded"]) == (5, 2), "the caption of all, and the empty one"
+    sizes = [CachedCollator(data.cache)([data.dataset[row]])["size"][0][1:] for row in range(5)]  # type: ignore[arg-type]
+    assert sizes == [(48, 32), (32, 48), (48, 32), (96, 64), (64, 96)]
+    assert rows.dataset["weight"][:] == pytest.approx([2.5 / 3] * 3 + [2.5 / 2] * 3)
+    with pytest.raises(FlagError, match="--each_budget goes with --bucket_tokens"):
+        TableConfig(buckets="32,32", each_budget=True)
+
+
+@pytest.mark.slow
+def test_a_run_from_a_cache_of_every_budget_holds_each_sample_at_each_once(
+    pictures: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    prepared_dir, model = tmp_path / "prepared", ("--pretrained_model_name_or_path", pipeline_dir)
+    flags = as_flags(dataset=pictures, bucket_tokens="6,24", bucket_frames=1, output_dir=prepared_dir)
+    run_script_here("prepare_dataset.py", *flags, *model, "--each_budget", "--bucket_sizes", "none")
+    folders = as_flags(dataset_dir=prepared_dir, cache_dir=tmp_path / "cache", output_dir=tmp_path / "cached")
+    run_script_here("cache_latents.py", *folders, *model)
+    settings = {"max_train_steps": None, "num_train_epochs": 2, "train_batch_size": 1, "checkpointing_steps": 3}
+    whole = run(in_process(pipeline_dir, tmp_path / "cached", tmp_path / "out", **settings))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    settings["resume_from_checkpoint"] = "checkpoint-3"
+    assert run(in_process(pipeline_dir, tmp_path / "cached", tmp_path / "out", **settings)) == whole
+    logs = Logs(tmp_path / "out")
+    assert not recount(logs).faults
+    seen = Counter((line["epoch"], source) for line in logs.batches for source in line["sources"])
+    assert seen == {(epoch, source): 3 - source for epoch in (0, 1) for source in (0, 1)}
 
 
 def test_views_in_turn_begin_evenly_and_do_not_depend_on_other_rows() -> None:
