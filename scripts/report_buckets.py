@@ -245,7 +245,7 @@ def write_page(
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns import PreparedDataset, column_array
-    from hf_bucketing.models.conditioning import most_appended
+    from hf_bucketing.models.conditioning import appends_first, most_appended
 
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)
@@ -259,7 +259,8 @@ def main(args: argparse.Namespace) -> None:
     if table is prepared.table and has_buckets and not not_default(config, "max_aspect_error", "max_upscale"):
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
     max_frames, most = prepared.open_table.max_frames, most_appended(args.condition)
-    references = appending(prepared.row_references(), most=most, num_rows=len(prepared.dataset))
+    first = appends_first(args.condition)
+    references = appending(prepared.row_references(), most=most, num_rows=len(prepared.dataset), first=first)
     report = make_report(
         sizes,
         table,

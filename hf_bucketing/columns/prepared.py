@@ -186,7 +186,10 @@ class PreparedDataset:
         Rows without any count the frames that the rule appends.
         """
         if REFERENCE not in self.conditions:
-            return appending(None, most=rule.appended if rule else 0, num_rows=len(self.dataset))
+            if rule is None:
+                return None
+            first, text = rule.appended_first, rule.appended_text
+            return appending(None, most=rule.appended, num_rows=len(self.dataset), first=first, text=text)
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]

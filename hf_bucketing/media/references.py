@@ -38,6 +38,9 @@ class ReferenceRule:
         max_ratio (`float`, *optional*): Largest ratio of its longer to its shorter side; by default any.
         appended (`int`): Most frames of a sample that a run appends behind its references, each of the sample's height
             and width; at most one less than it has latent frames.
+        appended_first (`bool`): Whether its first frame may be one of them, so that there may be one more.
+        appended_text (`int`, *optional*): Where the text encoder sees these frames, tokens that each adds to the text
+            beside as many as it has itself.
 
     Raises:
         BucketingError: If a number is below 1, or both a largest area and a factor are given.
@@ -53,6 +56,8 @@ class ReferenceRule:
     min_side: int = 1
     max_ratio: float | None = None
     appended: int = 0
+    appended_first: bool = False
+    appended_text: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))

@@ -159,20 +159,25 @@ class RowReferences:
         return found
 
 
-def appending(references: RowReferences | None, *, most: int, num_rows: int) -> RowReferences | None:
+def appending(
+    references: RowReferences | None, *, most: int, num_rows: int, first: bool = False, text: int | None = None
+) -> RowReferences | None:
     """Return the references of rows, as they are counted in a run that appends frames to its samples.
 
     Args:
         references ([`RowReferences`], *optional*): References of the rows; None where they have none.
         most (`int`): Most frames that are appended to a sample.
         num_rows (`int`): Number of the rows.
+        first (`bool`): Whether its first frame may be one of them.
+        text (`int`, *optional*): See `appended_text` of [`ReferenceRule`].
     """
     if not most:
         return references
     if references is None:
         nothing = np.zeros((0, 3), np.int64)
         references = RowReferences(rule=ReferenceRule(), stored=nothing, offsets=np.zeros(num_rows + 1, np.int64))
-    return replace(references, rule=replace(references.rule, appended=most))
+    rule = replace(references.rule, appended=most, appended_first=first, appended_text=text)
+    return replace(references, rule=rule)
 
 
 def appended_frames(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
@@ -184,13 +189,27 @@ def appended_frames(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: Latent
         [2, 1, 0]
     """
     frames = np.asarray(samples, np.int64).reshape(-1, 3)[:, 0]
-    return np.minimum(rule.appended, np.maximum(frames - 1, 0) // spec.temporal_stride)
+    most = np.maximum(frames - 1, 0) // spec.temporal_stride + (rule.appended_first & (frames > 1))
+    return np.minimum(rule.appended, most)
 
 
 def appended_tokens(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
-    """Return the tokens of the most frames that are appended to samples `(n, 3)`, `(n,)`; see [`appended_frames`]."""
+    """Return the tokens of the most frames that are appended to samples `(n, 3)`, `(n,)`; see [`appended_frames`].
+
+    Those of text are among them.
+    """
     _, height, width = spec.grid_of(*np.maximum(np.asarray(samples, np.int64).reshape(-1, 3), 1).T)
-    return appended_frames(rule, samples, spec=spec) * height * width
+    frames = appended_frames(rule, samples, spec=spec)
+    return frames * height * width + appended_text_tokens(rule, samples, spec=spec)
+
+
+def appended_text_tokens(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+    """Return the tokens that these frames add to the texts of samples `(n, 3)`, `(n,)`."""
+    frames = appended_frames(rule, samples, spec=spec)
+    if rule.appended_text is None:
+        return np.zeros_like(frames)
+    _, height, width = spec.grid_of(*np.maximum(np.asarray(samples, np.int64).reshape(-1, 3), 1).T)
+    return frames * (height * width + rule.appended_text)
 
 
 def _sides(numbers: IntArray) -> IntArray:

@@ -20,8 +20,10 @@ from ..randomness import Purpose, generator
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
 """Conditions that show whole frames."""
 APPENDED = ("appended_last_frame", "appended_keyframes")
-"""Conditions that show frames as further tokens at the time of each, every frame encoded by itself. The first frame
-needs none of these: its latent is that of one frame already."""
+"""Conditions that show frames as further tokens at the time of each, every frame encoded by itself. Where a model is
+shown frames in their place too, the first needs none of these: its latent is that of one frame already."""
+APPENDED_FIRST = "appended_first_frame"
+"""Condition that shows the first frame likewise, of models that are shown no frame in its place."""
 BLACK = "mask"
 """Condition that shows what a sample's mask leaves out of the loss, in space and time."""
 NONE = "none"
@@ -30,7 +32,7 @@ VIDEO, NO_AUDIO = "video", "no_audio"
 absent. Under [`AUDIO`], their audio is shown, so that their video alone is generated."""
 MODALITIES = (VIDEO, AUDIO, NO_AUDIO)
 
-_KINDS = (*FRAMES, *APPENDED, BLACK, REFERENCE, *MODALITIES)
+_KINDS = (*FRAMES, APPENDED_FIRST, *APPENDED, BLACK, REFERENCE, *MODALITIES)
 _LONG = ("prefix", "suffix", "keyframes", "appended_keyframes")
 _PART = re.compile(r"(\w+)(?:@([1-9]\d*))?")
 
@@ -39,8 +41,8 @@ class Part(NamedTuple):
     """A part of a condition.
 
     Attributes:
-        kind (`str`): One of [`FRAMES`], of [`APPENDED`], of [`MODALITIES`], [`BLACK`], or `reference` for the sample's
-            references.
+        kind (`str`): One of [`FRAMES`], [`APPENDED_FIRST`], one of [`APPENDED`], of [`MODALITIES`], [`BLACK`], or
+            `reference` for the sample's references.
         length (`int`, *optional*): Latent frames, for keyframes their number; at most one less than the
             sample has; by default drawn from 1 to that.
     """
@@ -94,7 +96,7 @@ class Drawn(NamedTuple):
         video (`bool`): Whether the whole video is shown, if it has audio that is left to generate.
         audio (`bool`): Whether its audio is shown, if it has some.
         no_audio (`bool`): Whether its audio is absent.
-        appended (tuple of `int`): Latent frames after the first at which frames are shown as further tokens, rising.
+        appended (tuple of `int`): Latent frames at which frames are shown as further tokens, rising.
         name (`str`): Name of the condition, see [`name_of`].
         weight (`float`): Weight of the condition in the loss.
     """
@@ -150,8 +152,7 @@ class ConditionShares:
     @property
     def most_appended(self) -> int:
         """Most frames that a condition appends; [`sys.maxsize`] where it is any number."""
-        counts = [sum(_most(part) for part in condition if part.kind in APPENDED) for condition in self.conditions]
-        return min(sys.maxsize, max(counts))
+        return min(sys.maxsize, max(sum(map(_most, condition)) for condition in self.conditions))
 
     @property
     def draws_parts(self) -> bool:
@@ -196,9 +197,10 @@ class ConditionShares:
         random = generator(Purpose.CONDITION, *key)
         shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
         silent = np.array([Part(NO_AUDIO) in parts for parts in self.conditions])
-        appends = np.array([any(part.kind in APPENDED for part in parts) for parts in self.conditions])
-        shares, alike = np.array(self.shares), None if appended is None else appended > 0
-        for has, wanted in ((shown, references), (silent, no_audio), (appends, alike)):
+        exact = APPENDED_FIRST in self.kinds
+        fits = np.array([appended is None or _appends(parts, appended, exact=exact) for parts in self.conditions])
+        shares = np.array(self.shares)
+        for has, wanted in ((shown, references), (silent, no_audio), (fits, True)):
             if wanted is not None and shares[has == wanted].any():
                 shares[has != wanted] = 0
         chosen = int(random.choice(len(shares), p=shares / shares.sum()))
@@ -214,7 +216,7 @@ class ConditionShares:
             video=VIDEO in kinds,
             audio=AUDIO in kinds,
             no_audio=bool(silent[chosen]) if no_audio is None else no_audio,
-            appended=_append(drawn, latent_frames=latent_frames, count=appended, random=random),
+            appended=_append(drawn, latent_frames=latent_frames, count=None if exact else appended, random=random),
             name=name_of(drawn),
             weight=self.weights[chosen],
         )
@@ -222,7 +224,15 @@ class ConditionShares:
 
 def _most(part: Part) -> int:
     """Return the most frames that a part appends."""
-    return 1 if part.kind == APPENDED[0] else part.length or sys.maxsize
+    if part.kind == APPENDED[1]:
+        return part.length or sys.maxsize
+    return int(part.kind in (APPENDED_FIRST, APPENDED[0]))
+
+
+def _appends(condition: Condition, count: int, *, exact: bool) -> bool:
+    """Return whether a condition can append as many frames: those that it names, or if not `exact` some or none."""
+    named = sum(map(_most, condition))
+    return named == count if exact else (named > 0) == (count > 0)
 
 
 def _append(
@@ -230,6 +240,8 @@ def _append(
 ) -> tuple[int, ...]:
     """Return the latent frames at which a condition appends frames, or as many others as `count` says."""
     parts = [part for part in condition if part.kind in APPENDED]
+    if latent_frames > 1 and Part(APPENDED_FIRST) in condition:
+        return 0, *_append(tuple(parts), latent_frames=latent_frames, count=None, random=random)
     if latent_frames == 1 or not (parts if count is None else count):
         return ()
     last = [latent_frames - 1] if any(part.kind == APPENDED[0] for part in parts) else []
@@ -278,6 +290,11 @@ class SourceConditions:
         return max(shares.most_appended for shares in self.all)
 
     @property
+    def appends_first(self) -> bool:
+        """Whether the first frame may be one of them."""
+        return any(APPENDED_FIRST in shares.kinds for shares in self.all)
+
+    @property
     def appended_frames(self) -> Literal["last", "all"] | None:
         """Frames that may be appended: the last one of a sample, or any; None where none is.
 
@@ -293,6 +310,11 @@ class SourceConditions:
         """Conditions of which each sample is shown what takes most tokens."""
         if not self.most_appended:
             return self
+        if self.appends_first:
+            conditions = [condition for shares in self.all for condition in shares.conditions]
+            return SourceConditions(
+                ConditionShares((max(conditions, key=lambda parts: sum(map(_most, parts))),), (1.0,))
+            )
         return SourceConditions(ConditionShares(((Part(APPENDED[1], self.most_appended),),), (1.0,)))
 
     @property
@@ -332,6 +354,11 @@ def most_appended(text: str | None) -> int:
     return 0 if text is None else read_conditions(text).most_appended
 
 
+def appends_first(text: str | None) -> bool:
+    """Return whether the first frame may be one of these."""
+    return text is not None and read_conditions(text).appends_first
+
+
 def draws_parts(text: str | None) -> bool:
     """Return whether a setting, as [`read_conditions`] reads it, draws parts of samples."""
     return text is not None and read_conditions(text).draws_parts
@@ -367,11 +394,11 @@ def read_conditions(text: str) -> SourceConditions:
 def read_condition(text: str) -> ConditionShares:
     """Return one list of conditions and their shares: `first_frame:0.3,prefix+last_frame:0.2,none:0.5`.
 
-    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `appended_last_frame`,
-    `appended_keyframes`, `mask` and `reference`, and for samples with audio one of `video`, `audio` and `no_audio`,
-    joined by `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single condition needs no share. After
-    its share, a condition may have a weight in the loss: `prefix:0.2:0.5`. In a list that names `reference`, the other
-    conditions are shown none.
+    A condition is one or more of `first_frame`, `last_frame`, `prefix`, `suffix`, `keyframes`, `appended_first_frame`,
+    `appended_last_frame`, `appended_keyframes`, `mask` and `reference`, and for samples with audio one of `video`,
+    `audio` and `no_audio`, joined by `+`, or `none`. `prefix@2` has a fixed length, in latent frames. A single
+    condition needs no share. After its share, a condition may have a weight in the loss: `prefix:0.2:0.5`. In a list
+    that names `reference`, the other conditions are shown none.
 
     Raises:
         BucketingError: On anything else.

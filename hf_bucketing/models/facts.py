@@ -52,6 +52,9 @@ class RecipeFacts:
     """Whether the text encoder is shown the references of a caption's sample too."""
     reference_text_tokens: ClassVar[int] = 0
     """Most tokens that each of these adds to the text."""
+    keyframe_text_tokens: ClassVar[int | None] = None
+    """Where the text encoder is shown the frames that a run appends: most tokens that each adds to the text beside as
+    many as it has itself."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
     renders_prompts: ClassVar[bool] = True

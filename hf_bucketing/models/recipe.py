@@ -332,7 +332,7 @@ class Recipe(RecipeCalls):
         if KEYFRAMES in shown:
             pairs = zip(pixel_values, shown[KEYFRAMES], strict=True)
             encoded[KEYFRAMES] = [
-                tuple(self.encode_latents(pixels[None, :, frame : frame + 1])[0] for frame in frames)
+                tuple(self.encode_reference(pixels[:, frame : frame + 1]) for frame in frames)
                 for pixels, frames in pairs
             ]
         if masks := shown.get(MASK):
@@ -363,7 +363,10 @@ class Recipe(RecipeCalls):
         )
 
     def encode_reference(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode a reference `(3, F, h, w)` in [−1, 1] to a latent `(C, f, h, w)`; by default as any sample."""
+        """Encode a reference `(3, F, h, w)` in [−1, 1], or a frame that is appended, to a latent `(C, f, h, w)`.
+
+        By default it is encoded as any sample.
+        """
         return self.encode_latents(pixels[None])[0]
 
     def check_references(self, counts: npt.NDArray[np.int64], names: Sequence[Any]) -> None:
@@ -391,12 +394,17 @@ class Recipe(RecipeCalls):
         return MODALITIES if self.audio else ()
 
     @property
+    def text_sees_pictures(self) -> bool:
+        """Whether [`encode_text`] takes pictures: references, or frames that a run appends."""
+        return self.text_sees_references or self.keyframe_text_tokens is not None
+
+    @property
     def encodes_drawn(self) -> bool:
         """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
         return False
 
     def keyframe_of(self, latent_frame: int) -> int:
-        """Return the frame of pixels that is shown as further tokens at a latent frame after the first.
+        """Return the frame of pixels that is shown as further tokens at a latent frame.
 
         Its tokens lie at its time. By default it is the last frame that the latent frame holds.
         """
@@ -424,7 +432,8 @@ class Recipe(RecipeCalls):
             raise BucketingError(
                 "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
             )
-        if cached and self.encodes_drawn and shares.draws_parts:
+        seen = self.keyframe_text_tokens is not None and shares.most_appended
+        if cached and (seen or (self.encodes_drawn and shares.draws_parts)):
             raise BucketingError(
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
                 "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."

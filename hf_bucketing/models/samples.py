@@ -27,6 +27,8 @@ class Samples:
             beside its latents: a tensor, or of its [`REFERENCES`] a tuple of them.
         audio ([`NoisedAudio`][hf_bucketing.models.objectives.NoisedAudio], *optional*): Noisy audio and its targets;
             None where none is trained.
+        keys (sequence of tuples of `int`): Key of the noise of each sample, for models that add some to what they are
+            shown.
     """
 
     noised: Noised
@@ -34,6 +36,7 @@ class Samples:
     fps: torch.Tensor
     conditions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     audio: NoisedAudio | None = None
+    keys: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,7 @@ class Family:
             rows of the strips of its own sample.
         shared_audio (`tuple` of `str`): Names of the attention modules of audio, where processes that share the tokens
             of a pack share its audio too.
+        optional_conditioning (`tuple` of `str`): Conditioning that packs and stacks may lack.
         joined_frames (`tuple` of `str`): Names among the conditioning of what each sample has as `(channels, frames,
             height, width)` of a size that is not its latent's; the forward of a pack gets the frames of all samples
             one after another, `(1, channels, frames, height, width)`.
@@ -138,6 +139,7 @@ class Family:
     audio_by_sample: ClassVar[bool] = False
     audio_to_video: ClassVar[str | None] = None
     shared_audio: ClassVar[tuple[str, ...]] = ()
+    optional_conditioning: ClassVar[tuple[str, ...]] = ()
     joined_frames: ClassVar[tuple[str, ...]] = ()
 
     def variant(self, transformer: Transformer) -> Family:

@@ -263,7 +263,8 @@ class Packing:
                 f"{names or 'nothing'}; got {conditioning!r:.200}."
             )
         got = {name: tuple(getattr(values, "shape", (len(values),))) for name, values in conditioning.items()}
-        if sorted(got) != sorted(names) or any(shape[:1] != (count,) for shape in got.values()):
+        optional = set(self.family.optional_conditioning)
+        if got.keys() - optional != set(names) or any(shape[:1] != (count,) for shape in got.values()):
             hint = " A recipe's `model_inputs` returns it." if set(names) - set(got) else ""
             raise PackingError(
                 f"This {self.model_name} needs conditioning {names or 'none'}, each with "

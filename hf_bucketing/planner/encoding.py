@@ -20,21 +20,21 @@ from .trackers import Kinds
 _TRACED_LATENT_FRAMES = 3
 
 
-def encode_texts(components: Components, config: PlanConfig, *, samples: int, references: int = 0) -> TracedCall:
+def encode_texts(components: Components, config: PlanConfig, *, samples: int, pictures: int = 0) -> TracedCall:
     """Return what encoding captions needs: the weights of all that reads texts, and the most that one call makes.
 
-    An encoder that sees references encodes captions one by one, and reads pictures as tokens. What it makes of these
+    An encoder that sees pictures encodes captions one by one, and reads them as tokens. What it makes of these
     tokens before is less than what it makes of them then.
 
     Args:
         components ([`Components`]): Configurations of the pipeline.
         config ([`PlanConfig`]): What is planned for.
         samples (`int`): Number of captions.
-        references (`int`): References of each sample.
+        pictures (`int`): Tokens of the pictures that it sees with each.
     """
     length, together = config.max_sequence_length or components.recipe.default_sequence_length, samples
-    if components.recipe.text_sees_references:
-        length, together = length + components.recipe.reference_text_tokens * references, 1
+    if components.recipe.text_sees_references or pictures:
+        length, together = length + pictures, 1
     dtype = HALF.get(config.mixed_precision, torch.float32)
     calls = [_encode_text(encoder, together, length, dtype) for encoder in components.text_encoders]
     peak = Kinds(

@@ -13,8 +13,9 @@ import torch
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..errors import BucketingError
-from ..media.row_references import appended_frames
-from ..models.conditioning import draws_parts, most_appended
+from ..media.references import ReferenceRule
+from ..media.row_references import appended_frames, appended_text_tokens
+from ..models.conditioning import appends_first, draws_parts, most_appended
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
@@ -252,15 +253,29 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.references_in_front:
         shown = (size._replace(frames=1),) * len(shown)
-    counted = replace(rule, appended=most_appended(config.condition))
-    keyframes = (size._replace(frames=1),) * int(appended_frames(counted, size, spec=spec)[0])
+    keyframes = (size._replace(frames=1),) * int(appended_frames(_appending(components, config), size, spec=spec)[0])
     return StepShape.of(
         [size],
         tokens=sum(map(spec.num_tokens, (size, *shown, *keyframes))),  # raises if one does not divide into tokens
-        text_tokens=recipe.text_tokens(config.max_sequence_length, references=len(shown)),
+        text_tokens=recipe.text_tokens(config.max_sequence_length, references=len(shown))
+        + keyframe_text(components, config, size),
         audio_tokens=_audio_tokens(components, config, size),
         references=[(*shown, *keyframes)],
     )
+
+
+def _appending(components: Components, config: PlanConfig) -> ReferenceRule:
+    """Return the rule that counts the frames that a run appends."""
+    return ReferenceRule(
+        appended=most_appended(config.condition),
+        appended_first=appends_first(config.condition),
+        appended_text=components.recipe.keyframe_text_tokens,
+    )
+
+
+def keyframe_text(components: Components, config: PlanConfig, size: Size) -> int:
+    """Return the tokens that these frames add to the text of a sample of a size."""
+    return int(appended_text_tokens(_appending(components, config), size, spec=components.spec)[0])
 
 
 def step_shape(components: Components, config: PlanConfig, size: Size | None = None) -> StepShape:
@@ -336,7 +351,9 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
-        text = encode_texts(components, config, samples=shape.samples, references=len(shape.references)).peak
+        pictures = components.recipe.reference_text_tokens * len(shape.references)
+        pictures += keyframe_text(components, config, shape.size)
+        text = encode_texts(components, config, samples=shape.samples, pictures=pictures).peak
     if config.cached == "nothing":
         together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
         encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}

@@ -19,7 +19,7 @@ from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..errors import BucketingError
 from ..media.row_references import appending, bucket_parts
-from ..models.conditioning import most_appended, read_conditions
+from ..models.conditioning import appends_first, most_appended, read_conditions
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
@@ -163,7 +163,13 @@ class Suggester:
         num_workers: int = 2,
     ) -> None:
         count = len(rows.sizes.frames)
-        references = appending(rows.references, most=most_appended(base.condition), num_rows=count)
+        references = appending(
+            rows.references,
+            most=most_appended(base.condition),
+            num_rows=count,
+            first=appends_first(base.condition),
+            text=components.recipe.keyframe_text_tokens,
+        )
         self.components, self.rows, self.machine = components, replace(rows, references=references), machine
         self.speed, self.measured = speed, measured
         audio_fps = None if rows.audio is None else rows.audio.slowest

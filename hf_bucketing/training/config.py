@@ -241,14 +241,14 @@ class ObjectiveConfig:
             without; in buckets, the share of batches.
         condition (`str`, *optional*): Parts of samples that the model is shown without noise, and the share of samples
             that each is drawn for, such as `first_frame:0.3,prefix:0.2,none:0.5`. A condition is `first_frame`,
-            `last_frame`, `prefix`, `suffix`, `keyframes`, `appended_last_frame` or `appended_keyframes` (as further
-            tokens), `mask` (what masks leave black) or `reference` (which the others of a list that names it are not
-            shown), or several of them joined by `+`; `prefix@2` has two latent frames, and `prefix` any number. Where
-            audio is trained, `video` shows a sample's video and `audio` its audio, so that the other is generated, and
-            `no_audio` trains its video alone. `prefix:0.2:0.5` gives these samples a weight of 0.5 in the loss, beside
-            1 of others. After a semicolon, a source of the data set has shares of its own:
-            `first_frame:0.3,none:0.7;stills=none`. By default image-to-video models are shown what their pipelines
-            show, and others nothing.
+            `last_frame`, `prefix`, `suffix`, `keyframes`, `appended_first_frame`, `appended_last_frame` or
+            `appended_keyframes` (as further tokens), `mask` (what masks leave black) or `reference` (which the others
+            of a list that names it are not shown), or several of them joined by `+`; `prefix@2` has two latent frames,
+            and `prefix` any number. Where audio is trained, `video` shows a sample's video and `audio` its audio, so
+            that the other is generated, and `no_audio` trains its video alone. `prefix:0.2:0.5` gives these samples a
+            weight of 0.5 in the loss, beside 1 of others. After a semicolon, a source of the data set has shares of
+            its own: `first_frame:0.3,none:0.7;stills=none`. By default image-to-video models are shown what their
+            pipelines show, and others nothing.
         loss_weight (`str`, *optional*): Weights of sources of the data set in the loss, such as `stills=0.5,edits=2`:
             how much a sample counts beside one of another source; 1 where it is not named.
         audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has

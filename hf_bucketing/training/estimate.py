@@ -29,7 +29,15 @@ from ..packing.batch import has_latent_size
 from ..placement.settings import Precision
 from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
-from ..planner.memory import PLAN_ERROR, MemoryPlan, StepShape, largest_tokens, plan_components, verdict_on
+from ..planner.memory import (
+    PLAN_ERROR,
+    MemoryPlan,
+    StepShape,
+    keyframe_text,
+    largest_tokens,
+    plan_components,
+    verdict_on,
+)
 from ..planner.settings import PlanConfig, as_reference_sizes
 from ..plans.packs import strip_tokens
 from ..settings import changed
@@ -87,6 +95,8 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     """
     step = data.largest_step()
     pictures = opened.recipe.reference_text_tokens * sum(map(len, step.references))
+    components, config = _components(opened), config_of_run(opened)
+    pictures += sum(keyframe_text(components, config, size) for size in step.sizes)
     text = data.text_tokens * len(step.sizes) + pictures
     heard = sum(step.audio)
     shape = StepShape.of(
@@ -96,7 +106,7 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
         audio_tokens=heard,
         references=step.shown,
     )
-    return plan_components(_components(opened), config_of_run(opened), shape)
+    return plan_components(components, config, shape)
 
 
 def _components(opened: OpenedRun) -> Components:

@@ -24,7 +24,7 @@ from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK, REFERENCE
 from ..media.references import ReferenceRule
-from ..models.conditioning import most_appended
+from ..models.conditioning import appends_first, most_appended
 from ..models.recipe import Recipe
 from ..models.texts import TextEmbeddings
 from .config import TrainingConfig
@@ -40,12 +40,15 @@ class ModelTokens:
             [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
         references_in_front (`bool`): Whether references are latent frames in front of a sample.
         reference_text_tokens (`int`): Tokens that each reference of a sample adds to its text.
+        keyframe_text_tokens (`int`, *optional*): Where the text encoder sees appended frames, tokens that each adds to
+            its text beside as many as it has itself.
     """
 
     width: int
     text_tokens: int = 0
     references_in_front: bool = False
     reference_text_tokens: int = 0
+    keyframe_text_tokens: int | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> ModelTokens:
@@ -55,6 +58,7 @@ class ModelTokens:
             text_tokens=recipe.text_tokens(recipe.max_sequence_length),
             references_in_front=recipe.references_in_front,
             reference_text_tokens=recipe.reference_text_tokens,
+            keyframe_text_tokens=recipe.keyframe_text_tokens,
         )
 
     def rule_of(
@@ -66,20 +70,36 @@ class ModelTokens:
             in_front=self.references_in_front,
             text_tokens=self.reference_text_tokens,
             appended=most_appended(condition),
+            first=appends_first(condition),
+            appended_text=self.keyframe_text_tokens,
         )
 
 
 def counting_rule(
-    prepared: PreparedDataset | PreparedStream, *, in_front: bool, text_tokens: int = 0, appended: int = 0
+    prepared: PreparedDataset | PreparedStream,
+    *,
+    in_front: bool,
+    text_tokens: int = 0,
+    appended: int = 0,
+    first: bool = False,
+    appended_text: int | None = None,
 ) -> ReferenceRule | None:
     """Return the rule that counts what samples are shown beside themselves, whatever model they were prepared for.
 
     A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`. Frames
-    that a run appends are counted as if each sample had the most of them, `appended`. None if nothing is shown.
+    that a run appends are counted as if each sample had the most of them, `appended`, of which its first may be one,
+    and with `appended_text` where the text encoder sees them. None if nothing is shown.
     """
     if REFERENCE not in prepared.conditions and not appended:
         return None
-    return replace(prepared.references, in_front=in_front, text_tokens=text_tokens, appended=appended).counted
+    return replace(
+        prepared.references,
+        in_front=in_front,
+        text_tokens=text_tokens,
+        appended=appended,
+        appended_first=first,
+        appended_text=appended_text,
+    ).counted
 
 
 class StepRows(NamedTuple):

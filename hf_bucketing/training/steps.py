@@ -122,10 +122,11 @@ class Step(ABC):
             target.caption if target is not None else "" if drop else None
             for drop, target in zip(dropped, of_base, strict=True)
         ]
-        text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(latents[0].dtype)
+        seen = media.get(KEYFRAME_PLACES, ())
+        text = text_of(self.recipe, batch, captions=captions, texts=self.texts, keyframes=seen).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
         audio = self._noised_audio(media, noised, drawn, keys=seeds)
-        samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
+        samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio, keys=seeds)
         predicted = None
         if any(of_base) or (self.sharded and self.preservation.base_predictions):
             predicted = self._base_predictions(transformer, samples, seeds, batch=batch, targets=of_base)
@@ -191,7 +192,7 @@ class Step(ABC):
         media = media_of(self.recipe, {**batch, "shown": shows}, appended=[shown.appended for shown in drawn])
         weights = media.get(LOSS_MASK, [None] * len(drawn))
         parts = zip(drawn, media["latents"], weights, strict=True)
-        media[SHOWN_FRAMES] = frames
+        media[SHOWN_FRAMES] = shows[SHOWN_FRAMES]
         media[SHOWN_LATENTS] = [shown_part(shown, latent, mask, spec) for shown, latent, mask in parts]
         if AUDIO in media:
             pairs = list(zip(drawn, media[AUDIO], strict=True))
@@ -235,7 +236,9 @@ class Step(ABC):
 
         def predict_side(side: int) -> list[Sequence[torch.Tensor]]:
             captions = [None if pair is None else pair[side] for pair in pairs]
-            text = text_of(self.recipe, batch, captions=captions, texts=self.texts).to(samples.text.values.dtype)
+            seen = samples.conditions.get(KEYFRAME_PLACES, ())
+            text = text_of(self.recipe, batch, captions=captions, texts=self.texts, keyframes=seen)
+            text = text.to(samples.text.values.dtype)
             return self._predict(bare, replace(samples, text=text), seeds).modalities
 
         with base_model(bare):
@@ -263,14 +266,14 @@ class Step(ABC):
         batch = without_references(batch, drawn)
         media = self.media(batch, drawn)
         latents = media.pop("latents")
-        text = text_of(self.recipe, batch).to(latents[0].dtype)
+        text = text_of(self.recipe, batch, keyframes=media.get(KEYFRAME_PLACES, ())).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
         found = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
             keys = [(index, level) for index in batch["index"]]
             audio = self._noised_audio(media, noised, drawn, keys=keys)
-            samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio)
+            samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio, keys=keys)
             values = self._losses(self._predict(transformer, samples, None), noised, audio)
             levels = self.objective.noise_levels(noised.timesteps)
             found.append(StepLosses(values, levels, np.zeros(len(values), np.int64), drawn))
@@ -509,6 +512,7 @@ def text_of(
     *,
     captions: Sequence[str | None] | None = None,
     texts: Mapping[str, TextEmbeddings] | None = None,
+    keyframes: Sequence[Sequence[int]] = (),
 ) -> TextEmbeddings:
     """Return the text of each sample of a batch of any collator, from its cache or encoded.
 
@@ -519,11 +523,13 @@ def text_of(
             text; None where a sample keeps its caption, as all do by default.
         texts (mapping of `str` to [`TextEmbeddings`], *optional*): These captions, `(1, length, dim)` each, for
             batches from a cache.
+        keyframes (sequence of sequences of `int`): Frames of each sample that are appended, for text encoders that
+            see them; by default none.
     """
     own = batch["caption"]
     captions = [None] * len(own) if captions is None else captions
     if "text_values" not in batch:
-        pictures = {"references": batch.get("shown", {}).get(REFERENCE)} if recipe.text_sees_references else {}
+        pictures = {"references": pictures_in_text(recipe, batch, keyframes)} if recipe.text_sees_pictures else {}
         if not recipe.null_as_long:
             pairs = zip(own, captions, strict=True)
             return recipe.encode_text([caption if other is None else other for caption, other in pairs], **pictures)
@@ -539,6 +545,22 @@ def text_of(
                 other_text = texts[chosen]
             text = text.replaced([other == chosen for other in captions], other_text)
     return text
+
+
+def pictures_in_text(
+    recipe: Recipe, batch: Mapping[str, Any], keyframes: Sequence[Sequence[int]]
+) -> Sequence[Sequence[torch.Tensor]] | None:
+    """Return what the text encoder sees of each sample of a batch that is not cached: its references, its keyframes.
+
+    None where no sample has any.
+    """
+    shown, found = batch.get("shown", {}), []
+    if recipe.text_sees_references and REFERENCE in shown:
+        found.append(shown[REFERENCE])
+    if recipe.keyframe_text_tokens is not None and any(keyframes):
+        pairs = zip(batch["pixel_values"], keyframes, strict=True)
+        found.append([[clip[:, frame : frame + 1] for frame in frames] for clip, frames in pairs])
+    return [[picture for parts in sample for picture in parts] for sample in zip(*found, strict=True)] or None
 
 
 def check_cached(recipe: Recipe, data: RunData) -> None:

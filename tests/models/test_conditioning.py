@@ -134,12 +134,29 @@ def test_the_most_appended_frames_are_known_before() -> None:
         "appended_last_frame:0.1,none:0.9": 1,
         "appended_last_frame+appended_keyframes@2:0.1,none:0.9;stills=none": 3,
         "none;clips=appended_keyframes": sys.maxsize,
+        "appended_first_frame:0.1,none:0.9": 1,
+        "none;clips=appended_first_frame+appended_last_frame:0.1,appended_last_frame:0.9": 2,
     }
     for text, count in most.items():
         conditions = read_conditions(text)
         assert conditions.most_appended == count
+        assert conditions.appends_first == ("first" in text.removeprefix("first_frame"))
         drawn = conditions.most.of(None).draw(0, latent_frames=4, stride=1)
         assert len(drawn.appended) == min(count, 3)
+
+
+def test_the_first_and_the_last_frame_are_appended_alone_or_both_and_alike_in_a_stack() -> None:
+    first, last = "appended_first_frame", "appended_last_frame"
+    shares = read_condition(f"{first}:0.3,{last}:0.3,{first}+{last}:0.3,none:0.1")
+
+    def places(count: int | None) -> set[tuple[int, ...]]:
+        drawn = [shares.draw(index, latent_frames=7, stride=4, appended=count) for index in range(100)]
+        assert not any(sample.frames.any() for sample in drawn)
+        return {sample.appended for sample in drawn}
+
+    assert places(None) == {(0,), (6,), (0, 6), ()}
+    assert (places(0), places(1), places(2)) == ({()}, {(0,), (6,)}, {(0, 6)})
+    assert shares.draw(0, latent_frames=1, stride=4).appended == ()
 
 
 def test_a_condition_has_a_weight_and_a_name_whatever_is_drawn_beside_it() -> None:

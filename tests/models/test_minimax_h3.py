@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3 import before_denoise
+from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
+from PIL import Image
 
-from hf_bucketing.models import enable_packing
+from hf_bucketing import BucketingError, Size
+from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.conditioning import read_condition, read_conditions
+from hf_bucketing.models.first_frame import pictures
+from hf_bucketing.models.loading import Loading
+from hf_bucketing.models.minimax_h3.packing import AT_END, PICTURE_TOKENS
 from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.packing import packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.packing.strips import patchify
+from hf_bucketing.randomness import Purpose, integer_seed
+from hf_bucketing.training.steps import BucketStep, PackStep
 from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference
 from tests.models.families import CASES
 from tests.models.families.minimax_h3 import latent_of_rows
@@ -25,6 +37,12 @@ from tests.models.pipeline_calls import mean_squares
 from tests.models.recipe_cases import stock_pipeline
 
 VIDEO, TEXT = 0, 1
+OPTIONS: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
+
+
+def picture(*, seed: int) -> Image.Image:
+    """Return a picture of noise."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8))
 
 
 class Recorded(Exception):  # noqa: N818
@@ -67,7 +85,7 @@ def test_but_for_the_sound_the_model_gets_what_the_pipeline_passes(tiny_folder: 
     silent = (passed["token_tags"] == VIDEO) | (passed["token_tags"] == TEXT)
     assert not bool(silent.all()), "the pipeline always makes sound"
     for name in ("token_tags", "position_ids"):
-        assert torch.equal(made[name], passed[name][silent]), name
+        assert torch.equal(made[name], passed[name][silent].to(made[name])), name
     places = silent.cumsum(0) - 1
     for name in ("video_indices", "text_indices"):
         assert torch.equal(made[name], places[passed[name]]), name
@@ -75,24 +93,44 @@ def test_but_for_the_sound_the_model_gets_what_the_pipeline_passes(tiny_folder: 
     assert torch.equal(made["timestep"][made["timestep_indices"]], times)
 
 
-class RecordedSounds:
-    """Two samples of other sizes as the pipeline passes them in its second step, and one of them without sound.
+class Request(NamedTuple):
+    """What the pipeline is asked for: a clip of a size, with pictures to begin and to end with, or references."""
 
-    The model and what it is passed are in float64.
-    """
+    prompt: str
+    size: Size
+    options: Mapping[str, Any] = {}
 
-    def __init__(self, folder: Path) -> None:
+
+SOUNDS = (Request("a red square", Size(124, 32, 96)), Request("a loud bell", Size(141, 64, 32)))
+"""Two samples of other sizes, shown nothing."""
+
+
+class RecordedCalls:
+    """Samples as the pipeline passes them in its second step; the model and what it is passed are in float64."""
+
+    def __init__(self, folder: Path, requests: Sequence[Request], **components: Any) -> None:
         pipeline = stock_pipeline(folder)
+        for name, component in components.items():
+            setattr(pipeline, name, component)
+        self.model = pipeline.transformer.double()
+        self.spec = recipe_of(str(folder)).read_spec(str(folder))
+        self.sizes = [request.size for request in requests]
+        pipeline.transformer.float()
         calls = [
             recorded_call(
-                pipeline, 2, prompt=prompt, num_inference_steps=4, generator=torch.Generator().manual_seed(1), **size
+                pipeline,
+                2,
+                prompt=prompt,
+                num_inference_steps=4,
+                generator=torch.Generator().manual_seed(1),
+                height=size.height,
+                width=size.width,
+                num_frames=size.frames,
+                **options,
             )
-            for prompt, size in (
-                ("a red square", {"height": 32, "width": 96, "num_frames": 124}),
-                ("a loud bell", {"height": 64, "width": 32, "num_frames": 141}),
-            )
+            for prompt, size, options in requests
         ]
-        self.model = pipeline.transformer.double()
+        self.model.double()
         self.calls = [
             {
                 name: value.double() if name.endswith("hidden_states") else value
@@ -101,30 +139,53 @@ class RecordedSounds:
             }
             for call in calls
         ]
-        self.latents = [
-            latent_of_rows(call["hidden_states"][0], torch.empty(4, *size), patch=(1, 2, 2))
-            for call, size in zip(self.calls, ((37, 2, 6), (42, 4, 2)), strict=True)
-        ]
+        patch = self.spec.patch
+        self.shown, self.latents = [], []
+        for call, size in zip(self.calls, self.sizes, strict=True):
+            sides = self.spec.latent_size(size)
+            own = math.prod(self.spec.grid(size))
+            rows = call["hidden_states"][0]
+            self.shown.append(rows[:-own])
+            self.latents.append(latent_of_rows(rows[-own:], torch.empty(4, *sides), patch=patch))
         self.levels = [
             [1000 * (1 - self.time_of(call, f"{kind}_indices")) for call in self.calls] for kind in ("video", "audio")
         ]
 
     @staticmethod
     def time_of(call: dict[str, torch.Tensor], rows: str) -> torch.Tensor:
-        (time,) = call["timestep"][call["timestep_indices"][call[rows]]].unique()
-        return time
+        return call["timestep"][call["timestep_indices"][call[rows][-1]]]
 
-    def packed(self) -> Any:
-        """Return the outputs of a pack of both, and of the second again without sound, as the forward returns them."""
-        video, heard = (torch.stack([*levels, levels[1]]) for levels in self.levels)
+    def keyframes(self) -> list[list[torch.Tensor]]:
+        """Return the latents of the keyframes that each sample is shown."""
+        ones = [torch.empty(4, *self.spec.latent_size(size._replace(frames=1))) for size in self.sizes]
+        return [
+            [latent_of_rows(part, one, patch=self.spec.patch) for part in rows.split(one[0].numel() // 4)]
+            if len(rows)
+            else []
+            for rows, one in zip(self.shown, ones, strict=True)
+        ]
+
+    def own_outputs(self) -> list[torch.Tensor]:
+        """Return what the model predicts of the video and of the audio that each sample generates."""
+        outputs = [self.model(**call, return_dict=False) for call in self.calls]
+        pairs = zip(outputs, self.shown, strict=True)
+        return [part for (video, audio), shown in pairs for part in (video[0, len(shown) :], audio[0])]
+
+    def packed(self, *, silent: bool = False, **options: Any) -> Any:
+        """Return the outputs of a pack of all, and if `silent` of the last again without sound, as of the model."""
+        again = [-1] * silent
+        video, heard = (torch.stack([*levels, *(levels[row] for row in again)]) for levels in self.levels)
         texts = [call["encoder_hidden_states"][0] for call in self.calls]
         sounds = [call["audio_hidden_states"][0] for call in self.calls]
         packing = enable_packing(self.model, strip_length=8)
         batch = packing.pack(
-            [*self.latents, self.latents[1]],
+            [*self.latents, *(self.latents[row] for row in again)],
             timesteps=video,
-            text=[*texts, texts[1]],
-            audio=Audio(latents=[*sounds, sounds[1][:0]], timesteps=heard, video_timesteps=video),
+            text=[*texts, *(texts[row] for row in again)],
+            audio=Audio(
+                latents=[*sounds, *(sounds[row][:0] for row in again)], timesteps=heard, video_timesteps=video
+            ),
+            **options,
         )
         strips, audio = packed_forward_with_audio(self.model, batch)
         rows = [patchify(latent, batch.patch).flatten(1) for latent in batch.unpack(strips)]
@@ -132,10 +193,10 @@ class RecordedSounds:
 
 
 def test_a_pack_with_sound_is_what_the_pipelines_calls_of_the_model_give(tiny_folder: Callable[[str], Path]) -> None:
-    recorded = RecordedSounds(tiny_folder("minimax-h3"))
-    expected = [output[0] for call in recorded.calls for output in recorded.model(**call, return_dict=False)]
+    recorded = RecordedCalls(tiny_folder("minimax-h3"), SOUNDS)
+    expected = recorded.own_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
-    videos, sounds = recorded.packed()
+    videos, sounds = recorded.packed(silent=True)
     outputs = [videos[0], sounds[0], videos[1], sounds[1]]
     assert largest_difference(expected, outputs) <= 1e-11
     assert len(sounds[2]) == 0
@@ -143,11 +204,71 @@ def test_a_pack_with_sound_is_what_the_pipelines_calls_of_the_model_give(tiny_fo
     assert_same_gradients(alone, gradients(recorded.model, mean_squares(outputs)), 1e-6)
 
 
+FIRST, LAST = picture(seed=1), picture(seed=2)
+KEYFRAMES = (
+    Request("from the first", Size(124, 32, 96), {"image": FIRST}),
+    Request("to the last", Size(124, 64, 32), {"last_image": LAST}),
+    Request("from nothing", Size(124, 32, 32)),
+    Request("from one to the other", Size(141, 64, 64), {"image": FIRST, "last_image": LAST}),
+)
+
+
+def keyframe_conditioning(recorded: RecordedCalls) -> dict[str, torch.Tensor]:
+    """Return the conditioning of these requests, by what the pipeline passes."""
+    length = max(len(call["text_indices"]) for call in recorded.calls)
+    pictures = torch.zeros(len(recorded.calls), length)
+    for row, call in enumerate(recorded.calls):
+        tags = call["token_tags"][call["text_indices"]]
+        pictures[row, : len(tags)] = (tags == VIDEO).float()
+    assert pictures.any(1).tolist() == [bool(len(shown)) for shown in recorded.shown]
+    return {PICTURE_TOKENS: pictures, AT_END: torch.tensor([[0, 0], [1, 0], [0, 0], [0, 1]])}
+
+
+def test_a_pack_with_first_and_last_frames_is_what_the_pipelines_calls_of_the_model_give(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    recorded = RecordedCalls(tiny_folder("minimax-h3"), KEYFRAMES)
+    expected = recorded.own_outputs()
+    alone = gradients(recorded.model, mean_squares(expected))
+    conditioning = keyframe_conditioning(recorded)
+    videos, sounds = recorded.packed(references=recorded.keyframes(), conditioning=conditioning)
+    outputs = [output for pair in zip(videos, sounds, strict=True) for output in pair]
+    assert largest_difference(expected, outputs) <= 1e-11
+    assert_same_gradients(alone, gradients(recorded.model, mean_squares(outputs)), 1e-6)
+    for name in conditioning:
+        disable_packing(recorded.model)
+        changed = {**conditioning, name: 1 - conditioning[name]}
+        others, _ = recorded.packed(references=recorded.keyframes(), conditioning=changed)
+        assert largest_difference([videos[3]], [others[3]]) > 1e-6, name
+
+
+@torch.no_grad()
+def test_a_sample_alone_with_first_and_last_frames_is_what_the_pipelines_call_gives(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    recorded = RecordedCalls(tiny_folder("minimax-h3"), KEYFRAMES)
+    expected, conditioning = recorded.own_outputs(), keyframe_conditioning(recorded)
+    for row, call in enumerate(recorded.calls):
+        levels = [level[row][None] for level in recorded.levels]
+        rows = Rows(
+            latents=recorded.latents[row][None],
+            timesteps=levels[0],
+            text=call["encoder_hidden_states"],
+            patch=recorded.spec.patch,
+            conditioning={name: values[row : row + 1] for name, values in conditioning.items()},
+            references=[latent[None] for latent in recorded.keyframes()[row]],
+            audio=Audio(latents=call["audio_hidden_states"], timesteps=levels[1], video_timesteps=levels[0]),
+        )
+        video, (sound,) = family_of(recorded.model).run_with_audio(recorded.model, rows)
+        outputs = [-patchify(video[0], rows.patch).flatten(1), -sound]
+        assert largest_difference(expected[2 * row : 2 * row + 2], outputs) <= 1e-11
+
+
 def test_audio_has_the_level_of_its_schedule_in_the_step_in_which_video_has_its_own(
     tiny_folder: Callable[[str], Path],
 ) -> None:
     folder = tiny_folder("minimax-h3")
-    recorded = RecordedSounds(folder)
+    recorded = RecordedCalls(folder, SOUNDS)
     objective = (
         recipe_of(str(folder)).load(str(folder), audio=True).objective(weighting_scheme=None, snr_gamma=None, seed=0)
     )
@@ -171,3 +292,120 @@ def test_a_stack_runs_one_sample_after_another_each_with_its_own_text() -> None:
     outputs = family_of(model).run(model, stack)
     for output, expected in zip(outputs, samples.alone(model), strict=True):
         assert float((output - expected).abs().max()) <= 1e-11
+
+
+CONDITIONS = ("appended_first_frame", "appended_last_frame", "none", "appended_first_frame+appended_last_frame")
+
+
+class KeyframeStep:
+    """A training step of clips that are shown their first frame, their last, nothing, or both, in a float64 model.
+
+    Args:
+        batching: `"pack"` or `"bucket"`; the samples of a stack are shown as many frames each.
+    """
+
+    def __init__(self, folder: Path, batching: str) -> None:
+        self.recipe = recipe_of(str(folder)).load(str(folder), audio=True)
+        self.recipe.transformer.double()
+        self.shown = [0, 1, 2, 3] if batching == "pack" else [0, 1]
+        sizes = [Size(124, 32, 64), Size(124, 64, 32), Size(124, 32, 32), Size(124, 32, 64)]
+        sizes = [sizes[0 if batching == "bucket" else row] for row in self.shown]
+        generator = torch.Generator().manual_seed(0)
+        clips = [torch.randint(0, 256, (3, *size), generator=generator) / 127.5 - 1 for size in sizes]
+        sounds = [torch.rand(2, 200 * 800 + 5600, generator=generator) * 2 - 1 for _ in sizes]
+        self.sizes = sizes
+        self.batch = {
+            "pixel_values": torch.stack(clips) if batching == "bucket" else clips,
+            "caption": ["from it", "to it", "", "between"][: len(clips)],
+            "index": list(range(len(clips))),
+            "fps": [24.0] * len(clips),
+            "source": [str(row) for row in self.shown],
+            "shown": {"audio": sounds},
+        }
+        condition = read_conditions(";".join(f"{row}={CONDITIONS[row]}" for row in self.shown))
+        settings = {"recipe": self.recipe, "objective": self.recipe.objective(**OPTIONS), "condition": condition}
+        if batching == "pack":
+            packing = enable_packing(self.recipe.transformer, strip_length=8)
+            self.step: Any = PackStep(packing=packing, audio_weight=0.5, **settings)
+        else:
+            self.step = BucketStep(audio_weight=0.5, **settings)
+
+    def loss_by_hand(self, pipeline: Any, row: int) -> torch.Tensor:
+        """Return the loss of a sample, from what the pipeline passes when it is called with its pictures."""
+        step, key, size = self.step, (0, 0, row), self.sizes[row]
+        latents = self.recipe.encode_latents(torch.as_tensor(self.batch["pixel_values"][row])[None])
+        noised = step.objective(list(latents), indices=[row], epoch=0)
+        sound = self.recipe.encode_audio(self.batch["shown"]["audio"][row])
+        audio = step.objective.audio([sound], timesteps=noised.timesteps, keys=[key])
+        ends = pictures(self.batch["pixel_values"][row][:, [0, -1]].transpose(0, 1))
+        names = ("image", "last_image")
+        kinds = CONDITIONS[self.shown[row]]
+        images = {name: end for name, end, kind in zip(names, ends, CONDITIONS, strict=False) if kind in kinds}
+        generator = torch.Generator().manual_seed(integer_seed(Purpose.SHOWN_NOISE, *key))
+        draw = before_denoise.randn_tensor
+
+        def randn(shape: Any, **options: Any) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) if shape[2] == 1 else draw(shape, **options)
+
+        with patch.object(before_denoise, "randn_tensor", randn):
+            call = recorded_call(
+                pipeline,
+                prompt=self.batch["caption"][row] or " ",
+                latents=noised.latents[0][None],
+                audio_latents=audio.latents[0].unflatten(0, (2, -1)).transpose(1, 2),
+                num_inference_steps=4,
+                height=size.height,
+                width=size.width,
+                num_frames=size.frames,
+                **images,
+            )
+        call = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+        own = len(call["video_indices"]) - latents[0, 0].numel() // 4
+        call["timestep"], call["timestep_indices"] = MiniMaxH3SetTimestepsStep.build_row_timesteps(
+            call["video_indices"],
+            call["audio_indices"],
+            own,
+            0,
+            len(call["text_indices"]),
+            video_timestep=float(1 - noised.timesteps / 1000),
+            audio_timestep=float(1 - audio.timesteps / 1000),
+            condition_video_timestep=max(float(1 - noised.timesteps / 1000), pipeline.keyframe_noise_aug),
+            condition_audio_timestep=1.0,
+        )
+        video, heard = pipeline.transformer(**call, return_dict=False)
+        predicted = -latent_of_rows(video[0, own:], latents[0], patch=(1, 2, 2))
+        loss = (predicted - noised.targets[0]).square().mean()
+        return loss + 0.5 * (-heard[0] - audio.targets[0]).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["pack", "bucket"])
+def test_a_step_with_first_and_last_frames_has_the_loss_of_the_pipelines_call(
+    batching: str, tiny_folder: Callable[[str], Path]
+) -> None:
+    folder = tiny_folder("minimax-h3")
+    case = KeyframeStep(folder, batching)
+    losses = case.step(case.recipe.transformer, case.batch, epoch=0)
+    assert [sample.appended for sample in losses.drawn] == [(0,), (36,), (), (0, 36)][: len(case.shown)]
+    packed = gradients(case.recipe.transformer, losses.values.mean())
+    pipeline = stock_pipeline(folder)
+    model = pipeline.transformer
+    pipeline.transformer.double()
+    by_hand = torch.stack([case.loss_by_hand(pipeline, row) for row in range(len(case.shown))])
+    torch.testing.assert_close(losses.values.double(), by_hand.double(), rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(model, by_hand.mean()), packed, 1e-6)
+
+
+def test_first_and_last_frames_are_read_from_no_cache_as_texts_see_them(tiny_folder: Callable[[str], Path]) -> None:
+    folder = tiny_folder("minimax-h3")
+    recipe = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=()))
+    for condition in CONDITIONS:
+        shares = read_condition(condition)
+        recipe.check_drawn(shares, (), cached=False)
+        if condition == "none":
+            recipe.check_drawn(shares, (), cached=True)
+        else:
+            with pytest.raises(BucketingError, match=r"encodes the frames that it is shown.*not from a cache"):
+                recipe.check_drawn(shares, (), cached=True)
+    with pytest.raises(BucketingError, match="`first_frame`, but a MiniMaxH3"):
+        recipe.check_drawn(read_condition("first_frame"), (), cached=False)

@@ -78,7 +78,7 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
     assert [shape.text_tokens for shape in shapes] == [2 * 16, 2 * (16 + 217), 2 * (16 + 2 * 217)]
     texts = [
         planner.encode_texts(
-            components, CONFIG, samples=shape.samples, references=len(shape.references)
+            components, CONFIG, samples=shape.samples, pictures=217 * len(shape.references)
         ).peak.activations
         for shape in shapes
     ]

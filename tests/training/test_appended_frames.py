@@ -14,6 +14,8 @@ from synthetic.media import Clip, make_media_dataset
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.media.references import ReferenceRule
+from hf_bucketing.media.row_references import appended_tokens
 from hf_bucketing.models.conditioning import Drawn, read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -202,6 +204,22 @@ def test_a_cache_of_frames_that_the_model_is_not_shown_is_refused(pipeline_dir: 
     assert refused.returncode
     assert "`appended_last_frame`, but a WanPipeline" in refused.stderr
     assert not (tmp_path / "cached").exists()
+
+
+def test_frames_that_the_text_encoder_sees_count_twice(tiny_folder: Callable[[str], Path]) -> None:
+    """MiniMax-H3: a clip of 2 latent frames of 2×3 tokens, and its first and last frame, each also 6 + 118 of text."""
+    components, size = read_components(str(tiny_folder("minimax-h3"))), Size(5, 64, 96)
+    both = "appended_first_frame+appended_last_frame:0.1,none:0.9"
+    shapes = {
+        condition: sample_shape(components, PlanConfig(condition=condition), size)
+        for condition in (None, "appended_last_frame", both)
+    }
+    none, one, two = shapes.values()
+    assert [shape.tokens for shape in shapes.values()] == [12, 12 + 6, 12 + 2 * 6]
+    assert [shape.text_tokens - none.text_tokens for shape in (one, two)] == [6 + 118, 2 * (6 + 118)]
+    rule = ReferenceRule(appended=2, appended_first=True, appended_text=118)
+    counted = appended_tokens(rule, [size, size._replace(frames=1), (0, 0, 0)], spec=components.spec)
+    assert counted.tolist() == [2 * (6 + 6 + 118), 0, 0]
 
 
 @pytest.mark.slow

@@ -110,6 +110,18 @@ def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
             assert distances[0] <= distances[1] + 0.01
 
 
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
+    batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case = RECIPES["minimax-h3"]
+    pipeline = tiny_folder(case.tiny)
+    settings = {"bucket": case.bucket_settings, "pack": {**PACK, "max_tokens": 1024}}[batching]
+    shares = "appended_first_frame:0.4,appended_first_frame+appended_last_frame:0.4,appended_last_frame:0.2:0.5"
+    data = prepare(case, clips, pipeline, tmp_path)
+    train_and_resume(pipeline, data["bucket"], tmp_path / "out", condition=shares, max_sequence_length=16, **settings)
+
+
 def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path) -> dict[str, Path]:
     """Prepare the files for a recipe, and cache them; return what each way of batching reads."""
     shown = case.shown[-1] if case.shown else ()

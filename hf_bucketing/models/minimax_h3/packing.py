@@ -5,7 +5,8 @@ repeats them. So strips are joined again, and attention alone sees segments: of 
 in the blocks. Rows, positions and modalities of a sample are those that the pipeline's own block makes.
 
 Sound is rows of the same sequence, between a sample's text and its video: those of the left channel, then those of the
-right one. Samples without sound have none of them.
+right one. Samples without sound have none of them. Before it come the rows of what a sample is shown: of its first or
+its last frame, which lie at the times of these, or of references, each of which moves the clock of the sample on.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ...buckets.sizes import round_to_multiple
 from ...devices import to_device
 from ...errors import PackingError
+from ...packing.audio import Audio
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout, exact_timesteps
-from ...packing.family import Family, Transformer
+from ...packing.family import UNLIMITED, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.positions import Tables
@@ -36,18 +39,29 @@ from ...packing.texts import TextTokens
 VIDEO, TEXT, AUDIO = range(3)
 """Modalities of rows (`token_tags`)."""
 AUDIO_CHANNELS = 2
+SHOWN_TIMESTEP = 1.0
+"""Timestep of what a sample is shown, of up to 1000 (`keyframe_noise_aug` of the pipeline is 0.999); or that of the
+sample where it has less."""
+
+PICTURE_TOKENS = "picture_tokens"
+"""Conditioning `(n, length)`: 1 for the text tokens of a sample that the text encoder makes of a picture, which have
+the modality of video; 0 for others, as for those behind the last."""
+AT_END = "at_end"
+"""Conditioning `(n, most)`: of each latent frame that a sample is shown, 1 if it is its last frame and 0 if it is its
+first. Without it, what is shown are references."""
+_PACKED_AT_END = "packed_at_end"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackSequence:
-    """A pack as one sequence: each sample's text, then its audio, then its tokens; padding comes last.
+    """A pack as one sequence: each sample's text, what it is shown, its audio, its tokens; padding comes last.
 
     Attributes:
         order (`torch.Tensor` of shape `(rows,)`): The index of each row among all text tokens, followed by all tokens,
             followed by those of audio.
         places (`torch.Tensor` of shape `(rows,)`): The inverse permutation: the row of each of these.
         timesteps (`torch.Tensor` of shape `(rows,)`): The index of each row's timestep among those of all samples,
-            followed by those of their audio; 0 for padding.
+            followed by those of their audio, if there is any, and those of what they are shown; 0 for padding.
         modalities (`torch.Tensor` of shape `(rows,)`): The modality of each row.
         segments ([`SegmentSpans`]): Attention of each sample's rows to each other.
         text_segments ([`SegmentSpans`]): Attention of each sample's text to itself, over all text tokens.
@@ -71,9 +85,10 @@ class PackSequence:
         lengths = layout.audio_lengths or (0,) * len(layout)
         rows = words + tokens + sum(lengths)
         audio = itertools.pairwise(itertools.accumulate(lengths, initial=words + tokens))
+        shown = [(own[1], whole[1]) for own, whole in zip(layout.own_spans, layout.spans, strict=True)]
         parts = [
-            [torch.arange(*text), torch.arange(*heard), words + torch.arange(*own)]
-            for text, heard, own in zip(layout.text_spans, audio, layout.spans, strict=True)
+            [torch.arange(*text), words + torch.arange(*seen), torch.arange(*heard), words + torch.arange(*own)]
+            for text, seen, heard, own in zip(layout.text_spans, shown, audio, layout.own_spans, strict=True)
         ]
         pieces = [torch.cat(sample) for sample in parts]
         real = torch.cat(pieces)
@@ -85,6 +100,10 @@ class PackSequence:
         for sample, span in enumerate(spans):
             timesteps[slice(*span)] = sample
         timesteps[of_audio] += len(layout)
+        is_shown = torch.zeros(rows, dtype=torch.bool)
+        for seen in shown:
+            is_shown[words + seen[0] : words + seen[1]] = True
+        timesteps[is_shown[order]] += len(layout) * (1 if layout.audio_lengths is None else 2)
         modalities = torch.where(order < words, TEXT, torch.where(of_audio, AUDIO, VIDEO))
         tensors = (to_device(index, layout.device) for index in (order, order.argsort(), timesteps, modalities))
         order, places, timesteps, modalities = tensors
@@ -152,6 +171,8 @@ class MiniMaxH3Family(Family):
     attention_kwargs = "attention_kwargs"
     width_settings = ("hidden_size",)
     runs_alone = True
+    max_references = UNLIMITED
+    optional_conditioning = (PICTURE_TOKENS, AT_END)
     audio_parts = ("audio_proj",)
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states")
 
@@ -202,20 +223,29 @@ class MiniMaxH3Family(Family):
         return replace(layout, caption_ids=None), round_to_multiple(length, layout.processes) if pads else None
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return the strips with one timestep per sample, then one for the audio of each, if the pack has audio."""
-        rows, audio = replace(super().rows(batch), timesteps=batch.timesteps), batch.audio
-        if audio is None:
-            return rows
-        heard = to_device(exact_timesteps(audio.timesteps), batch.strips.device)
-        return replace(
-            rows,
-            timesteps=torch.cat([batch.timesteps, heard]),
-            conditioning={**rows.conditioning, "audio_hidden_states": torch.cat(list(audio.latents))[None]},
-        )
+        """Return the strips with timesteps of samples, of their audio and of what they are shown, where there is some.
+
+        Pictures in texts are given as the modality of each row of the pack.
+        """
+        rows, layout = super().rows(replace(batch, conditioning={})), batch.layout
+        device, sequence = batch.strips.device, PackSequence.of(layout)
+        arguments = {name: to_device(values, device) for name, values in batch.conditioning.items()}
+        if (pictures := arguments.pop(PICTURE_TOKENS, None)) is not None:
+            by_text = [_marks(row, length) for row, length in zip(pictures, layout.text_lengths, strict=True)]
+            others = layout.text_padding + layout.num_tokens + sum(layout.audio_lengths or ())
+            marks = F.pad(torch.cat(by_text), (0, others)).index_select(0, sequence.order)
+            arguments["token_tags"] = sequence.modalities.masked_fill(marks, VIDEO)
+        if AT_END in arguments:
+            arguments[_PACKED_AT_END] = arguments.pop(AT_END)
+        if (audio := batch.audio) is not None:
+            arguments["audio_hidden_states"] = torch.cat(list(audio.latents))[None]
+        timesteps = _levels(batch.timesteps, audio, shown=layout.shown is not None)
+        return replace(rows, timesteps=timesteps, conditioning=arguments)
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Join the strips of a pack into one sequence, as its texts are, and turn timesteps round."""
-        arguments = super().inputs(rows)
+        others = {name: values for name, values in rows.conditioning.items() if name not in self.optional_conditioning}
+        arguments = super().inputs(replace(rows, conditioning=others))
         tokens = arguments["hidden_states"]
         return {
             **arguments,
@@ -224,27 +254,33 @@ class MiniMaxH3Family(Family):
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Describe the rows of samples of one size as the pipeline does."""
-        words, audio = rows.text.shape[1], rows.audio
+        """Describe the rows of samples of one size as the pipeline does, each with its own text."""
+        words, audio, device = rows.text.shape[1], rows.audio, rows.latents.device
         length = 0 if audio is None else audio.lengths[0]
-        positions, modalities, video, heard, text = _stock_rows(transformer, rows.grid, words, length)
-        of_audio = {"audio_hidden_states": _no_sound(transformer, rows.text)}
-        indices = torch.zeros(len(positions), dtype=torch.long)
-        if audio is not None:
-            levels = to_device(exact_timesteps(audio.timesteps), rows.timesteps.device)
-            indices[heard] = len(rows.timesteps)
-            of_audio = {
-                "audio_hidden_states": torch.stack(list(audio.latents)),
-                "timestep": 1 - torch.cat([rows.timesteps, levels]) / 1000,
-            }
+        at_end = to_device(rows.conditioning[AT_END], device)[0] if AT_END in rows.conditioning else None
+        sample = _Rows(rows.grids, words, length, keyframes=bool(rows.references) and at_end is not None)
+        positions = _placed(_positions(transformer, sample, device=device), sample, at_end)
+        counts = list(map(len, positions))
+        of_text, of_shown, of_audio, of_own = torch.arange(sum(counts)).split(counts)
+        modalities = torch.full((sum(counts),), VIDEO)
+        modalities[of_text], modalities[of_audio] = TEXT, AUDIO
+        if PICTURE_TOKENS in rows.conditioning:
+            (marks,) = to_device(rows.conditioning[PICTURE_TOKENS], device)
+            modalities = to_device(modalities, device)
+            modalities[:words] = modalities[:words].masked_fill(_marks(marks, words), VIDEO)
+        indices = torch.zeros(sum(counts), dtype=torch.long)
+        indices[of_audio], indices[of_shown] = 1, 1 if audio is None else 2
         return {
+            "timestep": 1 - _levels(rows.timesteps, audio, shown=bool(counts[1])) / 1000,
             "timestep_indices": indices,
             "token_tags": modalities,
-            "position_ids": positions,
-            "video_indices": video,
-            "text_indices": text,
-            "audio_indices": heard,
-            **of_audio,
+            "position_ids": torch.cat(positions),
+            "video_indices": torch.cat([of_own, of_shown]),
+            "text_indices": of_text,
+            "audio_indices": of_audio,
+            "audio_hidden_states": (
+                _no_sound(transformer, rows.text) if audio is None else torch.stack(list(audio.latents))
+            ),
         }
 
     def restored(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
@@ -252,35 +288,97 @@ class MiniMaxH3Family(Family):
         return super().restored(output.flatten(0, 1).unflatten(0, (-1, math.prod(grid))), grid, patch)
 
 
-def _stock_rows(transformer: Transformer, grid: Grid, words: int, audio: int) -> tuple[torch.Tensor, ...]:
-    """Return what the pipeline's block makes of a sample: positions `(rows, 3)`, modalities, and indices of each.
+class _Rows(NamedTuple):
+    """What the positions of a sample's rows follow from.
 
-    The indices are those of video, of audio and of text.
+    Attributes:
+        grids (tuple of `(t, h, w)`): Its own token grid, then those of what it is shown.
+        words (`int`): Text tokens.
+        audio (`int`): Tokens of audio.
+        keyframes (`bool`): Whether it is shown its first or its last frame; else references.
     """
-    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
-    _, p_h, p_w = transformer.config.patch_size
-    made = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-        text_token_tags=torch.full((words,), TEXT),
-        num_latent_frames=grid[0],
-        latent_height=grid[1] * p_h,
-        latent_width=grid[2] * p_w,
-        num_audio_latents=audio // AUDIO_CHANNELS,
-        patch_size=transformer.config.patch_size,
-        audio_channels=AUDIO_CHANNELS,
-        audio_tag=AUDIO,
-        video_tag=VIDEO,
+    grids: tuple[Grid, ...]
+    words: int
+    audio: int
+    keyframes: bool
+
+
+def _positions(transformer: Any, sample: _Rows, *, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the positions `(rows, 3)` of a sample's text, of what it is shown, of its audio and of its tokens.
+
+    They are those that the pipeline's blocks make. A keyframe is placed at the first frame; behind all others is then
+    the position of each row of a keyframe at the last one.
+    """
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+        MiniMaxH3PrepareLayoutStep,
+        MiniMaxH3Ref2VAPrepareLayoutStep,
     )
-    rows: tuple[torch.Tensor, ...] = made[:5]
-    return rows
+    from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3ImageReference, MiniMaxH3VideoReference
+
+    own, *shown = sample.grids
+    if sample.keyframes and any(grid != (1, *own[1:]) for grid in shown):
+        raise PackingError(f"Keyframes have the height and the width of their sample, {own[1:]}; got {shown}.")
+    patch = transformer.config.patch_size
+    sizes = [tuple(count * side for count, side in zip(grid, patch, strict=True)) for grid in sample.grids]
+    frames, height, width = sizes[0]
+    target: dict[str, Any] = {
+        "text_token_tags": torch.full((sample.words,), TEXT),
+        "num_latent_frames": frames,
+        "latent_height": height,
+        "latent_width": width,
+        "num_audio_latents": sample.audio // AUDIO_CHANNELS,
+        "patch_size": patch,
+        "audio_channels": AUDIO_CHANNELS,
+        "audio_tag": AUDIO,
+        "video_tag": VIDEO,
+    }
+    if sample.keyframes:
+        ends = ("first", "last")
+        positions, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(**target, keyframe_anchors=ends)
+        counts = [math.prod(own[1:])] * 2
+    elif shown:
+        positions, *_ = MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
+            **target,
+            references=[
+                MiniMaxH3ImageReference(image=None) if size[0] == 1 else MiniMaxH3VideoReference(frames=[])
+                for size in sizes[1:]
+            ],
+            condition_latents=[torch.empty(1, 1, *size, device="meta") for size in sizes[1:]],
+            audio_condition_latents=[],
+        )
+        counts = [sum(map(math.prod, shown)), 0]
+    else:
+        positions, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(**target)
+        counts = [0, 0]
+    positions = to_device(positions.float(), device)  # the model casts them so
+    text, first, last, heard, tokens = positions.split([sample.words, *counts, sample.audio, math.prod(own)])
+    return text, first, heard, tokens, last
 
 
-def _positions(transformer: Any, sample: tuple[Grid, int, int], *, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the positions of a sample's text, `(length, 3)`, of its tokens, `(t·h·w, 3)`, and of its audio."""
-    grid, words, audio = sample
-    positions = _stock_rows(transformer, grid, words, audio)[0].float()  # the model casts them so
-    text, heard, tokens = to_device(positions, device).split([words, audio, len(positions) - words - audio])
-    return text, tokens, heard
+def _placed(tables: tuple[torch.Tensor, ...], sample: _Rows, at_end: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return [`_positions`] of a sample with each keyframe at its end, as a row of [`AT_END`] says."""
+    text, shown, heard, tokens, last = tables
+    if sample.keyframes:
+        assert at_end is not None, "else these are references"
+        ends = at_end[: len(sample.grids) - 1]
+        shown = torch.cat([torch.where(end > 0, last, shown) for end in ends])  # a device is not asked which it is
+    return text, shown, heard, tokens
+
+
+def _marks(row: torch.Tensor, length: int) -> torch.Tensor:
+    """Return which tokens of a text are those of pictures, `(length,)`, by a row of [`PICTURE_TOKENS`]."""
+    return F.pad(row[:length] > 0, (0, max(0, length - len(row))))
+
+
+def _levels(timesteps: torch.Tensor, audio: Audio | None, *, shown: bool) -> torch.Tensor:
+    """Return the timesteps of samples, then of their audio, then of what they are shown, as far as there is some."""
+    levels = [timesteps]
+    if audio is not None:
+        levels.append(to_device(exact_timesteps(audio.timesteps), timesteps.device))
+    if shown:
+        levels.append(timesteps.clamp(max=SHOWN_TIMESTEP))
+    return torch.cat(levels)
 
 
 def _no_sound(transformer: Transformer, like: torch.Tensor) -> torch.Tensor:
@@ -292,22 +390,31 @@ def _describe(
     tables: Tables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     layout, tokens = active_layout(), kwargs["hidden_states"]
-    sequence, words, device = PackSequence.of(layout), layout.num_text_tokens, torch.device(layout.device)
-    lengths = layout.audio_lengths or (0,) * len(layout)
-    samples = zip(layout.grids, layout.text_lengths, lengths, strict=True)
-    of_texts, of_tokens, of_audio = zip(*(tables(transformer, sample, device) for sample in samples), strict=True)
+    sequence, device = PackSequence.of(layout), torch.device(layout.device)
+    lengths, at_end = layout.audio_lengths or (0,) * len(layout), kwargs.get(_PACKED_AT_END)
+    described = [
+        _Rows(grids, words, audio, keyframes=len(grids) > 1 and at_end is not None)
+        for grids, words, audio in zip(layout.sample_grids, layout.text_lengths, lengths, strict=True)
+    ]
+    pairs = zip(described, [None] * len(layout) if at_end is None else at_end, strict=True)
+    placed = [_placed(tables(transformer, sample, device), sample, ends) for sample, ends in pairs]
+    of_texts, of_shown, of_audio, of_tokens = zip(*placed, strict=True)
     padding = of_texts[0].new_zeros(layout.text_padding, 3)
-    positions = torch.cat([*of_texts, padding, by_strip(of_tokens, layout).flatten(0, 1), *of_audio])
+    by_sample = [torch.cat(parts) for parts in zip(of_tokens, of_shown, strict=True)]
+    positions = torch.cat([*of_texts, padding, by_strip(by_sample, layout).flatten(0, 1), *of_audio])
+    of_text, of_video, of_sound = sequence.places.tensor_split(
+        (layout.num_text_tokens, layout.num_text_tokens + layout.num_tokens)
+    )
     rows = {
         "timestep_indices": sequence.timesteps,
         "token_tags": sequence.modalities,
         "position_ids": positions.index_select(0, sequence.order),
-        "text_indices": sequence.places[:words],
-        "video_indices": sequence.places[words : words + layout.num_tokens],
-        "audio_indices": sequence.places[words + layout.num_tokens :],
+        "text_indices": of_text,
+        "video_indices": of_video,
+        "audio_indices": of_sound,
         "audio_hidden_states": _no_sound(transformer, tokens),
     }
-    return args, {**rows, **kwargs}
+    return args, {**rows, **{name: values for name, values in kwargs.items() if name != _PACKED_AT_END}}
 
 
 FAMILY = MiniMaxH3Family()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec, Size
 from ...devices import to_device
 from ...media.row_audio import AudioRule
 from ...packing.texts import pad_texts
+from ...randomness import Purpose, integer_seed
+from ..conditioning import APPENDED, APPENDED_FIRST
+from ..first_frame import pictures
 from ..loading import read_config
 from ..modular import ModularRecipe
+from ..samples import KEYFRAME_PLACES, Samples
 from ..texts import TextEmbeddings
-from .packing import AUDIO_CHANNELS, FAMILY
+from .packing import AT_END, AUDIO_CHANNELS, FAMILY, PICTURE_TOKENS, SHOWN_TIMESTEP
 
 FEWEST_FRAMES = 124
 """Frames of the shortest video that the pipeline makes, of about five seconds."""
@@ -35,17 +40,33 @@ class MiniMaxH3Recipe(ModularRecipe):
     which the other one has the level of its video; else it is neither encoded nor predicted, what belongs to it is not
     trained, and renders have the sound that the model makes up.
 
+    A run can show samples their first and their last frame, as the pipeline is called with `image` and `last_image`:
+    as further tokens, each encoded by itself, with a little noise, and in front of the caption as pictures that the
+    text encoder sees.
+
     The pipeline has no empty prompt, as its model is distilled to guided predictions: a dropped caption is a space.
     """
 
     pipeline_class = "MiniMaxH3ModularPipeline"
-    workflow = "t2va"
     output = "videos"
     family = FAMILY
     default_sequence_length = 512
     native_sizes = ((768, 1344), (768, 768), (1344, 768))
     sound_rate = "audio_sampling_rate"
     sound_fps = 24
+    keyframe_text_tokens = 118
+    """Those of a label, of at most 16 bytes, of the two tokens around a picture, and of one that is made larger for
+    the text encoder, which sees no less than 256×256 pixels, in whole tokens of 32×32."""
+
+    @classmethod
+    def blocks(cls) -> Any:
+        """Return all blocks but those of references, which call another transformer."""
+        from diffusers import MiniMaxH3Blocks
+
+        blocks = MiniMaxH3Blocks()
+        for block in blocks.sub_blocks.values():
+            block.sub_blocks.pop("ref2va", None)
+        return blocks
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
@@ -92,34 +113,118 @@ class MiniMaxH3Recipe(ModularRecipe):
     @torch.no_grad()
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode `(B, 3, F, H, W)` in [−1, 1], normalised by ImageNet's statistics as the VAE expects."""
-        mean, std = (to_device(torch.tensor(values), pixel_values.device).view(1, -1, 1, 1, 1) for values in IMAGENET)
-        return super().encode_latents(((pixel_values + 1) / 2 - mean) / std)
+        return super().encode_latents(_normalised((pixel_values + 1) / 2, IMAGENET))
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """The first and the last frame, and what the base class takes."""
+        return (APPENDED_FIRST, APPENDED[0], *super().drawn_kinds)
+
+    def keyframe_of(self, latent_frame: int) -> int:
+        """Return the last frame that a latent frame holds, in the chunks of the VAE."""
+        return self.spec.size_of(latent_frame + 1, 1, 1).frames - 1
 
     @torch.no_grad()
-    def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode each caption alone, without a template, and pad them to `max_sequence_length`, with a mask."""
+    def encode_reference(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Encode a picture `(3, 1, H, W)` as the pipeline does: a draw from the posterior, always the same, rounded.
+
+        The pipeline takes pictures of 8 bits.
+        """
+        vae = self.pipeline.vae
+        levels = ((pixels[None].float() + 1) * 127.5).round() / 255
+        posterior = vae.encode(_normalised(levels, IMAGENET).to(vae.dtype)).latent_dist
+        draw = posterior.sample(generator=torch.Generator().manual_seed(self.pipeline.keyframe_encode_seed))
+        return _normalised(draw.half().float(), self.latent_statistics())[0]
+
+    def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
+        """Return what each sample is shown with the noise that the pipeline adds to it."""
+        if (shown := super().references(samples)) is None:
+            return None
+        return [_noised(latents, key) for latents, key in zip(shown, samples.keys, strict=True)]
+
+    def conditioning(self, samples: Samples) -> dict[str, Any]:
+        """Return which tokens of texts are those of pictures, and which keyframe is the last frame."""
+        pictures = samples.text.others.get(PICTURE_TOKENS)
+        conditioning: dict[str, Any] = {} if pictures is None else {PICTURE_TOKENS: pictures}
+        if (places := samples.conditions.get(KEYFRAME_PLACES)) is not None:
+            ends = [[min(1, place) for place in frames] for frames in places]
+            conditioning[AT_END] = torch.tensor([[*at_end, 0, 0][:2] for at_end in ends])
+        return conditioning
+
+    @torch.no_grad()
+    def encode_text(
+        self, captions: list[str], references: Sequence[Sequence[torch.Tensor]] | None = None
+    ) -> TextEmbeddings:
+        """Encode each caption behind the pictures of its sample, without a template, padded, with a mask.
+
+        Args:
+            captions (list of `str`): Captions, of which `max_sequence_length` tokens are read.
+            references (sequence of sequences of `(3, 1, h, w)`, *optional*): Pictures that are seen before each
+                caption, in [−1, 1]; by default none.
+
+        Returns:
+            [`TextEmbeddings`]: With pictures, they say which tokens are theirs, `(n, length)`.
+        """
+        shown = references or [()] * len(captions)
+        texts, marks = zip(*map(self._encode_caption, captions, shown), strict=True)
+        values, mask = pad_texts(texts)
+        length = max(values.shape[1], self.max_sequence_length)
+        others = {} if references is None else {PICTURE_TOKENS: pad_sequence([*marks], batch_first=True)}
+        return TextEmbeddings(values, mask.long(), others).padded(length)
+
+    def _encode_caption(self, caption: str, shown: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the text of a caption and the pictures before it, `(length, dim)`, and which tokens are theirs."""
         from diffusers.modular_pipelines.minimax_h3.encoders import get_qwen3vl_prompt_embeds
 
-        pipeline, length = self.pipeline, self.max_sequence_length
-        encoder = pipeline.text_encoder
-        texts = [
-            get_qwen3vl_prompt_embeds(
-                encoder,
-                pipeline.processor,
-                pipeline.tokenizer(caption or " ", add_special_tokens=False)["input_ids"][:length],
-                text_encoder_layer=pipeline.text_encoder_layer,
-                device=encoder.device,
-                dtype=encoder.dtype,
-            )[0]
-            for caption in captions
-        ]
-        values, mask = pad_texts(texts)
-        return TextEmbeddings(values, mask.long()).padded(length)
+        pipeline, tokenizer = self.pipeline, self.pipeline.tokenizer
+        encoder, processor = pipeline.text_encoder, pipeline.processor
+        tokens: list[int] = []
+        marks: list[int] = []
+        inputs = None
+        if shown:
+            frames = [frame for pixels in shown for frame in pictures(pixels.transpose(0, 1))]
+            inputs = dict(processor.image_processor(images=frames, return_tensors="pt"))
+            counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
+            start, pad, end = map(
+                tokenizer.convert_tokens_to_ids, ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+            )
+            for number, count in enumerate(counts.tolist(), 1):
+                label = tokenizer(f"<Picture {number}>: ", add_special_tokens=False)["input_ids"]
+                tokens += [*label, start, *[pad] * count, end]
+                marks += [0] * len(label) + [1] * (count + 2)
+        words = tokenizer(caption or " ", add_special_tokens=False)["input_ids"][: self.max_sequence_length]
+        values = get_qwen3vl_prompt_embeds(
+            encoder,
+            processor,
+            [*tokens, *words],
+            inputs,
+            text_encoder_layer=pipeline.text_encoder_layer,
+            device=encoder.device,
+            dtype=encoder.dtype,
+        )
+        return values[0], torch.tensor([*marks, *[0] * len(words)])
 
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, int]:
         """Return the size with as many frames as the pipeline makes at least."""
         return super().size_arguments(size._replace(frames=max(size.frames, FEWEST_FRAMES)))
+
+
+def _normalised(values: torch.Tensor, statistics: tuple[Any, Any]) -> torch.Tensor:
+    """Return values `(n, C, F, H, W)` less the mean of each channel, over its deviation."""
+    mean, std = (to_device(torch.tensor(numbers), values.device).view(1, -1, 1, 1, 1) for numbers in statistics)
+    return (values - mean) / std
+
+
+def _noised(latents: Sequence[torch.Tensor], key: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return what a sample is shown, with the noise of its timestep."""
+    generator = torch.Generator().manual_seed(integer_seed(Purpose.SHOWN_NOISE, *key))
+    share = SHOWN_TIMESTEP / 1000
+    noises = [torch.randn(latent.shape, generator=generator) for latent in latents]
+    pairs = zip(latents, noises, strict=True)
+    return [
+        (1 - share) * latent + share * to_device(noise, latent.device, dtype=latent.dtype) for latent, noise in pairs
+    ]
 
 
 RECIPES = (MiniMaxH3Recipe,)

@@ -140,7 +140,7 @@ def qwen_components(pipeline: Any) -> dict[str, Any]:
     vision_tokens = VISION_TOKENS if "processor" in empty.components else None
     tokenizer = template_tokenizer(prefix, empty.prompt_template_encode_start_idx, special_tokens=vision_tokens)
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in (vision_tokens or {}).items()}
-    processor = {} if vision_tokens is None else {"processor": _picture_processor(tokenizer)}
+    processor = {} if vision_tokens is None else {"processor": picture_processor(tokenizer)}
     return {"tokenizer": tokenizer, "text_encoder": qwen_encoder(len(tokenizer), **ids), **processor}
 
 
@@ -158,11 +158,15 @@ def qwen_encoder(vocab_size: int, **ids: int) -> Qwen2_5_VLForConditionalGenerat
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def _picture_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Return a processor that does with pictures what Qwen2-VL's does, whose part for videos needs torchvision."""
+def picture_processor(tokenizer: PreTrainedTokenizerFast, *, side: int = 28) -> Any:
+    """Return a processor that does with pictures what Qwen2-VL's does, whose part for videos needs torchvision.
+
+    A token covers `side` pixels each way, and a picture has six at most.
+    """
     from transformers import PaddleOCRVLProcessor, Qwen2VLImageProcessor
 
-    return PaddleOCRVLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=6 * 28 * 28), tokenizer)
+    pixels = {"min_pixels": side**2, "max_pixels": 6 * side**2}
+    return PaddleOCRVLProcessor(Qwen2VLImageProcessor(patch_size=side // 2, **pixels), tokenizer)
 
 
 def qwen3_vl(vocab_size: int, *, kind: Any, layers: int = 3) -> Any:

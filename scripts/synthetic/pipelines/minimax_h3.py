@@ -10,21 +10,23 @@ from diffusers import (
     MiniMaxH3Transformer3DModel,
 )
 
-from .components import CHANNELS, latents_of_smooth_clips
-from .flux3 import text_components
+from .components import CHANNELS, VISION_TOKENS, latents_of_smooth_clips, picture_processor, template_tokenizer
+from .flux3 import small_qwen3_vl
 
 _LAYER = 50
 """Layer of the text encoder that the pipeline reads, of one more."""
 
 
 def _minimax_h3() -> MiniMaxH3ModularPipeline:
-    text_encoder, processor = text_components(layers=_LAYER + 1)
+    tokenizer = template_tokenizer("<|im_start|>", 1, special_tokens=VISION_TOKENS)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
+    text_encoder = small_qwen3_vl(tokenizer, layers=_LAYER + 1, **ids)
     pipeline = MiniMaxH3ModularPipeline()
     sound = {"latents_mean": [0.0] * CHANNELS, "latents_std": [1.0] * CHANNELS}
     pipeline.update_components(
         text_encoder=text_encoder,
-        tokenizer=processor.tokenizer,
-        processor=processor,
+        tokenizer=tokenizer,
+        processor=picture_processor(tokenizer, side=32),
         vae=_vae(),
         audio_vae=AutoencoderKLMiniMaxH3Audio(
             encoder_dim=4,
