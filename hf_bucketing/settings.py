@@ -17,6 +17,8 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 | `left_open` | value that lets a run choose: a resumed run takes the choice of the saved run |
 | `needs_rows` | why rows from a stream cannot have it |
 | `batching` | the only way of batching that uses it |
+| `planned` | False if neither memory nor time of a plan depends on it |
+| `chosen` | True if a suggestion chooses it, or does without |
 | `encoded` | what of a cache it would change: `"media"` or `"captions"` |
 | `held_out` | its value on held-out samples, of which nothing is random |
 """

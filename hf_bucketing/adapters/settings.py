@@ -54,14 +54,14 @@ class AdapterConfig:
 
     adapter: AdapterKind = setting("lora", on_resume="equal")
     lora_rank: int | None = setting(None, common=True)
-    lora_alpha: int | None = setting(None, left_open=None)
+    lora_alpha: int | None = setting(None, left_open=None, planned=False)
     lora_targets: str | None = setting(None, left_open=None)
     lora_rslora: bool = False
     lora_dropout: float = setting(0.0, on_resume="applied")
     lora_rank_pattern: str | None = None
     lora_alpha_pattern: str | None = None
-    init_from_adapters: str | None = setting(None, on_resume="free")
-    lora_format: LoraFormat = setting("both", on_resume="free")
+    init_from_adapters: str | None = setting(None, on_resume="free", planned=False)
+    lora_format: LoraFormat = setting("both", on_resume="free", planned=False)
 
     def __post_init__(self) -> None:
         check_literals(self)

@@ -148,7 +148,17 @@ class RecipeFacts:
         if not cls.family.text.in_sequence:
             return 0
         beside = cls.added_text_tokens + references * cls.reference_text_tokens
-        return (max_sequence_length or cls.default_sequence_length) + beside
+        return cls.text_length(max_sequence_length) + beside
+
+    @classmethod
+    def text_length(cls, max_sequence_length: int | None = None) -> int:
+        """Return the text tokens that the model attends to for each caption, padding included, at most.
+
+        Args:
+            max_sequence_length (`int`, *optional*): Tokens to which captions are cut; by default the pipeline's own
+                number.
+        """
+        return max_sequence_length or cls.default_sequence_length
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:

@@ -46,7 +46,7 @@ class OptimizerConfig:
             of another optimizer.
     """
 
-    optimizer: str = setting("adamw", on_resume="equal")
+    optimizer: str = setting("adamw", on_resume="equal", planned=True)
     optimizer_args: list[str] | None = setting(None, on_resume="equal")
     learning_rate: float = setting(1e-4, common=True)
     lora_plus_ratio: float | None = setting(None, on_resume="equal")

@@ -46,7 +46,7 @@ class MemoryConfig:
     offload_idle_expert: bool = False
     offload_activations: bool = False
     context_parallel_degree: int = setting(
-        1, on_resume="plan", needs_rows="processes that share their samples read them from a plan"
+        1, chosen=True, on_resume="plan", needs_rows="processes that share their samples read them from a plan"
     )
 
     def __post_init__(self) -> None:

@@ -311,7 +311,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
     memory, spec = config.memory, components.spec
     latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
-    recipe, length = components.recipe, config.max_sequence_length
+    recipe = components.recipe
     shown = sum(map(spec.num_tokens, shape.references))
     if recipe.references_in_front or memory.context_parallel_degree > 1 or tokens <= shown:
         references, shown = [], 0  # they are frames of the sample, or a part of its tokens
@@ -322,7 +322,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
         reference_sizes=tuple(references),
-        text_length=-(-shape.text_tokens // shape.samples) or length or recipe.default_sequence_length,
+        text_length=-(-shape.text_tokens // shape.samples) or recipe.text_length(config.max_sequence_length),
         mixed_precision=config.mixed_precision,
         trained_dtype=memory.trained_dtype,
         adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),

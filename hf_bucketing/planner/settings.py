@@ -15,7 +15,7 @@ from ..optimizers.settings import OptimizerConfig
 from ..placement.conflicts import Combination, check_combination
 from ..placement.settings import MemoryConfig, Precision
 from ..plans.packs import PackPlanConfig
-from ..settings import check_at_least, check_literals, setting
+from ..settings import check_at_least, check_literals, part, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,18 @@ class PlanConfig:
         BucketingError: On an impossible value, or settings that cannot be combined.
     """
 
-    sample_size: list[int] | None = setting(None, common=True)
-    reference_sizes: str | None = None
-    audio_fps: float | None = None
-    train_batch_size: int = setting(1, common=True)
-    max_tokens: int | None = setting(None, common=True)
-    batching: Literal["bucket", "pack"] = setting("bucket", common=True)
+    sample_size: list[int] | None = setting(None, common=True, chosen=True)
+    reference_sizes: str | None = setting(None, chosen=True)
+    audio_fps: float | None = setting(None, chosen=True)
+    train_batch_size: int = setting(1, common=True, chosen=True)
+    max_tokens: int | None = setting(None, common=True, chosen=True)
+    batching: Literal["bucket", "pack"] = setting("bucket", common=True, chosen=True)
     strip_length: int = PackPlanConfig.strip_length
-    cached: Literal["nothing", "latents", "all"] = setting("nothing", common=True)
+    cached: Literal["nothing", "latents", "all"] = setting("nothing", common=True, chosen=True)
     mixed_precision: Precision = setting("bf16", common=True)
     condition: str | None = None
-    sharding: Literal["ddp", "fsdp2"] = "ddp"
-    num_processes: int = setting(1, common=True)
+    sharding: Literal["ddp", "fsdp2"] = setting("ddp", chosen=True)
+    num_processes: int = setting(1, common=True, chosen=True)
     gradient_accumulation_steps: int = 1
     ema_decay: float | None = None
     trained_component: TrainedComponent = "transformer"
@@ -75,8 +75,8 @@ class PlanConfig:
     device: Literal["cuda", "cpu"] = "cuda"
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    base_predictions: int = 0
+    optimizer: OptimizerConfig = part(OptimizerConfig, planned=False)
+    base_predictions: int = setting(0, chosen=True)
 
     def __post_init__(self) -> None:
         check_literals(self)

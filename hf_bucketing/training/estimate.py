@@ -344,7 +344,8 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             channels = family.audio_channels(transformer)
             batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]
     if not recipe.modules("text_encoders"):
-        words = recipe.text_tokens(recipe.max_sequence_length) or recipe.max_sequence_length
+        length = recipe.max_sequence_length
+        words = recipe.text_tokens(length) or recipe.text_length(length)
         shape = len(sizes), words + recipe.reference_text_tokens * max(map(len, references))
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = torch.ones(shape, device=device) if family.text.padding == "masked" else None

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..caching.settings import CacheConfig
 from ..columns.settings import SourceConfig, TableConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
-from ..optimizers.settings import OptimizerConfig
 from ..planner.gpus import TimeConfig
 from ..planner.settings import MachineConfig, PlanConfig
 from ..report.measure import ReportConfig
-from ..settings import flag_names, flatten, names_of, settings_in
+from ..settings import flag_names, flatten, marked, names_of, settings_in
 from .config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -22,24 +21,10 @@ TRAINED_ON = (CACHED_DIR, "dataset_dir")
 """Names in a file of the folder that training reads: what scripts/cache_latents.py writes, if that is given, or else
 what scripts/prepare_dataset.py writes."""
 
-NOT_PLANNED = frozenset(
-    {*names_of(OptimizerConfig), "lora_alpha", "init_from_adapters", "lora_format"} - {"optimizer"}
-)
+NOT_PLANNED = frozenset(name for name, planned in marked(PlanConfig, "planned").items() if not planned)
 """Settings of a plan on which neither memory nor time depends: they are no flags of the scripts that plan."""
 
-SUGGESTED = NOT_PLANNED | {
-    "sample_size",
-    "train_batch_size",
-    "max_tokens",
-    "batching",
-    "cached",
-    "num_processes",
-    "sharding",
-    "context_parallel_degree",
-    "base_predictions",
-    "reference_sizes",
-    "audio_fps",
-}
+SUGGESTED = NOT_PLANNED | {*marked(PlanConfig, "chosen")}
 """Settings of a plan that are no flags of scripts/suggest_run.py: it chooses them, or does without."""
 
 

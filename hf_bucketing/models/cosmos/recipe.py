@@ -221,7 +221,8 @@ class AnimaRecipe(ModularRecipe, CosmosImageRecipe):
     """Recipe of `AnimaModularPipeline`; see [`Recipe`].
 
     A conditioner, which is not trained, makes the text of a caption of its states in Qwen3 and its tokens for T5, and
-    pads it with zeros to one length, to which the model attends.
+    pads it with zeros to one length, to which the model attends: `max_sequence_length` cuts captions, and shortens no
+    text.
     """
 
     pipeline_class = "AnimaModularPipeline"
@@ -243,6 +244,11 @@ class AnimaRecipe(ModularRecipe, CosmosImageRecipe):
                 f"give a `max_sequence_length` of at most {longest}."
             )
         return super().load(name_or_path, max_sequence_length=max_sequence_length, **options)
+
+    @classmethod
+    def text_length(cls, max_sequence_length: int | None = None) -> int:
+        """Return the length of the conditioner, whatever captions are cut to."""
+        return cls.default_sequence_length
 
     def objective(self, **options: Any) -> Objective:
         """Return flow matching with timesteps from 0 to 1; see [`Recipe.objective`]."""
