@@ -29,8 +29,8 @@ class CacheConfig:
             [`PreparedDataset`][hf_bucketing.columns.PreparedDataset].
         views ([`ViewRule`][hf_bucketing.media.ViewRule]): Frames, crop, flip and decoder; by default nothing is
             random, and PyAV decodes.
-        views_per_sample (`int`): Views of each sample, of which training draws one in every epoch. Of several, the
-            first has no random crop, frames or flip; the others are random.
+        views_per_sample (`int`): Views of each sample, of which an epoch draws one or holds all. Of several,
+            the first has no random crop, frames or flip; the others are random.
         random_resize (`int`, *optional*): Minimum side, in pixels, of the views after the first in a cache for packs,
             each of a size of its own, drawn as `random_resize` of training does; by default all views of a sample have
             one size.

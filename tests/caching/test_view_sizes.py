@@ -21,6 +21,7 @@ from hf_bucketing.caching.views import CACHED_VIEW, OF_VIEWS, views_as_rows, vie
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.columns.apply import with_columns
 from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.prepared_stream import prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.errors import FlagError
 from hf_bucketing.loaders import RandomResize
@@ -272,6 +273,8 @@ def test_in_buckets_each_sample_is_prepared_and_cached_at_every_budget(
     sizes = [CachedCollator(data.cache)([data.dataset[row]])["size"][0][1:] for row in range(5)]  # type: ignore[arg-type]
     assert sizes == [(48, 32), (32, 48), (48, 32), (96, 64), (64, 96)]
     assert rows.dataset["weight"][:] == pytest.approx([2.5 / 3] * 3 + [2.5 / 2] * 3)
+    stream, _ = prepare_stream(source, spec=recipe.spec, say=said.append)
+    assert [(part.source.name, part.source.weight) for part in stream.parts] == [("media-6", 1.5), ("media-24", 1.5)]
     with pytest.raises(FlagError, match="--each_budget goes with --bucket_tokens"):
         TableConfig(buckets="32,32", each_budget=True)
 
