@@ -74,6 +74,7 @@ class StreamSample:
         references (list of lists of `int`): Sizes of the references of the usable rows, as they are stored, each once.
         audio_fps (`float`, *optional*): Lowest frame rate of a usable row with audio, whose audio is longest; None
             where none has some.
+        fastest_audio_fps (`float`, *optional*): Highest one; None also of folders of versions that did not record it.
     """
 
     rows: int
@@ -82,6 +83,7 @@ class StreamSample:
     sizes: Sequence[Sequence[int]]
     references: Sequence[Sequence[int]] = ()
     audio_fps: float | None = None
+    fastest_audio_fps: float | None = None
 
     @classmethod
     def of(cls, columns: Columns, *, row_bytes: int) -> StreamSample:
@@ -101,6 +103,7 @@ class StreamSample:
             sizes=np.unique(sizes, axis=1).T.tolist(),
             references=[[*cell] for cell in sorted({tuple(map(int, cell)) for cell in references[usable]})],
             audio_fps=float(heard.min()) if len(heard) else None,
+            fastest_audio_fps=float(heard.max()) if len(heard) else None,
         )
 
 

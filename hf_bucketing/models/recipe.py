@@ -21,6 +21,7 @@ from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
 from ..media.conditions import MASK, REFERENCE
+from ..media.probe import FPS_TOLERANCE
 from ..media.row_audio import AUDIO
 from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
@@ -383,6 +384,24 @@ class Recipe(RecipeCalls):
                 f"A {self.pipeline_class} cannot be trained with the references of {len(rows)} of {len(counts)} "
                 f"samples, such as row {names[rows[0]]}: {faults[int(counts[rows[0]])]}. Prepare the data set again "
                 "for this model, and correct these rows or reject them with --on_error reject."
+            )
+
+    def check_audio_rates(self, rates: npt.NDArray[np.float64], names: Sequence[Any]) -> None:
+        """Raise BucketingError if samples with audio have other frame rates than the model places it beside.
+
+        Args:
+            rates (array of `float`, shape `(n,)`): Frames per second of each sample with audio.
+            names (sequence): What messages call each, such as the number of its row.
+        """
+        if (fps := self.sound_fps) is None:
+            return
+        others = np.flatnonzero(np.abs(rates - fps) > FPS_TOLERANCE * fps)
+        if len(others):
+            raise BucketingError(
+                f"A {self.pipeline_class} places sound beside {fps:g} frames per second, but {len(others)} of "
+                f"{len(rates)} samples with sound have others, such as row {names[others[0]]} with "
+                f"{rates[others[0]]:g}. Prepare the data set again with --target_fps {fps:g}, and without files that "
+                "are slower or without their sound."
             )
 
     @property

@@ -251,6 +251,12 @@ class TrainingData(RunData):
             rows = np.flatnonzero(self.num_tokens > 0)
             check(self.references.counts[rows], rows.tolist())
 
+    def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
+        """Call a function with the frame rates of the usable rows that have audio, and the numbers of these rows."""
+        if self.audio is not None:
+            rows = np.flatnonzero((self.num_tokens > 0) & self.audio.present)
+            check(self.audio.fps[rows], rows.tolist())
+
 
 def make_data(
     config: TrainingConfig, spec: LatentSpec, tokens: ModelTokens, *, prepared: PreparedDataset | None = None

@@ -227,6 +227,10 @@ class RunData(ABC):
     def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
         """Call a function, which may raise, with the numbers of references of samples, and the samples' names."""
 
+    @abstractmethod
+    def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
+        """Call a function, which may raise, with the frame rates of samples with audio, and the samples' names."""
+
     def cached_batch(self) -> Mapping[str, Any] | None:
         """Return a batch of one usable row of a cache; None where nothing is cached."""
         return None

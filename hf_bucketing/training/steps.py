@@ -114,6 +114,7 @@ class Step(ABC):
         drawn = self.draw(batch, seeds, reference_dropout=self.reference_dropout)
         batch = without_references(batch, drawn)
         media = self.media(batch, drawn)
+        self._check_audio_rates(batch, media)
         latents = media.pop("latents")
         noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
@@ -202,6 +203,14 @@ class Step(ABC):
             media[SHOWN_LATENTS] = [torch.ones_like(part) if whole else part for whole, part in whole_parts]
         return media
 
+    def _check_audio_rates(self, batch: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> None:
+        """Refuse samples of a stream that could not be checked before, see [`check_data`]; images have no rate."""
+        heard = [len(latent) > 0 for latent in media.get(AUDIO, ())]
+        if self.recipe.audio and any(heard):
+            rates = np.array(batch["fps"], np.float64)
+            rows = np.flatnonzero(np.array(heard) & (rates > 0))
+            self.recipe.check_audio_rates(rates[rows], [batch["index"][row] for row in rows])
+
     def _noised_audio(
         self, media: Mapping[str, Any], noised: Noised, drawn: Sequence[Drawn], *, keys: Sequence[tuple[int, ...]]
     ) -> NoisedAudio | None:
@@ -265,6 +274,7 @@ class Step(ABC):
         drawn = self.draw(batch, [(index,) for index in batch["index"]])
         batch = without_references(batch, drawn)
         media = self.media(batch, drawn)
+        self._check_audio_rates(batch, media)
         latents = media.pop("latents")
         text = text_of(self.recipe, batch, keyframes=media.get(KEYFRAME_PLACES, ())).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
@@ -407,6 +417,7 @@ def check_data(step: Step, data: RunData) -> None:
         for shares in step.condition.all:
             step.recipe.check_drawn(shares, data.conditions, cached=data.cached_batch() is not None)
     data.check_references(step.recipe.check_references)
+    data.check_audio_rates(step.recipe.check_audio_rates)
     check_cached(step.recipe, data)
 
 

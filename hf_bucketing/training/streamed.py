@@ -199,6 +199,11 @@ class StreamedData(RunData):
             counts = np.array([len(sizes) // 3 for sizes in self.sample.references], np.int64)
             check(counts, ["one of the first"] * len(counts))
 
+    def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
+        """Call a function with the lowest and the highest frame rate of the first rows that have audio."""
+        rates = [rate for rate in (self.sample.audio_fps, self.sample.fastest_audio_fps) if rate is not None]
+        check(np.array(rates), ["one of the first"] * len(rates))
+
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
         grouping = self.stream.grouping

@@ -16,14 +16,17 @@ from diffusers import Kandinsky6TI2VAPipeline, ModularPipeline
 from safetensors.torch import load_file
 from synthetic.media import Clip
 
+from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media.row_audio import AudioRule
+from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data
+from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import make_step
+from hf_bucketing.training.steps import BucketStep, make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.models.families.kandinsky6 import with_audio
@@ -44,6 +47,7 @@ from tests.training.audio_runs import (
 from tests.training.training_cases import in_process, run, run_card
 
 TEXT_TOKENS = 64
+OBJECTIVE: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,3 +343,37 @@ def test_what_is_trained_is_saved_and_rendered_with_sound(
         fps=clip.fps,
     )
     check_sound(tmp_path / "clip.mp4", clip)
+
+
+@pytest.mark.slow
+def test_sound_beside_other_frame_rates_than_minimax_h3_has_is_refused_before_the_first_step(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Rows, a cache and a stream of clips at half the rate of the model."""
+    pipeline, slow = tiny_folder("minimax-h3"), Clip(5, 32, 64, 12)
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    write_clips(clips, Clip(22, 32, 64, 24))
+    rows = prepare(clips, pipeline, tmp_path / "rows", "--with_audio", clip=slow)
+    stream = prepare(clips, pipeline, tmp_path / "stream", "--with_audio", "--streaming", clip=slow)
+    cached = cache(rows, pipeline, tmp_path / "cached", max_sequence_length=TEXT_TOKENS)
+    packs = {**RUNS["minimax-h3"].packs, "max_train_steps": 1}
+    for folder, count, row in ((rows, 3, "0"), (cached, 3, "0"), (stream, 2, "one of the first")):
+        config = in_process(pipeline, folder, tmp_path / "out", **packs, streaming=folder == stream)
+        with pytest.raises(
+            BucketingError, match=rf"24 frames per second, but {count} of {count} .* row {row} with 12"
+        ):
+            Trainer(config)
+
+
+def test_a_sample_of_a_stream_with_sound_at_another_frame_rate_is_refused_by_its_step(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    folder = tiny_folder("minimax-h3")
+    recipe = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=()), audio=True)
+    step = BucketStep(recipe=recipe, objective=recipe.objective(**OBJECTIVE))
+    sounds = [torch.zeros(0, 4), torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)]
+    batch = {"fps": [12.0, 0.0, 23.976, 30.0], "index": [5, 6, 7, 8]}
+    with pytest.raises(BucketingError, match=r"but 1 of 2 samples with sound have others, such as row 8 with 30"):
+        step._check_audio_rates(batch, {"audio": sounds})
+    step._check_audio_rates({**batch, "fps": [12.0, 0.0, 23.976, 24.0]}, {"audio": sounds})
