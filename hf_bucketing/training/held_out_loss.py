@@ -37,11 +37,12 @@ _NAMED = 5
 class _Levels(NamedTuple):
     """Losses and noise levels of rows, `(n, levels)` each, of one expert, which has a share of all noise levels.
 
-    `weights`, `(n,)`, are those of the conditions that the rows are shown.
+    `conditions`, `(n,)`, are those that the rows are shown, by their positions among all, and `weights` theirs.
     """
 
     share: float
     weights: FloatArray
+    conditions: FloatArray
     losses: FloatArray
     noise: FloatArray
 
@@ -92,8 +93,8 @@ class HeldOutLoss:
 
         Returns:
             `dict`: `validation_loss`, weighted as in training; `samples`, the number that counts; `unreadable`, the
-            `index` of those that do not; `by_bucket`, `by_noise` and, where there are several, `by_source`, lists of
-            mean losses, of buckets and sources also by noise level; and `seconds`.
+            `index` of those that do not; `by_bucket`, `by_noise` and, where there are several, `by_source` and
+            `by_condition`, lists of mean losses, but for `by_noise` also by noise level; and `seconds`.
 
         Raises:
             MediaError: If a sample cannot be read, or with `on_error="replace"` none can.
@@ -107,17 +108,17 @@ class HeldOutLoss:
         ]
         (seen,) = np.nonzero(np.min([score[:, 0] for score in scores], axis=0))
         parts = [
-            _Levels(share, score[seen, 0], score[seen, 1 : 1 + levels], score[seen, 1 + levels :])
+            _Levels(share, score[seen, 0], score[seen, 1], score[seen, 2 : 2 + levels], score[seen, 2 + levels :])
             for score, (_step, share, levels) in zip(scores, divided, strict=True)
         ]
         return {
-            **self._summary(seen, parts, index),
+            **self._summary(seen, parts, index, conditions=experts.steps[0].condition_names),
             "unreadable": index[np.setdiff1d(self.data.sampler.plan().indices, seen)].tolist(),
             "seconds": time.perf_counter() - start,
         }
 
     def _score(self, step: Step, transformer: torch.nn.Module, accelerator: Accelerator, *, levels: int) -> FloatArray:
-        """Return of each row its weight by what it is shown, 0 if it does not count, its losses, and their levels."""
+        """Return of each row its condition's weight, 0 if it does not count, the condition, its losses and levels."""
         plan = self.data.sampler.plan()
         neighbours = accelerator.num_processes // plan.num_processes  # which take the same samples
         positions = range(accelerator.process_index // neighbours, plan.num_batches, plan.num_processes)
@@ -126,7 +127,7 @@ class HeldOutLoss:
         counts = np.zeros(len(plan.indices), bool)
         counts[first] = True
         index = column_array(self.data.dataset, "index")
-        found, times = torch.zeros(len(index), 1 + 2 * levels), torch.zeros(len(index))
+        found, times = torch.zeros(len(index), 2 + 2 * levels), torch.zeros(len(index))
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
             for reason in batch.pop("unreadable", ()):
                 logger.warning(reason, main_process_only=False)
@@ -138,8 +139,8 @@ class HeldOutLoss:
             place = {number: place for place, number in enumerate(batch["index"])}
             read = [row for row in mine.tolist() if index[row] in place]
             columns = [*(loss.values for loss in losses), *(loss.noise_levels for loss in losses)]
-            weights = torch.tensor([drawn.weight for drawn in losses[0].drawn])
-            table = torch.cat([weights[:, None], torch.stack(columns, 1).float().cpu()], 1)
+            drawn = [[shown.weight, step.condition_names.index(shown.name)] for shown in losses[0].drawn]
+            table = torch.cat([torch.tensor(drawn), torch.stack(columns, 1).float().cpu()], 1)
             found[read] = table[[place[index[row]] for row in read]]
             times[read] += 1
         found = torch.cat([found, times[:, None]], 1)
@@ -161,7 +162,9 @@ class HeldOutLoss:
             **self.workers.options(),
         )
 
-    def _summary(self, rows: IntArray, parts: Sequence[_Levels], index: IntArray) -> dict[str, Any]:
+    def _summary(
+        self, rows: IntArray, parts: Sequence[_Levels], index: IntArray, *, conditions: Sequence[str]
+    ) -> dict[str, Any]:
         """Return means of losses and of noise levels of rows `(n,)`."""
         finite = np.all([np.isfinite(part.losses).all(1) for part in parts], axis=0)
         if not finite.all():
@@ -192,11 +195,14 @@ class HeldOutLoss:
             for bucket in np.unique(ids).tolist()
         ]
         found = {"validation_loss": mean, "samples": len(rows), "by_bucket": by_bucket, "by_noise": by_noise}
+        groups: dict[str, tuple[Any, Sequence[str]]] = {}
         if self.data.source_ids is not None:
-            source = self.data.source_ids[rows]
-            found["by_source"] = [
-                {"source": self.data.sources[number], **_means(source == number, parts)}
-                for number in np.unique(source).tolist()
+            groups["source"] = self.data.source_ids[rows], self.data.sources
+        if len(conditions) > 1:
+            groups["condition"] = parts[0].conditions, conditions
+        for group, (of_rows, names) in groups.items():
+            found[f"by_{group}"] = [
+                {group: names[int(number)], **_means(of_rows == number, parts)} for number in np.unique(of_rows)
             ]
         return found
 

@@ -1,4 +1,4 @@
-"""The held-out loss of a run by its logs: how it fell, and where it did not, by size, source and noise level."""
+"""The held-out loss of a run by its logs: how it fell, and where it did not, by size, source, condition and noise level."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ def held_out_changes(logs: Logs) -> HeldOutChanges | None:
 
 
 def _parts_of(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the losses of all samples, of sizes and of sources, by name; logs of before lack the last two."""
+    """Return the losses of all samples, and by size, source and condition; logs of before lack all but the first."""
     by_noise = [level["loss"] for level in entry["by_noise"]]
     parts = {"all": {"samples": entry["samples"], "loss": entry["validation_loss"], "by_noise": by_noise}}
     sizes = sorted(entry["by_bucket"], key=lambda bucket: math.prod(bucket["size"]))
     parts |= {size_label(Size(*bucket["size"])): bucket for bucket in sizes if "by_noise" in bucket}
-    return parts | {source["source"]: source for source in entry.get("by_source", [])}
+    parts |= {source["source"]: source for source in entry.get("by_source", [])}
+    return parts | {f"shown {shown['condition']}": shown for shown in entry.get("by_condition", [])}
 
 
 def describe_held_out(logs: Logs, *, by_bucket: bool = False) -> list[str]:

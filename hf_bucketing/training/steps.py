@@ -161,6 +161,11 @@ class Step(ABC):
             for index, before in zip(batch["index"], _occurrences(batch), strict=True)
         ]
 
+    @property
+    def condition_names(self) -> tuple[str, ...]:
+        """Names of what samples may be shown, see [`Drawn`][hf_bucketing.models.conditioning.Drawn]."""
+        return (self.condition or NOTHING_DRAWN).names
+
     def draw(
         self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]], *, reference_dropout: float = 0.0
     ) -> list[Drawn]:

@@ -374,6 +374,7 @@ def test_changes_are_those_of_sizes_and_sources_at_each_noise_level(tmp_path: Pa
                 for bucket, size, losses in ((0, [9, 64, 96], large), (1, [1, 64, 64], small))
             ],
             "by_source": [{"source": "clips", "samples": 1, "loss": float(np.mean(large)), "by_noise": large}],
+            "by_condition": [{"condition": "prefix", "samples": 1, "loss": float(np.mean(small)), "by_noise": small}],
         }
 
     entries = [entry(0, [1.0, 4.0], [2.0, 4.0]), entry(2, [0.5, 5.0], [2.0, 1.0])]
@@ -390,6 +391,7 @@ def test_changes_are_those_of_sizes_and_sources_at_each_noise_level(tmp_path: Pa
         "64×64": [-0.5, 0.25],
         "9×64×96": [0.0, -0.75],
         "clips": [0.0, -0.75],
+        "shown prefix": [-0.5, 0.25],
     }
     *_, said = describe_held_out(Logs(tmp_path))
     assert said.endswith("held-out loss since step 0: -23%, least learned 64×64 (+10%)")

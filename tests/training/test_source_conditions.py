@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
@@ -161,6 +162,36 @@ def test_held_out_samples_weigh_as_in_training(runs: ConditionRuns, tmp_path: Pa
     weights = held_out.loss_weights(rows, epoch=0).tolist()
     assert weights == [(1.0, 0.25)[source] for source in held_out.source_ids]
     assert {*weights} == {1.0, 0.25}
+
+
+@pytest.mark.parametrize("mode", ["bucket", "pack"])
+def test_held_out_losses_by_condition_are_means_and_their_weights_count(
+    mode: str, runs: ConditionRuns, tmp_path: Path
+) -> None:
+    """The held-out loss is compared with that of each row, drawn and run by itself."""
+    condition = "first_frame:0.5:3,none:0.5:0.5"
+    held_out = {"validation_split": 0.7, "validation_noise_levels": 2, "loss_weight": "stills=0.25"}
+    trainer = Trainer(runs.settings(mode, tmp_path, condition=condition, seed=4, **held_out))
+    found = trainer.evaluation.held_out_loss(0)
+    data, (step,) = trainer.evaluation.held_out.data, trainer.experts.steps
+    shares, model = read_conditions(condition).of(None), trainer.recipe.transformer
+    names, weights, losses = [], [], []
+    for row, weight in zip(data.dataset, data.loss_weights(np.arange(len(data.dataset)), epoch=0), strict=True):
+        frames = (data.table.size(int(data.bucket_ids[len(names)])).frames - 1) // 4 + 1
+        drawn = shares.draw(row["index"], latent_frames=frames, stride=4)
+        names.append(drawn.name)
+        weights.append(drawn.weight * float(weight))
+        with torch.no_grad():
+            alone = step.held_out(model, data.loader.collate_fn([row]), num_levels=2)
+        losses.append([float(level.values) for level in alone])
+    assert found["samples"] == len(names) >= 4
+    assert found["validation_loss"] == pytest.approx(np.average(np.mean(losses, 1), weights=weights), rel=1e-5)
+    assert [group["condition"] for group in found["by_condition"]] == ["first_frame", "none"]
+    for group in found["by_condition"]:
+        chosen = [own for own, name in zip(losses, names, strict=True) if name == group["condition"]]
+        assert group["samples"] == len(chosen) >= 1
+        assert group["by_noise"] == pytest.approx(np.mean(chosen, 0).tolist(), rel=1e-5)
+        assert group["loss"] == pytest.approx(np.mean(chosen), rel=1e-5)
 
 
 @pytest.mark.parametrize(
