@@ -79,6 +79,8 @@ class RecipeFacts:
     """Attribute of the pipeline that holds the samples per second of its sound, for models that make some."""
     sound_fps: ClassVar[float | None] = None
     """Frames per second for which the pipeline makes sound; None where its call takes a `frame_rate`."""
+    read_with_lora: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Settings that the pipeline's own `load_lora_weights` reads of a transformer whose configuration has none."""
     output: ClassVar[str | None] = None
     """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()

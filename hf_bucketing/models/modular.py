@@ -13,8 +13,8 @@ from .recipe import Recipe
 class ModularRecipe(Recipe):
     """Recipe of a modular pipeline, of which a run loads and calls the blocks of one workflow."""
 
-    workflow: ClassVar[str]
-    """Workflow of the pipeline's blocks that generates from a caption."""
+    workflow: ClassVar[str | None] = None
+    """Workflow of the pipeline's blocks that generates from a caption; None where the blocks have one alone."""
     dropped_blocks: ClassVar[tuple[str, ...]] = ()
     """Blocks of the pipeline that a run does not call, such as one that rewrites captions."""
 
@@ -26,7 +26,7 @@ class ModularRecipe(Recipe):
         blocks = getattr(diffusers, cls.pipeline_type().default_blocks_name)()
         for name in cls.dropped_blocks:
             blocks.sub_blocks.pop(name)
-        return blocks.get_workflow(cls.workflow)
+        return blocks if cls.workflow is None else blocks.get_workflow(cls.workflow)
 
     @classmethod
     def called_components(cls, index: PipelineIndex) -> list[str]:

@@ -64,10 +64,6 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
         "SanaWMTransformer3DModel": (
             "its attention is a recurrence over the frames of a batch row, and it convolves over their grid"
         ),
-        "WanAnimate2Transformer3DModel": (
-            "it runs twice per step, with keys and values of a reference kept in between, and its attention, which is "
-            "FlexAttention alone, reads the grid of the first batch row for all of them"
-        ),
     }
 )
 """Why packing refuses a transformer, by the name of its class in diffusers 0.42.1.

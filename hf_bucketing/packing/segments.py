@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,12 +77,15 @@ class SegmentSpans:
         keys (tuple of `(start, stop)`): Keys of each segment.
         num_queries (`int`): Tokens on the query side, padding included.
         num_keys (`int`): Tokens on the key side, padding included.
+        more_keys (tuple of `(start, stop)`, *optional*): A second span of keys of each segment, apart from the first;
+            `(0, 0)` for none.
     """
 
     queries: tuple[Span, ...]
     keys: tuple[Span, ...]
     num_queries: int
     num_keys: int
+    more_keys: tuple[Span, ...] | None = None
 
     @classmethod
     def within(cls, spans: Sequence[Span], num_tokens: int) -> SegmentSpans:
@@ -98,25 +102,55 @@ class SegmentSpans:
         """Whether kernels of variable lengths compute these segments well: not too many, and not too short."""
         return len(self.queries) <= min(MOST_SEGMENTS, self.num_queries // SHORT_SEGMENT)
 
-    def key_bounds(self, device: torch.device) -> KeyBounds:
-        """Return the range of keys of each query; empty for padding."""
+    @property
+    def key_sides(self) -> tuple[tuple[Span, ...], ...]:
+        """The first span of keys of each segment, and the second ones where there are some."""
+        return (self.keys,) if self.more_keys is None else (self.keys, self.more_keys)
 
-        def make() -> KeyBounds:
+    def key_bounds(self, device: torch.device) -> tuple[KeyBounds, ...]:
+        """Return the range of keys of each query, and the second ones where there are some; empty for padding."""
+
+        def bounds_of(side: tuple[Span, ...]) -> KeyBounds:
             bounds = torch.zeros(2, self.num_queries, dtype=torch.int32)
-            for (start, stop), keys in zip(self.queries, self.keys, strict=True):
+            for (start, stop), keys in zip(self.queries, side, strict=True):
                 bounds[:, start:stop] = torch.tensor(keys)[:, None]
             return KeyBounds(*to_device(bounds, device))
 
-        return self.made(("key_bounds", device), make)
+        return self.made(("key_bounds", device), lambda: tuple(map(bounds_of, self.key_sides)))
 
     def has_key(self, device: torch.device) -> torch.Tensor:
         """Return which queries have a key: `bool`, `(num_queries,)`."""
 
         def make() -> torch.Tensor:
-            bounds = self.key_bounds(device)
-            return bounds.stop > bounds.start
+            found = [bounds.stop > bounds.start for bounds in self.key_bounds(device)]
+            return functools.reduce(torch.logical_or, found)
 
         return self.made(("has_key", device), make)
+
+    def joined(self, device: torch.device) -> tuple[torch.Tensor, SegmentSpans]:
+        """Return an index of keys, and the segments over keys in its order, each of which has one span.
+
+        Keys of several segments are repeated, for kernels that take one range of keys for each.
+
+        Example:
+            Two frames of a sample, the second of which has a key behind those of the sample:
+
+            >>> segments = SegmentSpans(
+            ...     queries=((0, 2), (2, 4)), keys=((0, 4),) * 2, more_keys=((0, 0), (5, 6)), num_queries=4, num_keys=6
+            ... )
+            >>> index, joined = segments.joined("cpu")
+            >>> index.tolist(), joined.keys
+            ([0, 1, 2, 3, 0, 1, 2, 3, 5], ((0, 4), (4, 9)))
+        """
+
+        def make() -> tuple[torch.Tensor, SegmentSpans]:
+            spans = list(zip(*self.key_sides, strict=True))
+            index = torch.cat([torch.arange(*span) for pair in spans for span in pair])
+            ends = itertools.accumulate((sum(stop - start for start, stop in pair) for pair in spans), initial=0)
+            keys = tuple(itertools.pairwise(ends))
+            return to_device(index, device), replace(self, keys=keys, num_keys=len(index), more_keys=None)
+
+        return self.made(("joined", device), make)
 
     def varlen(self, device: torch.device) -> VarlenOffsets:
         """Return the segments as offsets.

@@ -215,6 +215,10 @@ def _code(run: Run, *, name: str, base: str) -> str:
             arguments = ", ".join([f"pipeline.{component}", json.dumps(name), *place])
             lines.append(f"PeftModel.from_pretrained({arguments})")
     elif adapted:
+        if read := recipe.read_with_lora:
+            lines.append(
+                f"pipeline.transformer.register_to_config({', '.join(f'{k}={v!r}' for k, v in read.items())})"
+            )
         file = COMFYUI_WEIGHTS if config.adapters.lora_format == "comfyui" else None
         for options in loading_options(config.trained_component, file=file):
             given = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class FamilyCase:
         shortest_strip: Fewest tokens of a strip.
         without_gradient: Parts of the names of parameters that the outputs do not depend on.
         lora_targets: Ends of the names of layers that get adapters.
+        on_cpu: Makes a context in which the stock model runs forward and backward on a CPU.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -77,6 +79,7 @@ class FamilyCase:
     timestep_per_token: bool = True
     shortest_strip: int = 1
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v")
+    on_cpu: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def model(self, dtype: torch.dtype = torch.float32, **config: Any) -> torch.nn.Module:
         torch.manual_seed(0)

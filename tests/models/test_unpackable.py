@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from hf_bucketing.models.unpackable import UNPACKABLE
 
-animate_2 = pytest.importorskip("diffusers.models.transformers.transformer_wan_animate_2")
 helios = pytest.importorskip("diffusers.models.transformers.transformer_helios")
 refiner = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm_refiner")
 
@@ -41,57 +40,6 @@ def rows_of_tokens(block: torch.nn.Module) -> list[tuple[int, int]]:
 
     block.register_forward_pre_hook(note, with_kwargs=True)
     return shapes
-
-
-@pytest.fixture
-def animate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    make = animate_2.create_block_mask
-
-    def uncompiled(*args: Any, **options: Any) -> Any:
-        return make(*args, **{**options, "_compile": False})
-
-    monkeypatch.setattr(animate_2, "create_block_mask", uncompiled)
-    torch.manual_seed(0)
-    sizes = {"text_len": 8, "in_dim": 12, "dim": 64, "ffn_dim": 48, "freq_dim": 32, "text_dim": 16, "out_dim": 4}
-    return animate_2.WanAnimate2Transformer3DModel(**sizes, num_heads=2, num_layers=2, use_img_emb=False)
-
-
-def denoised(model: Any, latents: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Run the pass over references, each the last two frames of its latent, and the one that reads their keys."""
-    cache, count, tokens = (
-        animate_2.WanAnimate2KVCache(2),
-        len(latents),
-        [latent[0].numel() // 4 for latent in latents],
-    )
-    shown = [latent[:, -2:] for latent in latents]
-    grids = torch.tensor([[2, latent.shape[2] // 2, latent.shape[3] // 2] for latent in latents])
-
-    def run(mode: str, grid: list[torch.Tensor], length: int, **options: object) -> list[torch.Tensor]:
-        known, text = [torch.zeros(8, *latent.shape[1:]) for latent in grid], [torch.ones(5, 16)] * count
-        levels = torch.full((count,), 500.0)
-        return model(grid, levels, text, known, cache, mode, length, **options).sample
-
-    run("extract", shown, tokens[0] * 2 // 3, offset_grid_sizes=grids)
-    return run("cached", latents, tokens[0], reference_grid_sizes=grids, origin_len=5, origin_area=[64, 96])
-
-
-@shows("WanAnimate2Transformer3DModel")
-@torch.no_grad()
-def test_wan_animate_2_reads_the_grid_of_the_first_row_for_all_rows(animate: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    latents = [torch.randn(4, 3, *sides, generator=generator) for sides in ((4, 6), (6, 4), (4, 4))]
-    both = denoised(animate, latents[:2])
-    differences = [float((both[row] - denoised(animate, [latents[row]])[0]).abs().max()) for row in (0, 1)]
-    assert differences[0] < 1e-5
-    assert differences[1] > 1e-3
-    with pytest.raises(ValueError, match="Each sample must hold exactly `seq_len`"):
-        denoised(animate, latents[::2])
-
-
-def test_wan_animate_2_has_no_backward_pass_on_a_cpu(animate: Any) -> None:
-    latents = [torch.randn(4, 3, 4, 6)]
-    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
-        denoised(animate, latents)
 
 
 def small_helios() -> Any:

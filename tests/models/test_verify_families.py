@@ -44,7 +44,8 @@ def verify(model: torch.nn.Module, *samples: int, references: int = 0) -> Verifi
 @each_family
 def test_every_family_passes(name: str) -> None:
     model = CASES[name].model()
-    report = verify(model, 0, 3)
+    with CASES[name].on_cpu():
+        report = verify(model, 0, 3)
     assert report.passed, str(report)
     by_frame = [check.name for check in report.checks if check.name == "outputs, a timestep per frame"]
     assert (len(report.checks), len(by_frame)) == ((7, 0) if family_of(model).timesteps_per == "row" else (8, 1))

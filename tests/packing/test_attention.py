@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,11 +29,19 @@ def spans_of(parts: list[tuple[int, int]], *, shuffle_keys: bool = False) -> Seg
     return SegmentSpans(queries=queries, keys=keys, num_queries=ends[-1] + 2, num_keys=ends[-1] // 3 + 1)
 
 
+def with_more_keys(segments: SegmentSpans) -> SegmentSpans:
+    """Return segments over twice as many keys, some of which have a second span among the new ones."""
+    count, keys = segments.num_keys, segments.keys
+    more = [(0, 0) if number % 2 else (count + start, count + stop) for number, (start, stop) in enumerate(keys)]
+    return replace(segments, more_keys=(*more[1:], (count, count + 1)), num_keys=2 * count)
+
+
 @st.composite
-def segment_spans(draw: st.DrawFn) -> SegmentSpans:
+def segment_spans(draw: st.DrawFn, *, more: bool = True) -> SegmentSpans:
     lengths = st.sampled_from([1, 2, 3, 3, 6, 6, 9])
     parts = draw(st.lists(st.tuples(st.sampled_from([0, 0, 0, 3, 5]), lengths), min_size=1, max_size=7))
-    return spans_of(parts, shuffle_keys=draw(st.booleans()))
+    segments = spans_of(parts, shuffle_keys=draw(st.booleans()))
+    return with_more_keys(segments) if more and draw(st.booleans()) else segments
 
 
 def tokens_for(segments: SegmentSpans, *, key_heads: int = HEADS, dtype=torch.float64) -> list[torch.Tensor]:
@@ -46,8 +55,11 @@ def by_hand(query, key, value, segments: SegmentSpans, *, scale: float | None = 
     groups = query.shape[1] // key.shape[1]
     key, value = (side.repeat_interleave(groups, 1) for side in (key, value))
     out = torch.zeros_like(query)
-    for queries, keys in zip(segments.queries, segments.keys, strict=True):
-        q, k, v = query[slice(*queries)], key[slice(*keys)], value[slice(*keys)]
+    for queries, *spans in zip(segments.queries, *segments.key_sides, strict=True):
+        q, (k, v) = (
+            query[slice(*queries)],
+            (torch.cat([side[slice(*keys)] for keys in spans]) for side in (key, value)),
+        )
         if len(k):
             products = torch.einsum("qhd,khd->hqk", q, k) * (HEAD_DIM**-0.5 if scale is None else scale)
             out[slice(*queries)] = torch.einsum("hqk,khd->qhd", products.softmax(-1), v)
@@ -99,7 +111,7 @@ def test_dropout_drops_weights_and_keeps_their_mean(backend) -> None:
     assert torch.allclose(out.mean(), torch.ones((), dtype=out.dtype), atol=0.2)
 
 
-@given(segment_spans())
+@given(segment_spans(more=False))
 @settings(max_examples=60)
 def test_runs_cover_each_segment_once_with_views_of_the_pack(segments: SegmentSpans) -> None:
     attended = []
@@ -123,7 +135,7 @@ def test_equal_samples_are_one_call_without_a_copy_of_their_tokens(monkeypatch: 
     assert all(side.untyped_storage().data_ptr() == tokens.untyped_storage().data_ptr() for side in calls[0])
 
 
-@given(segment_spans())
+@given(segment_spans(more=False))
 @settings(max_examples=40)
 def test_segments_do_not_see_each_other_even_as_nan(segments: SegmentSpans) -> None:
     query, key, value = (side.detach() for side in tokens_for(segments))

@@ -31,6 +31,7 @@ FIRST_WAITS = {
     f"{COPIED}transformer_anyflow.py:_build_freqs": "moves its table of positions",
     f"{COPIED}transformer_ltx2.py:prepare_video_coords": "makes the positions of a size",
     f"{COPIED}transformer_qwenimage.py:_get_device_freqs": "moves its table of positions",
+    f"{COPIED}transformer_wan_animate_2.py:_rope_freqs": "moves its tables of positions",
     f"{COPIED}transformer_z_image.py:<listcomp>": "moves its tables of positions",
 }
 """What waits once beside that: in the first pack, or in the first with samples of a size."""

@@ -102,6 +102,7 @@ def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
         train_and_resume(pipeline, data[batching], out, **settings)
         trained = stock_pipeline(out if index_file(out) else pipeline, **case.components)
         if "lora_rank" in settings:
+            trained.transformer.register_to_config(**recipe.read_with_lora)
             trained.load_lora_weights(str(out))
         rendered = render(case, trained)
         assert not np.array_equal(rendered, before)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ...devices import to_device
 from ...errors import BucketingError, quoted
+from ...packing.family import Family
 from ..conditioning import BLACK, FRAMES, ConditionShares
 from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
 from ..recipe import Recipe
@@ -28,7 +29,7 @@ class WanRecipe(Recipe):
     """
 
     pipeline_class = "WanPipeline"
-    family = FAMILY
+    family: ClassVar[Family] = FAMILY
     default_sequence_length = 512
     native_sizes = ((480, 832), (720, 1280))
     """480p and 720p; Wan 2.2 5B, whose sides are multiples of 32, rounds the latter down to its own 704×1280."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import BucketingError
 from ...media.conditions import FACE as SHOWN_FACE, MASK, REFERENCE
+from ...packing.family import Family
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
 from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown
@@ -41,9 +42,9 @@ class WanAnimateRecipe(WanRecipe):
     """
 
     pipeline_class = "WanAnimatePipeline"
-    family = FAMILY
-    shown = ("control", SHOWN_FACE)
-    required = ("control", SHOWN_FACE, REFERENCE)
+    family: ClassVar[Family] = FAMILY
+    shown: ClassVar[tuple[str, ...]] = ("control", SHOWN_FACE)
+    required: ClassVar[tuple[str, ...]] = ("control", SHOWN_FACE, REFERENCE)
     max_references = 1
     references_in_front = True
     renders_prompts = False
@@ -88,9 +89,10 @@ class WanAnimateRecipe(WanRecipe):
         encoded = super().encode_media(pixel_values, shown)
         characters = [pictures(own[0].transpose(0, 1))[0] for own in shown[REFERENCE]]
         height, width = pixel_values.shape[-2:]
-        processor = self.pipeline.vae_image_processor
+        processor = self._image_processor
         fitted = [processor.preprocess(image, height, width, resize_mode="fill") for image in characters]
-        latents = self.encode_latents(torch.cat(fitted)[:, :, None].to(pixel_values))
+        letterboxed = torch.cat(fitted).to(pixel_values)
+        latents = self.encode_latents(letterboxed[:, :, None])
         marks = torch.ones_like(latents[:, :1]).expand(-1, self.spec.temporal_stride, -1, -1, -1)
         own = torch.stack(list(encoded["latents"]))
         return {
@@ -98,14 +100,32 @@ class WanAnimateRecipe(WanRecipe):
             "latents": in_front(latents, own),
             POSE: in_front(latents[:, :0], encoded[POSE]),
             KNOWN: in_front(torch.cat([marks, latents], 1), encoded[KNOWN]),
-            IMAGE_TOKENS: self.pipeline.encode_image(characters, self.pipeline.image_encoder.device),
+            IMAGE_TOKENS: self._image_tokens(characters, letterboxed),
             LOSS_MASK: in_front(latents[:, :0], encoded.get(LOSS_MASK, torch.ones_like(own[:, :1]))),
         }
+
+    @property
+    def _image_processor(self) -> Any:
+        """What fits the character into the size of a sample."""
+        return self.pipeline.vae_image_processor
+
+    def _image_tokens(self, characters: Sequence[Image.Image], letterboxed: torch.Tensor) -> torch.Tensor:
+        """Return the image tokens `(B, tokens, dim)` of characters, which are also given letterboxed."""
+        tokens: torch.Tensor = self.pipeline.encode_image(characters, self.pipeline.image_encoder.device)
+        return tokens
 
     @torch.no_grad()
     def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
         """Return the latents of the pose, the mask and the latents of what is known, and the face."""
-        poses, (count, _, frames, *_) = torch.stack(list(shown["control"])).to(pixel_values), pixel_values.shape
+        return {
+            POSE: self.encode_latents(torch.stack(list(shown["control"])).to(pixel_values)),
+            KNOWN: self._known(pixel_values, latents, shown),
+            FACE: torch.stack([self._levels(face) for face in shown[SHOWN_FACE]]),
+        }
+
+    def _known(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> torch.Tensor:
+        """Return the mask and the latents of what is known of a stack, `(B, temporal_stride + C, f, h, w)`."""
+        count, _, frames, *_ = pixel_values.shape
         masks = shown.get(MASK)
         mask = torch.ones_like(pixel_values[:, :1]) if masks is None else torch.stack(list(masks)).to(pixel_values)
         kept = mask <= 0.5
@@ -119,11 +139,7 @@ class WanAnimateRecipe(WanRecipe):
         by_latent = torch.cat([channels[:, :, :1].expand(-1, -1, stride, -1, -1), channels[:, :, 1:]], 2)
         by_latent = by_latent.unflatten(2, (-1, stride))[:, 0].transpose(1, 2)
         encoded = self.encode_latents(video)
-        return {
-            POSE: self.encode_latents(poses),
-            KNOWN: torch.cat([by_latent.to(encoded), encoded], 1),
-            FACE: torch.stack([self._levels(face) for face in shown[SHOWN_FACE]]),
-        }
+        return torch.cat([by_latent.to(encoded), encoded], 1)
 
     def _levels(self, face: torch.Tensor) -> torch.Tensor:
         """Return a face `(3, F, h, w)` in [−1, 1] as levels of 8 bits, resized as the pipeline does."""
@@ -190,16 +206,3 @@ def _blackened(frame: Image.Image, mask: Image.Image) -> Image.Image:
 
 
 RECIPES = (WanAnimateRecipe,)
-
-_REASON = (
-    "its transformer attends by FlexAttention alone, which has no backward pass on a CPU, and runs a pass over the "
-    "driving video before each step, whose keys and values that step reads; train Wan-Animate"
-)
-
-REFUSED = MappingProxyType(
-    {
-        "WanAnimate2ModularPipeline": _REASON,
-        "WanAnimate2DistilledModularPipeline": "its transformer is distilled to few steps; train Wan-Animate",
-    }
-)
-"""Why pipelines cannot be trained."""

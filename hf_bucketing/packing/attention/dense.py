@@ -42,8 +42,9 @@ def dense_mask(segments: SegmentSpans, device: torch.device) -> torch.Tensor:
         )
 
     def make() -> torch.Tensor:
-        bounds, keys = segments.key_bounds(device), torch.arange(segments.num_keys, device=device)
-        mask = (keys >= bounds.start[:, None]) & (keys < bounds.stop[:, None])
-        return mask | ~segments.has_key(device)[:, None]
+        mask, keys = ~segments.has_key(device)[:, None], torch.arange(segments.num_keys, device=device)
+        for start, stop in segments.key_bounds(device):
+            mask = mask | ((keys >= start[:, None]) & (keys < stop[:, None]))
+        return mask
 
     return segments.made(("dense", device), make)

@@ -24,6 +24,8 @@ _BACKENDS = {
     "flex": attend_by_blocks,
     "varlen": attend_by_offsets,
 }
+_ONE_SPAN = ("segments", "varlen")
+"""Backends that take one span of keys for each segment, so that keys of several segments are copied for each."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -118,6 +120,9 @@ def packed_attention(
         )
     if not segments.num_keys:
         return _zeros_joined_to(query, key, value)
+    if segments.more_keys is not None and backend in _ONE_SPAN:
+        index, segments = segments.joined(query.device)
+        key, value = key.index_select(0, index), value.index_select(0, index)
     return _BACKENDS[backend](query, key, value, segments, options)
 
 
@@ -132,6 +137,8 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
         dense_mask(segments, device)
     elif backend == "flex":
         block_mask(segments, device)
+    elif segments.more_keys is not None:
+        prepare_segments(segments.joined(device)[1], backend, device)
     elif backend == "varlen" or (backend == "auto" and segments.suits_varlen and device.type == "cuda"):
         segments.varlen(device)
 

@@ -43,10 +43,13 @@ def block_mask(segments: SegmentSpans, device: torch.device) -> BlockMask:
 
     def make() -> BlockMask:
         touched, full = block_tables(segments)
-        start, stop = segments.key_bounds(device)
+        (start, stop), *more = segments.key_bounds(device)
 
         def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return (key >= start[query]) & (key < stop[query])
+            inside = (key >= start[query]) & (key < stop[query])
+            for first, last in more:
+                inside = inside | ((key >= first[query]) & (key < last[query]))
+            return inside
 
         return BlockMask.from_kv_blocks(
             *_ordered(touched & ~full, device),
@@ -63,10 +66,11 @@ def block_tables(segments: SegmentSpans) -> tuple[np.ndarray, np.ndarray]:
     """Return which blocks of queries and keys a segment touches, and which one fills: two `bool` tables."""
     shape = -(-segments.num_queries // BLOCK), -(-segments.num_keys // BLOCK)
     touched, full = np.zeros(shape, bool), np.zeros(shape, bool)
-    for queries, keys in zip(segments.queries, segments.keys, strict=True):
-        if keys[1] > keys[0]:
-            touched[tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in (queries, keys))] = True
-            full[tuple(slice(-(-start // BLOCK), stop // BLOCK) for start, stop in (queries, keys))] = True
+    for side in segments.key_sides:
+        for queries, keys in zip(segments.queries, side, strict=True):
+            if keys[1] > keys[0]:
+                touched[tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in (queries, keys))] = True
+                full[tuple(slice(-(-start // BLOCK), stop // BLOCK) for start, stop in (queries, keys))] = True
     return touched, full
 
 
