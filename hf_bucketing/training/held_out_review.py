@@ -1,4 +1,4 @@
-"""The held-out loss of a run by its logs: how it fell, and where it did not, by size, source, condition and noise level."""
+"""The held-out loss of a run by its logs: how it fell by size, source, condition and noise level, and where not."""
 
 from __future__ import annotations
 

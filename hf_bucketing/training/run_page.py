@@ -257,7 +257,7 @@ def _buckets(runs: Sequence[Logs]) -> list[Block]:
 
 
 def _learned(runs: Sequence[Logs]) -> list[Block]:
-    """Show the change of the held-out loss of each run since its first one, by size, source, condition and noise level."""
+    """Show the change of the held-out loss of each run since its first, by size, source, condition and noise level."""
     charts = []
     for run in runs:
         parts = held_out_changes(run)
