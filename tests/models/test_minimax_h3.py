@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from diffusers.modular_pipelines.minimax_h3 import before_denoise
+from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, before_denoise
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
 from PIL import Image
 
@@ -108,14 +108,13 @@ SOUNDS = (Request("a red square", Size(124, 32, 96)), Request("a loud bell", Siz
 class RecordedCalls:
     """Samples as the pipeline passes them in its second step; the model and what it is passed are in float64."""
 
-    def __init__(self, folder: Path, requests: Sequence[Request], **components: Any) -> None:
+    def __init__(self, folder: Path, requests: Sequence[Request], *, transformer: str = "transformer") -> None:
         pipeline = stock_pipeline(folder)
-        for name, component in components.items():
-            setattr(pipeline, name, component)
-        self.model = pipeline.transformer.double()
+        self.model = pipeline.transformer
+        if transformer != "transformer":
+            pipeline.update_components(**{transformer: self.model, "reference_image_short_edge": 64})
         self.spec = recipe_of(str(folder)).read_spec(str(folder))
         self.sizes = [request.size for request in requests]
-        pipeline.transformer.float()
         calls = [
             recorded_call(
                 pipeline,
@@ -154,6 +153,15 @@ class RecordedCalls:
     @staticmethod
     def time_of(call: dict[str, torch.Tensor], rows: str) -> torch.Tensor:
         return call["timestep"][call["timestep_indices"][call[rows][-1]]]
+
+    def pictures(self) -> torch.Tensor:
+        """Return which tokens of texts the pipeline says are those of pictures."""
+        pictures = torch.zeros(len(self.calls), max(len(call["text_indices"]) for call in self.calls))
+        for row, call in enumerate(self.calls):
+            tags = call["token_tags"][call["text_indices"]]
+            pictures[row, : len(tags)] = (tags == VIDEO).float()
+        assert pictures.any(1).tolist() == [bool(len(shown)) for shown in self.shown]
+        return pictures
 
     def keyframes(self) -> list[list[torch.Tensor]]:
         """Return the latents of the keyframes that each sample is shown."""
@@ -215,13 +223,7 @@ KEYFRAMES = (
 
 def keyframe_conditioning(recorded: RecordedCalls) -> dict[str, torch.Tensor]:
     """Return the conditioning of these requests, by what the pipeline passes."""
-    length = max(len(call["text_indices"]) for call in recorded.calls)
-    pictures = torch.zeros(len(recorded.calls), length)
-    for row, call in enumerate(recorded.calls):
-        tags = call["token_tags"][call["text_indices"]]
-        pictures[row, : len(tags)] = (tags == VIDEO).float()
-    assert pictures.any(1).tolist() == [bool(len(shown)) for shown in recorded.shown]
-    return {PICTURE_TOKENS: pictures, AT_END: torch.tensor([[0, 0], [1, 0], [0, 0], [0, 1]])}
+    return {PICTURE_TOKENS: recorded.pictures(), AT_END: torch.tensor([[0, 0], [1, 0], [0, 0], [0, 1]])}
 
 
 def test_a_pack_with_first_and_last_frames_is_what_the_pipelines_calls_of_the_model_give(
@@ -292,6 +294,42 @@ def test_a_stack_runs_one_sample_after_another_each_with_its_own_text() -> None:
     outputs = family_of(model).run(model, stack)
     for output, expected in zip(outputs, samples.alone(model), strict=True):
         assert float((output - expected).abs().max()) <= 1e-11
+
+
+REFERENCES = (
+    Request("a red square", Size(124, 32, 96), {"references": [MiniMaxH3ImageReference(FIRST)]}),
+    Request(
+        "two",
+        Size(141, 64, 32),
+        {"references": [MiniMaxH3ImageReference(LAST), MiniMaxH3ImageReference(FIRST.rotate(90, expand=True))]},
+    ),
+)
+
+
+def test_a_pack_with_pictures_as_references_is_what_the_pipelines_calls_of_the_model_give(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    """Those of the transformer of references: short sides of 64 pixels here, 2048 of the published configuration."""
+    recorded = RecordedCalls(tiny_folder("minimax-h3"), REFERENCES, transformer="transformer_ref")
+    expected = recorded.own_outputs()
+    alone = gradients(recorded.model, mean_squares(expected))
+    sides = [[(4, 6)], [(4, 6), (6, 4)]]
+    references = [
+        [
+            latent_of_rows(part, torch.empty(4, 1, *size), patch=(1, 2, 2))
+            for part, size in zip(rows.split([math.prod(size) // 4 for size in sizes]), sizes, strict=True)
+        ]
+        for rows, sizes in zip(recorded.shown, sides, strict=True)
+    ]
+    conditioning = {PICTURE_TOKENS: recorded.pictures()}
+    videos, sounds = recorded.packed(references=references, conditioning=conditioning)
+    outputs = [output for pair in zip(videos, sounds, strict=True) for output in pair]
+    assert largest_difference(expected, outputs) <= 1e-11
+    assert_same_gradients(alone, gradients(recorded.model, mean_squares(outputs)), 1e-6)
+    disable_packing(recorded.model)
+    swapped = [references[0], references[1][::-1]]
+    others, _ = recorded.packed(references=swapped, conditioning=conditioning)
+    assert largest_difference([videos[1]], [others[1]]) > 1e-6, "the order of references is that of their times"
 
 
 CONDITIONS = ("appended_first_frame", "appended_last_frame", "none", "appended_first_frame+appended_last_frame")
