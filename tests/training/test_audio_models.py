@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -25,10 +28,12 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
+from hf_bucketing.training.run_log import read_log
 from hf_bucketing.training.steps import BucketStep, make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
-from tests.conftest import run_script_here
+from tests.conftest import as_flags, run_script_here
 from tests.models.families.kandinsky6 import with_audio
 from tests.models.families.minimax_h3 import minimax_h3_with_audio, text_of
 from tests.training.audio_runs import (
@@ -44,7 +49,7 @@ from tests.training.audio_runs import (
     prepare,
     write_clips,
 )
-from tests.training.training_cases import in_process, run, run_card
+from tests.training.training_cases import in_process, run, run_card, train
 
 TEXT_TOKENS = 64
 OBJECTIVE: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
@@ -377,3 +382,76 @@ def test_a_sample_of_a_stream_with_sound_at_another_frame_rate_is_refused_by_its
     with pytest.raises(BucketingError, match=r"but 1 of 2 samples with sound have others, such as row 8 with 30"):
         step._check_audio_rates(batch, {"audio": sounds})
     step._check_audio_rates({**batch, "fps": [12.0, 0.0, 23.976, 24.0]}, {"audio": sounds})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["pack", "bucket"])
+def test_processes_with_and_without_sound_in_one_step_wait_for_no_gradient(
+    batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    """All weights are trained by two processes, of which one has the silent clip alone, the other one with sound."""
+    settings = {**(audio_run.packs if batching == "pack" else BUCKETS), "max_train_steps": 2}
+    settings |= {"max_tokens": sum(audio_run.tokens) + TEXT_TOKENS + 16} if batching == "pack" else {}
+    flags = as_flags(**{**settings, "train_batch_size": 1})
+    train(pipeline, prepared, tmp_path, *flags, num_processes=2)
+    logs = [
+        [row["index"] for row in map(json.loads, (tmp_path / "logs" / name).read_text().splitlines())]
+        for name in ("samples-0.jsonl", "samples-1.jsonl")
+    ]
+    steps = list(zip(*logs, strict=True))
+    assert sorted(row for step in steps for rows in step for row in rows) == [0, 1, 2, 3]
+    assert [step for step in steps if [SILENT] in step], "the silent clip meets one that has sound"
+    assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
+
+
+def test_captions_of_sound_are_trained_with_rows_that_have_some(
+    audio_run: AudioRun, pipeline: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    flags = ("--with_audio", "--audio_caption_column", "sound", "--caption_column", "text")
+    rows = prepare(write_clips(clips, audio_run.clip), pipeline, tmp_path / "rows", *flags, clip=audio_run.clip)
+    config = in_process(pipeline, rows, tmp_path / "run", **audio_run.packs)
+    data, step = make_data(config, recipe.spec, ModelTokens.of(recipe)), make_step(config, recipe)
+    batch = encoded(recipe, data.loader.collate_fn([data.dataset[row] for row in (0, SILENT)]))
+    assert batch["caption"] == ["a red circle a tone of 300 Hz", "a green circle"]
+    with torch.no_grad():
+        losses = step(recipe.transformer, batch, epoch=0).values.tolist()
+        with step.unpacked():
+            by_hand = partial(loss_by_hand, audio_run.predict, recipe.pipeline, step, weight=1.0)
+            levels = {"audio_level": audio_run.audio_level}
+            told = [by_hand(batch, row, **levels) for row in (0, 1)]
+            untold = by_hand({**batch, "caption": ["a red circle"]}, 0, **levels)
+    assert losses == pytest.approx(told, rel=1e-6)
+    assert losses[0] != pytest.approx(untold, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_weighs_conditions_as_training_does(
+    audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path
+) -> None:
+    """Other files of the same clips are held out; what each is shown follows from its index."""
+    weights = {"video": 3.0, "audio": 0.25, "none": 1.0}
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    write_clips(clips, audio_run.clip)
+    held_out = prepare(clips, pipeline, tmp_path / "held", "--with_audio", clip=audio_run.clip)
+    settings = {
+        **audio_run.packs,
+        "condition": "video:0.3:3,audio:0.4:0.25,none:0.3",
+        "validation_dataset_dir": str(held_out),
+        "validation_noise_levels": 2,
+        "max_train_steps": 1,
+    }
+    run(in_process(pipeline, prepared, tmp_path / "run", **settings))
+    found = read_log(tmp_path / "run", "validation")[-1]
+    parts = found["by_condition"]
+    assert sum(part["samples"] for part in parts) == 4
+    assert len(parts) > 1
+    counts = [part["samples"] * weights[part["condition"]] for part in parts]
+    expected, equal = (
+        np.average([part["loss"] for part in parts], weights=shares)
+        for shares in (counts, [part["samples"] for part in parts])
+    )
+    assert found["validation_loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["validation_loss"] != pytest.approx(equal, rel=1e-3)
