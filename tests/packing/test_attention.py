@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from hf_bucketing import PackingError
 from hf_bucketing.packing import PackedLayout, SegmentSpans, attention, packed_attention
 from hf_bucketing.packing.attention import dense, dispatch, grouped
+from hf_bucketing.packing.segments import AttentionOptions
 
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM = 4, 8
@@ -219,13 +220,18 @@ def test_autocast_computes_in_half_precision(backend) -> None:
     assert packed_attention(*tokens, segments, backend=backend).dtype == torch.float32
 
 
-def test_more_segments_than_a_grid_has_blocks_are_not_given_to_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_gives_varlen_neither_more_segments_than_a_grid_has_blocks_nor_two_spans_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spans = tuple((100 * segment, 100 * segment + 100) for segment in range(65_536))
     many, most = (SegmentSpans.within(spans[first:], 100 * len(spans)) for first in (0, 1))
     query = torch.empty(1, HEADS, 8).expand(100 * len(spans), -1, -1)
     monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
     backends = [dispatch.choose_backend(query, segments=spans) for spans in (many, most)]
     assert backends == ["segments", "varlen"]
+    both = replace(most, more_keys=most.keys[::-1])
+    assert dispatch.choose_backend(query, segments=both) == "flex"
+    assert dispatch.choose_backend(query, AttentionOptions(dropout=0.1), segments=both) == "varlen"
     with pytest.raises(PackingError, match=r"'varlen' takes up to 65,535 segments, and this pack has 65,536.*'auto'"):
         many.varlen(CPU)
 

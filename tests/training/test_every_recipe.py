@@ -102,6 +102,8 @@ def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
         train_and_resume(pipeline, data[batching], out, **settings)
         trained = stock_pipeline(out if index_file(out) else pipeline, **case.components)
         if "lora_rank" in settings:
+            card = (out / "README.md").read_text()
+            assert ("pipeline.transformer.register_to_config(" in card) is bool(recipe.read_with_lora)
             trained.transformer.register_to_config(**recipe.read_with_lora)
             trained.load_lora_weights(str(out))
         rendered = render(case, trained)

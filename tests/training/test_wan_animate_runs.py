@@ -143,3 +143,38 @@ def test_the_script_animates_and_replaces(clips: Path, tiny_folder: Callable[[st
         arguments = {**common, **flags, "num_frames": 5}
         failed = run_script_here("sample_video.py", pipeline, output=tmp_path / "no.mp4", **arguments, check=False)
         assert message in failed.stderr
+
+
+def test_the_script_loads_a_lora_of_wan_animate_2(
+    clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pipeline = tiny_folder("wan-animate-2")
+    run_script_here(
+        "prepare_dataset.py",
+        dataset=clips,
+        output_dir=tmp_path / "prepared",
+        pretrained_model_name_or_path=pipeline,
+        target_fps=4,
+        buckets="32,48;48,32",
+        bucket_frames="1,5,9",
+        control_column="pose",
+        reference_column="character",
+    )
+    settings = {**COMMON, **RUNS["pack"], "max_train_steps": 2, "num_train_epochs": None}
+    run(in_process(pipeline, tmp_path / "prepared", tmp_path / "out", **settings, condition="prefix@1:0.5,none:0.5"))
+    output = tmp_path / "animated.mp4"
+    run_script_here(
+        "sample_video.py",
+        pipeline,
+        adapter=tmp_path / "out",
+        output=output,
+        control=clips / "0-pose.mp4",
+        reference=clips / "0-character.png",
+        num_inference_steps=1,
+        max_sequence_length=512,
+        height=32,
+        width=48,
+        num_frames=5,
+        fps=4,
+    )
+    assert probe(MediaSource.from_cell(str(output))).num_frames == 5

@@ -56,12 +56,16 @@ def choose_backend(
     """Return the backend that `"auto"` stands for on the device and in the dtype of `query`.
 
     It is `"varlen"` in half precision on CUDA devices if there is a kernel, and `"segments"` otherwise. Segments that
-    are too short or too many for such kernels, as in Latte's attention over frames, stay on `"segments"` too.
+    are too short or too many for such kernels, as in Latte's attention over frames, stay on `"segments"` too. Where
+    segments have two spans of keys, `"flex"` takes the place of `"varlen"`, which would copy keys for each segment.
     """
-    reason = _refusal("varlen", query, options or AttentionOptions())
+    options = options or AttentionOptions()
+    reason = _refusal("varlen", query, options)
     if reason is None and segments is not None and not segments.suits_varlen:
         reason = "computes short segments in blocks, and takes a limited number of them"
     chosen: Backend = "segments" if reason else "varlen"
+    if chosen == "varlen" and segments is not None and segments.more_keys is not None and not options.dropout:
+        chosen, reason = "flex", "copies keys for each segment where segments have two spans of them"
     if not torch.compiler.is_compiling():
         _announce(chosen, query.device.type, query.dtype, reason)
     return chosen
@@ -138,6 +142,8 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
     elif backend == "flex":
         block_mask(segments, device)
     elif segments.more_keys is not None:
+        if backend == "auto" and device.type == "cuda":
+            block_mask(segments, device)
         prepare_segments(segments.joined(device)[1], backend, device)
     elif backend == "varlen" or (backend == "auto" and segments.suits_varlen and device.type == "cuda"):
         segments.varlen(device)
