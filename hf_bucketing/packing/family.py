@@ -98,6 +98,8 @@ class Family:
             rows of the strips of its own sample.
         shared_audio (`tuple` of `str`): Names of the attention modules of audio, where processes that share the tokens
             of a pack share its audio too.
+        audio_in_sequence (`bool`): Whether audio is further tokens of the one sequence of a pack, which processes that
+            share it split as a whole.
         optional_conditioning (`tuple` of `str`): Conditioning that packs and stacks may lack.
         joined_frames (`tuple` of `str`): Names among the conditioning of what each sample has as `(channels, frames,
             height, width)` of a size that is not its latent's; the forward of a pack gets the frames of all samples
@@ -139,6 +141,7 @@ class Family:
     audio_by_sample: ClassVar[bool] = False
     audio_to_video: ClassVar[str | None] = None
     shared_audio: ClassVar[tuple[str, ...]] = ()
+    audio_in_sequence: ClassVar[bool] = False
     optional_conditioning: ClassVar[tuple[str, ...]] = ()
     joined_frames: ClassVar[tuple[str, ...]] = ()
 
@@ -325,6 +328,11 @@ class Family:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
         own, references = partial(self.positions, base_size=base_size), self.reference_positions
         return partial(strip_tables, Tables(own), Tables(references))
+
+    @property
+    def shares_audio(self) -> bool:
+        """Whether processes that share the tokens of a pack can share its audio too."""
+        return self.audio_in_sequence or bool(self.shared_audio)
 
     def parallel_plan_of_audio(self, transformer: Transformer) -> Mapping[str, Any]:
         """Return the plan by which processes share the audio of packs, beside [`parallel_plan`]; by default none."""

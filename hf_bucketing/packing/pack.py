@@ -198,7 +198,7 @@ class Packing:
     def _checked_audio(self, audio: Audio, text_lengths: Sequence[int]) -> Audio:
         if not self.family.audio_parts:
             raise PackingError(f"{self.model_name} generates no audio beside its video; omit `audio`.")
-        if self.processes > 1 and not self.family.shared_audio:
+        if self.processes > 1 and not self.family.shares_audio:
             raise PackingError(
                 f"The {self.processes} processes that share this pack have a part of its video each, and no plan by "
                 f"which they share the audio of a {self.model_name}; omit `audio`, or context parallelism."

@@ -55,7 +55,7 @@ def check_audio(degree: int, recipe: type[Recipe], *, packed: bool) -> None:
         BucketingError: With what works instead.
     """
     option = f"`context_parallel_degree={degree}`"
-    if not recipe.family.shared_audio:
+    if not recipe.family.shares_audio:
         raise BucketingError(
             f"Omit {option}, or prepare the data without --with_audio: no processes share the audio of a "
             f"{recipe.family.transformer_class}."

@@ -27,6 +27,7 @@ from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.packing import packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
+from hf_bucketing.packing.layout import PackedLayout
 from hf_bucketing.packing.strips import patchify
 from hf_bucketing.randomness import Purpose, integer_seed
 from hf_bucketing.training.steps import BucketStep, PackStep
@@ -447,3 +448,12 @@ def test_first_and_last_frames_are_read_from_no_cache_as_texts_see_them(tiny_fol
                 recipe.check_drawn(shares, (), cached=True)
     with pytest.raises(BucketingError, match="`first_frame`, but a MiniMaxH3"):
         recipe.check_drawn(read_condition("first_frame"), (), cached=False)
+
+
+def test_texts_are_padded_until_processes_divide_text_and_sound() -> None:
+    model = CASES["minimax-h3"].model()
+    layout = PackedLayout(
+        grids=((1, 2, 2), (1, 1, 1)), text_lengths=(3, 4), strip_length=4, audio_lengths=(6, 0), processes=4
+    )
+    _, padded = family_of(model).fit_text(model, layout, pad_to=None, pad_text_to=None)
+    assert padded == 10, "with 6 of sound, 16 rows"

@@ -49,7 +49,7 @@ from tests.training.audio_runs import (
     prepare,
     write_clips,
 )
-from tests.training.training_cases import in_process, run, run_card, train
+from tests.training.training_cases import STABLE, in_process, run, run_card, train
 
 TEXT_TOKENS = 64
 OBJECTIVE: dict[str, Any] = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
@@ -455,3 +455,20 @@ def test_the_held_out_loss_weighs_conditions_as_training_does(
     )
     assert found["validation_loss"] == pytest.approx(expected, rel=1e-6)
     assert found["validation_loss"] != pytest.approx(equal, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_packs_with_sound_have_the_losses_of_one(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """MiniMax-H3, in packs whose rows two processes do not divide before texts are padded."""
+    pipeline, audio_run = tiny_folder("minimax-h3"), RUNS["minimax-h3"]
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    rows = prepare(
+        write_clips(clips, audio_run.clip), pipeline, tmp_path / "rows", "--with_audio", clip=audio_run.clip
+    )
+    settings = {**audio_run.packs, "max_train_steps": 4, "condition": "audio:0.2,video:0.2,none:0.6", **STABLE}
+    expected = run(in_process(pipeline, rows, tmp_path / "one", **settings))
+    train(pipeline, rows, tmp_path / "two", *as_flags(**settings), "--context_parallel_degree", 2, num_processes=2)
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)

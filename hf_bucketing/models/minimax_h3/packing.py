@@ -174,6 +174,7 @@ class MiniMaxH3Family(Family):
     max_references = UNLIMITED
     optional_conditioning = (PICTURE_TOKENS, AT_END)
     audio_parts = ("audio_proj",)
+    audio_in_sequence = True
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -216,11 +217,13 @@ class MiniMaxH3Family(Family):
     ) -> tuple[PackedLayout, int | None]:
         """Give each sample a text of its own, which is modulated by its timestep.
 
-        Processes that share a pack need as many rows each, so that texts are padded to a multiple of their number.
+        Processes that share a pack need as many rows each, so that texts are padded until their number divides all
+        rows but those of strips, which it divides already.
         """
         length = layout.num_text_tokens if pad_text_to is None else pad_text_to
-        pads = pad_text_to is not None or layout.processes > 1
-        return replace(layout, caption_ids=None), round_to_multiple(length, layout.processes) if pads else None
+        pads, audio = pad_text_to is not None or layout.processes > 1, sum(layout.audio_lengths or ())
+        padded = round_to_multiple(length + audio, layout.processes) - audio
+        return replace(layout, caption_ids=None), padded if pads else None
 
     def rows(self, batch: PackedBatch) -> Rows:
         """Return the strips with timesteps of samples, of their audio and of what they are shown, where there is some.
