@@ -106,6 +106,18 @@ print(*{name.partition('.')[0] for name in sys.modules})"""
     assert not loaded & (HEAVY | {"jinja2", "matplotlib"})
 
 
+def test_reports_of_runs_read_logs_without_torch(in_fresh_interpreter: Callable[[str], str]) -> None:
+    code = """import sys, hf_bucketing.training.review, hf_bucketing.training.run_page
+print(*{name.partition('.')[0] for name in sys.modules})"""
+    assert not set(in_fresh_interpreter(code).split()) & {
+        "torch",
+        "datasets",
+        "accelerate",
+        "transformers",
+        "diffusers",
+    }
+
+
 @pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
 def test_every_name_that_a_package_exports_can_be_imported(stub: Path) -> None:
     """Packages import what their stub names when it is first used; type checkers read the stub itself."""

@@ -40,12 +40,9 @@ from .kinds import (
     read_exact,
     write_peft,
 )
-from .settings import AdapterConfig, LoraFormat
+from .settings import SETTINGS, AdapterConfig, LoraFormat
 
 logger = get_logger(__name__)
-
-SETTINGS = "training_config.json"
-"""File in the output folder of a run that holds its settings."""
 
 
 def add_lora(pipeline: Any, config: AdapterConfig, *, component: str = "transformer", audio: bool = False) -> None:

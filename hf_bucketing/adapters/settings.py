@@ -20,6 +20,9 @@ ADAPTER_NAMES: Mapping[str, str] = {"lora": "LoRA", "dora": "DoRA", "loha": "LoH
 LoraFormat: TypeAlias = Literal["diffusers", "comfyui", "both"]
 """Whose names and scales a file of LoRA weights has."""
 
+SETTINGS = "training_config.json"
+"""File in the output folder of a run that holds its settings."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..adapters.lora import SETTINGS
+from ..adapters.settings import SETTINGS
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.sizes import Size
 from ..buckets.table import BucketTable

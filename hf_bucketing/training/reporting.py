@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
-from ..adapters.lora import SETTINGS
+from ..adapters.settings import SETTINGS
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.table import BucketTable
 from ..caching.views import CACHED_VIEW
@@ -28,9 +28,10 @@ from .config import TrainingConfig
 from .data_changes import keep_lock
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
-from .run_log import COST_MODEL, TABLE, PendingMetrics, RunLog, Status, StepMetrics, read_log, write_status
+from .run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
 from .run_page import write_live_page
 from .skipped import SkippedSteps
+from .step_metrics import PendingMetrics, StepMetrics
 from .steps import StepLosses
 from .terminal import TIMED_STEPS, time_left
 from .trackers import start_trackers
@@ -203,7 +204,7 @@ class RunReport:
     ) -> OpenStep:
         """Gather the metrics of the optimizer step that ends, for [`read`][RunReport.read].
 
-        See [`StepMetrics.finish`][hf_bucketing.training.run_log.StepMetrics].
+        See [`StepMetrics.finish`][hf_bucketing.training.step_metrics.StepMetrics].
         """
         window, self._window = self._window, []
         metrics = self.metrics.finish(

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
-from ..buckets.arrays import FloatArray
 from ..buckets.calibration import CostFit, fit_costs
-from ..devices import Reading, to_device
 from ..errors import BucketingError
 from ..files import complete_file
 from .config import COST_MODEL
-
-_BINS = 10
-"""Bins of noise levels."""
-
-_FIRST = ("grad_norm", "stop", "train_loss")
-"""What a process gathers first of a step; sums of losses and counts follow."""
-
-_COUNTS = 6  # samples, tokens, cost, batches, pairs of tokens, seconds
 
 TABLE = "table.json"
 """File in the folder of logs that holds the buckets of a run, if it has any."""
@@ -163,173 +146,6 @@ class RunLog:
     def _write(self, name: str, entry: Mapping[str, Any]) -> None:
         if name in self._files:
             self._files[name].write(entry)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingMetrics:
-    """Metrics of an optimizer step over all processes, on their way from the device.
-
-    Attributes:
-        rows (`torch.Tensor` of shape `(num_processes, n)`): What was gathered, on the device.
-        read (callable): Waits for the device, and returns the metrics and the losses of the samples of each batch of
-            this process. Call it once, in the order of the steps.
-    """
-
-    rows: torch.Tensor
-    read: Callable[[], tuple[dict[str, float], list[FloatArray]]]
-
-    def found_inf(self) -> torch.Tensor:
-        """Return on the device, as one number in float32, 1 if the loss or the gradients' norm is not finite."""
-        return (~self.rows[:, : len(_FIRST)].isfinite()).any().float()
-
-
-class StepMetrics:
-    """Sum what is logged of an optimizer step over its batches and all processes.
-
-    Args:
-        accelerator (`Accelerator`): Accelerator that gathers the sums, in one call per optimizer step.
-        max_tokens (`int`, *optional*): Tokens per process and batch, to compute the fill.
-        degree (`int`): Neighbouring processes that take the same samples, which count once.
-        groups (mapping of `str` to sequences of `str`): Groups of samples whose losses are summed apart, by what
-            divides them, such as `{"source": ["clips", "faces"]}`.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        *,
-        max_tokens: int | None,
-        degree: int = 1,
-        groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    ) -> None:
-        self.accelerator = accelerator
-        self.groups = groups
-        self._names = [f"noise/{level / _BINS:.1f}" for level in range(_BINS)]
-        self._names += [f"{division}/{name}" for division, names in groups.items() for name in names]
-        self.degree = degree
-        self.max_tokens = max_tokens
-        self._start = time.perf_counter()
-        self._reset()
-
-    def _reset(self) -> None:
-        # The loss; and by noise level and by group, the sum of the losses and the number of samples.
-        self._sums = torch.zeros(1 + 2 * len(self._names), device=self.accelerator.device)
-        self._counts = np.zeros(_COUNTS - 1)  # all but the seconds
-
-    def add(
-        self,
-        values: torch.Tensor,
-        noise_levels: torch.Tensor,
-        *,
-        weights: torch.Tensor,
-        tokens: npt.NDArray[np.int64],
-        cost: float,
-        groups: Mapping[str, npt.NDArray[np.int64]] = MappingProxyType({}),
-    ) -> None:
-        """Add a batch.
-
-        Args:
-            values (`torch.Tensor` of shape `(n,)`): Losses of the samples.
-            noise_levels (`torch.Tensor` of shape `(n,)`): Timesteps over the schedule's length, in [0, 1].
-            weights (`torch.Tensor` of shape `(n,)`): Weight of each sample in the loss of the step over all processes.
-            tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
-            cost (`float`): Cost of the samples, in any unit.
-            groups (mapping of `str` to arrays of `int`, shape `(n,)`): Group of each sample, by what divides them.
-        """
-        values = values.detach().float()
-        bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
-        self._sums[0] += (values * weights.to(values)).sum()
-        if groups:
-            first = dict(zip(self.groups, _BINS + np.cumsum([0, *map(len, self.groups.values())]), strict=False))
-            further = np.concatenate([first[division] + number for division, number in groups.items()])
-            bins = torch.cat([bins, to_device(torch.from_numpy(further), bins.device, dtype=bins.dtype)])
-            values = values.repeat(1 + len(groups))
-        self._sums.index_add_(0, 1 + bins, values)
-        self._sums.index_add_(0, 1 + len(self._names) + bins, torch.ones_like(values))
-        pairs = np.square(tokens, dtype=np.float64).sum()
-        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs)
-
-    def finish(
-        self,
-        factor: float = 1.0,
-        *,
-        seconds: Callable[[], float],
-        losses: Sequence[torch.Tensor] = (),
-        grad_norm: torch.Tensor | float | None = None,
-        stop: int = 0,
-        late: bool = False,
-    ) -> PendingMetrics:
-        """Gather the step's metrics over all processes, and start the next step; call it on every process.
-
-        All that is read of a step is read by what this returns, in one wait for the device: with the metrics also
-        `losses`, those of the samples of each batch of this process, which are returned as arrays.
-
-        `seconds` returns the time of this process's batches, each from its arrival to the end of its backward pass,
-        and may wait for it. It is called before anything is gathered or, if the step is read `late`, with what is
-        read: then each process knows its own time alone. The weights that were added are multiplied by `factor`, where
-        they were not known before the step's end. `grad_norm`, the norm of the gradients before they are clipped, and
-        `stop`, the number of a signal to stop, are the largest of all processes; they are among the metrics where
-        there are any.
-
-        `train_loss` is the loss, `loss_by_noise/0.1` its mean over samples with noise levels from 0.1 to 0.2, and
-        `loss_by_source/NAME`, for a division of samples into groups by `source`, its mean over those of a group.
-        `samples`, `tokens`, `samples_per_second` and `tokens_per_second` count all processes. `seconds` is the time
-        since the end of the step before. `imbalance` is the largest cost of a process divided by the mean, and `fill`
-        the tokens divided by `max_tokens`. `busy_seconds`, `busy_tokens`, `busy_token_pairs` and `busy_batches` count
-        the process of the largest cost alone, which waits neither for its data nor for the others: a step takes as
-        long as the slowest process, and an own time of the others would need a device that is synchronised before
-        every exchange of gradients. Of a step that is read late, `busy_seconds` is there if that process is this one.
-        """
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
-        shared = torch.zeros(2, device=self._sums.device)
-        shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
-        counted = torch.from_numpy(np.append(self._counts, math.nan if late else seconds())).float()
-        mine = torch.cat([shared, self._sums, to_device(counted, self._sums.device)])
-        rows = self.accelerator.gather(mine[None])
-        reading = Reading(rows, *(values.detach().float() for values in losses))
-        self._reset()
-
-        def read() -> tuple[dict[str, float], list[FloatArray]]:
-            rows, *own_losses = reading.values()
-            if late:
-                rows[self.accelerator.process_index, -1] = seconds()
-            metrics = self._metrics(rows.double(), factor)
-            if grad_norm is None:
-                del metrics["grad_norm"]
-            return metrics, [values.numpy() for values in own_losses]
-
-        return PendingMetrics(rows=rows, read=read)
-
-    def _metrics(self, rows: torch.Tensor, factor: float) -> dict[str, float]:
-        """Return the metrics of what each process gathered."""
-        bins = len(self._names)
-        largest = dict(zip(_FIRST, rows[:, : len(_FIRST)].amax(0).tolist(), strict=True))
-        loss, sums, seen, counts = rows[:: self.degree, 2:].split([1, bins, bins, _COUNTS], 1)
-        samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
-        costliest = int(cost.argmax())
-        now = time.perf_counter()
-        whole, self._start = now - self._start, now
-        metrics = {
-            "train_loss": float(loss.sum()) * factor,
-            "samples": int(samples.sum()),
-            "tokens": int(tokens.sum()),
-            "seconds": whole,
-            "samples_per_second": float(samples.sum()) / whole,
-            "tokens_per_second": float(tokens.sum()) / whole,
-            "imbalance": float(cost.max() / cost.mean()),
-            **({} if busy[costliest].isnan() else {"busy_seconds": float(busy[costliest])}),
-            "busy_tokens": int(tokens[costliest]),
-            "busy_token_pairs": float(pairs[costliest]),
-            "busy_batches": int(batches[costliest]),
-            "grad_norm": largest["grad_norm"],
-            **({"stop": largest["stop"]} if largest["stop"] else {}),
-        }
-        if self.max_tokens is not None:
-            metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
-        for level in torch.nonzero(seen.sum(0)).flatten().tolist():
-            metrics[f"loss_by_{self._names[level]}"] = float(sums[:, level].sum() / seen[:, level].sum())
-        return metrics
 
 
 def fit_steps(lines: Iterable[Mapping[str, Any]]) -> CostFit:

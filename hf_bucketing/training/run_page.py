@@ -39,7 +39,7 @@ from .review import (
     summarise_losses,
 )
 from .run_log import read_log
-from .validation import rendering_name
+from .settings.validation import rendering_name
 
 PAGE = "run.html"
 """File in the output folder of a run that shows it while it trains."""

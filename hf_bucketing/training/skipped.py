@@ -37,8 +37,8 @@ class SkippedSteps:
     the step are named and logged. A single such step, of a broken sample or an overflow, costs less than a run that
     ends at night; several in a row mean that the weights or the settings are at fault, and end the run.
 
-    Loss and gradient norm come from [`StepMetrics.finish`][hf_bucketing.training.run_log.StepMetrics], which gathers
-    them, so that all processes decide alike without a further exchange.
+    [`StepMetrics`][hf_bucketing.training.step_metrics.StepMetrics] gathers loss and gradient norm, so that all
+    processes decide alike without a further exchange.
 
     Args:
         accelerator (`Accelerator`): The run's accelerator.

@@ -25,7 +25,7 @@ from ..models.calls import IMAGES
 from ..models.first_frame import pictures
 from ..models.recipe import Recipe
 from ..models.rendering import Call, render_together
-from .settings.validation import ValidationConfig
+from .settings.validation import ValidationConfig, rendering_name
 from .trackers import track_rendering
 
 
@@ -133,13 +133,6 @@ class Validation:
         else:
             frames = recipe.render(prompt, size, **options)
         return (frames * 255).round().astype(np.uint8), sound
-
-
-def rendering_name(prompts: Sequence[str], number: int, size: Size) -> str:
-    """Return the name, without its ending, of the file that a prompt, given by its position, is rendered to."""
-    words = [re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty" for prompt in prompts[: number + 1]]
-    alike = words.count(words[number])
-    return f"{size.frames}x{size.height}x{size.width}-{words[number]}{f'-{alike}' if alike > 1 else ''}"
 
 
 def images_of(config: ValidationConfig, *, each: int, pipeline_class: str) -> list[list[MediaSource]]:

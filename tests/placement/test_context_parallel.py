@@ -33,7 +33,8 @@ from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.opened import check_settings, open_run
 from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import RunLog, StepMetrics
+from hf_bucketing.training.run_log import RunLog
+from hf_bucketing.training.step_metrics import StepMetrics
 from tests.conftest import ROOT, as_flags, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients
 from tests.models.families import CASES as FAMILIES

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, Size
-from hf_bucketing.adapters.lora import SETTINGS
+from hf_bucketing.adapters.settings import SETTINGS
 from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount

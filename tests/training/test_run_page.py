@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, BucketTable, Size
-from hf_bucketing.adapters.lora import SETTINGS
+from hf_bucketing.adapters.settings import SETTINGS
 from hf_bucketing.media.write import write_image, write_video
 from hf_bucketing.report import render_page
 from hf_bucketing.training.logs import Logs

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...buckets.sizes import Size
 from ...errors import BucketingError
 from ...settings import check_at_least, setting
 
@@ -48,3 +51,10 @@ class ValidationConfig:
         for name in ("validation_images", "validation_references"):
             if getattr(self, name) and not self.validation_prompts:
                 raise BucketingError(f"Omit `{name}`: no effect without `validation_prompts`.")
+
+
+def rendering_name(prompts: Sequence[str], number: int, size: Size) -> str:
+    """Return the name, without its ending, of the file that a prompt, given by its position, is rendered to."""
+    words = [re.sub(r"[^\w]+", "-", prompt).strip("-")[:60] or "empty" for prompt in prompts[: number + 1]]
+    alike = words.count(words[number])
+    return f"{size.frames}x{size.height}x{size.width}-{words[number]}{f'-{alike}' if alike > 1 else ''}"
