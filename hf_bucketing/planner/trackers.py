@@ -11,6 +11,7 @@ import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 Phase: TypeAlias = Literal["forward", "backward"]
@@ -76,7 +77,15 @@ class _Modules:
         pass
 
 
-class FlopCounter(TorchDispatchMode):
+class NotCompiled:
+    """Base of modes that torch need not hide from its compiler at each operation, which takes a tenth of a trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class FlopCounter(NotCompiled, TorchDispatchMode):
     """Count floating-point operations of matrix products, convolutions and attention; a multiply-add counts as two.
 
     torch's FlopCounterMode asks each operation whether it is made of others, and each module whether it is called,
@@ -122,7 +131,7 @@ def _device_of(func: Any, tensor: Any = None) -> torch.device | None:
     return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
-class PeakTracker(MemTracker):
+class PeakTracker(NotCompiled, MemTracker):
     """Keep the highest memory of each phase."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -142,7 +151,6 @@ class PeakTracker(MemTracker):
         return tracker
 
     def __enter__(self) -> PeakTracker:
-        self._fake_mode_on_entry = torch._guards.active_fake_mode()
         TorchDispatchMode.__enter__(self)
         return self
 
@@ -150,7 +158,17 @@ class PeakTracker(MemTracker):
         TorchDispatchMode.__exit__(self, *args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _device_of(func, *args[:1]) or super().__torch_dispatch__(func, types, args, kwargs)
+        """Track what an operation returns, as MemTracker does, without what it asks for the sake of other callers."""
+        device = _device_of(func, *args[:1])
+        if device is not None:
+            return device
+        result = func(*args, **kwargs or {})
+        kind = _MemRefType.TEMP if self._mod_tracker.is_bw else _MemRefType.ACT
+        for tensor in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._track(kind, tensor)
+        self._update_peak_stats(None)
+        return result
 
     def _track_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, "it was just accumulated"

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .trackers import NotCompiled
+
 _MOST = 2**20
 """Numbers of a result, if more than in each of its inputs, beyond which only its shape is kept: no mask of attention
 over all tokens is made."""
@@ -29,7 +31,7 @@ _INDEXING = frozenset(
 )
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(NotCompiled, TorchDispatchMode):
     """Compute what follows from constants and tensors with values alone, inside a `FakeTensorMode`.
 
     A forward may then branch on such values, and index by a mask among them.
