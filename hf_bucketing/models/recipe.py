@@ -451,12 +451,16 @@ class Recipe(RecipeCalls):
             raise BucketingError(
                 "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
             )
-        seen = self.keyframe_text_tokens is not None and shares.most_appended
-        if cached and (seen or (self.encodes_drawn and shares.draws_parts)):
+        if cached and not self.can_cache(shares):
             raise BucketingError(
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
                 "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
             )
+
+    def can_cache(self, shares: ConditionShares) -> bool:
+        """Return whether a cache can hold what a run draws: neither media nor texts are encoded with it."""
+        in_text = self.keyframe_text_tokens is not None and shares.most_appended > 0
+        return not (in_text or (self.encodes_drawn and shares.draws_parts))
 
     def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.

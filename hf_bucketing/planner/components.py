@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..buckets.sizes import LatentSpec
 from ..errors import BucketingError
 from ..hub import from_hub
 from ..media.row_audio import AudioRule
+from ..models.conditioning import read_conditions
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.index import IndexEntry, read_index
 from ..models.loading import part_of
@@ -93,6 +95,14 @@ class Components:
     second: Component | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     audio: AudioRule | None = None
+
+    def can_cache(self, condition: str | None) -> bool:
+        """Return whether a cache can hold what a run with a `condition` shows."""
+        if condition is None:
+            return True
+        pipeline, config = SimpleNamespace(config=self.settings), self.transformer.config
+        recipe = self.recipe(pipeline=pipeline, spec=self.spec, max_sequence_length=1, config=config)
+        return all(map(recipe.can_cache, read_conditions(condition).all))
 
 
 def read_components(name_or_path: str, *, trained: TrainedComponent = "transformer") -> Components:

@@ -146,7 +146,7 @@ def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, P
     """Iterate over names and settings, each with one more option that can be combined with those before."""
     yield AS_GIVEN, config
     blocks = plan_components(components, config).blocks
-    for name, values in _steps(config, blocks):
+    for name, values in _steps(config, blocks, can_cache=components.can_cache(config.condition)):
         now = flatten(config)
         if all(now[setting] == value for setting, value in values.items()):
             continue
@@ -154,9 +154,9 @@ def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, P
         yield name, config
 
 
-def _steps(config: PlanConfig, blocks: int) -> list[tuple[str, Mapping[str, Any]]]:
+def _steps(config: PlanConfig, blocks: int, *, can_cache: bool) -> list[tuple[str, Mapping[str, Any]]]:
     steps: list[tuple[str, Mapping[str, Any]]] = [
-        ("latents and texts cached (cache_latents.py)", {"cached": "all"}),
+        ("latents and texts cached (cache_latents.py)", {"cached": "all"} if can_cache else {}),
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
         ("--gradient_checkpointing", {"gradient_checkpointing": True}),
     ]

@@ -249,7 +249,7 @@ class Suggester:
         if self.rows.references is not None:
             most = self.rows.references.most(size, spec=self.components.spec)
             base = replace(base, reference_sizes=as_reference_sizes(most))
-        if self.rows.total and self.machine.num_train_epochs > 1:
+        if self.rows.total and self.machine.num_train_epochs > 1 and self.components.can_cache(base.condition):
             base = replace(base, cached="all")
         memory, degree = self.machine.gpu_memory * 2**30, 1
         tried: list[tuple[str, PlanConfig, MemoryPlan]] = []
@@ -289,7 +289,8 @@ class Suggester:
         time = epoch_time(plan, computed, step, rows_of_plan=self.rows.share)
         once = None
         if config.cached == "all":
-            once = epoch_time(plan, computed, encoding, rows_of_plan=self.rows.share)
+            more = self._cached_tokens(way.targets, config) - way.targets.all_tokens
+            once = epoch_time(plan, computed + more[plan.indices], encoding, rows_of_plan=self.rows.share)
         kept = kept_pixels(self.rows.sizes, way.targets)[plan.indices].sum()
         dropped = {**count_rejections(way.targets.rejection), **plan.drop_reasons}
         dropped.pop("rejected", None)
@@ -353,18 +354,22 @@ class Suggester:
         most = max(1, (self.machine.cpus or 2**10) // self.machine.num_gpus)
         return min(workers or self.num_workers, most)
 
+    def _cached_tokens(self, targets: Targets, config: PlanConfig) -> IntArray:
+        """Return the tokens of each row that a cache holds, `(n,)`: with all frames that may be appended."""
+        if config.condition is None or self.rows.references is None:
+            return targets.all_tokens
+        most = {None: 0, "last": 1, "all": sys.maxsize}[read_conditions(config.condition).appended_frames]
+        held = appending(self.rows.references, most=most, num_rows=len(targets.num_tokens))
+        return targets.beside(held, self.rows.audio, spec=self.components.spec).all_tokens
+
     def _cache_bytes(self, targets: Targets, config: PlanConfig) -> int:
         """Return the bytes of cached latents in float32 and of texts, whose tokens are counted by characters."""
         components, recipe = self.components, self.components.recipe
         transformer, family = components.transformer.build(), recipe.family
         vae = components.vae.config
         values = math.prod(components.spec.patch) * int(vae.get("latent_channels") or vae["z_dim"])
-        spec, condition, references = components.spec, config.condition, self.rows.references
-        heard = (targets.all_tokens - targets.beside(references, spec=spec).all_tokens).sum()
-        if references is not None and condition is not None:  # a cache holds all frames that may be appended
-            most = {None: 0, "last": 1, "all": sys.maxsize}[read_conditions(condition).appended_frames]
-            references = appending(references, most=most, num_rows=len(targets.num_tokens))
-        pictures = targets.beside(references, spec=spec).all_tokens.sum()
+        heard = (targets.all_tokens - targets.beside(self.rows.references, spec=components.spec).all_tokens).sum()
+        pictures = self._cached_tokens(targets, config).sum() - heard
         read = 0  # tokens of references in texts
         if self.rows.references is not None:
             read = recipe.reference_text_tokens * self.rows.references.counts[targets.num_tokens > 0].sum()

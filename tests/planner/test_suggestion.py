@@ -81,6 +81,26 @@ def test_packs_are_prepared_with_the_table_that_rejects_fewest_rows(components: 
     assert has_bucket(packs.table.assign(*MIXED.sizes).bucket_id).all()
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "condition", "cached"),
+    [
+        ("wan-2.2-i2v", None, True),
+        ("wan-2.2-i2v", "first_frame:0.5,prefix:0.5", False),
+        ("wan-2.2-ti2v", "first_frame:0.5,prefix:0.5", True),
+        ("ltx-condition", "appended_keyframes", True),
+        ("minimax-h3", "appended_last_frame:0.5,none:0.5", False),
+        ("minimax-h3", "no_audio:0.5,none:0.5", True),
+    ],
+)
+def test_no_cache_is_planned_for_a_run_that_draws_what_none_can_hold(
+    pipeline: str, condition: str | None, cached: bool, tiny_folder: Callable[[str], Path]
+) -> None:
+    made, blocks = read_components(str(tiny_folder(pipeline))), 2
+    assert made.can_cache(condition) == cached
+    (first, *_) = options._steps(BASE, blocks, can_cache=made.can_cache(condition))
+    assert first[1] == ({"cached": "all"} if cached else {})
+
+
 @pytest.mark.slow
 def test_a_report_of_the_same_rows_says_why_it_recommends_another_way(components: Components) -> None:
     """Buckets that enlarge images lose nothing of them, but compute more for each of their pixels."""

@@ -152,6 +152,7 @@ def test_a_suggested_run_counts_appended_frames_in_plans_memory_time_and_cache(r
         assert appending.memory.shape.length == TOKENS[9] == alone.memory.shape.length + 2 * 8 * 12
         assert appending.config.reference_sizes is None
         assert appending.time.seconds > alone.time.seconds
+        assert appending.once.seconds > alone.once.seconds
         own, frames = 2 * (3 * 8 * 12 + 2 * 8 * 8 + 8 * 8), 2 * (2 * 8 * 12 + 8 * 8)
         values = 4 * components.vae.config["latent_channels"]
         assert appending.disk.cache - alone.disk.cache == values * frames
