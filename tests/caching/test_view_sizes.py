@@ -185,7 +185,7 @@ def test_rows_of_views_keep_rejections_and_weights_and_workers_are_sent_no_sizes
 def test_a_resumed_run_repeats_the_losses_of_a_whole_one(
     views: str, folder: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
-    epochs = 3 if views == "draw" else 2
+    epochs = 2 if views == "draw" else 1
     settings = {
         "batching": "pack", "max_tokens": 400, "train_batch_size": None, "checkpointing_steps": 3,
         "max_train_steps": None, "num_train_epochs": epochs, "cached_views": views,

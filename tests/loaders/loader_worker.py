@@ -34,12 +34,15 @@ from hf_bucketing.streaming.grouping import Grouping
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 IDS = np.array([0, 1, 2, 1, -1] * 9 + [2, 2])
+NUM_ROWS = len(IDS)
 
 
-def make_sampler(kind: str):
+def make_sampler(kind: str, *, rows: int = NUM_ROWS):
+    """Make a sampler of the first rows."""
+    ids = IDS[:rows]
     if kind == "bucket":
-        return BucketBatchSampler(IDS, table=TABLE, batch_size=4)
-    return PackBatchSampler(np.where(IDS < 0, 0, 10 + 7 * np.arange(len(IDS)) % 50), max_tokens=90, strip_length=1)
+        return BucketBatchSampler(ids, table=TABLE, batch_size=4)
+    return PackBatchSampler(np.where(ids < 0, 0, 10 + 7 * np.arange(rows) % 50), max_tokens=90, strip_length=1)
 
 
 def collate(rows: list[int], *, fault: str | None) -> torch.Tensor:
@@ -63,7 +66,7 @@ class Run(NamedTuple):
     @classmethod
     def start(
         cls, *, kind="bucket", stateful=False, accumulation=1, dropout=0.5, num_workers=0, persistent=False,
-        fault=None, timeout=0, timeout_once_started=None,
+        fault=None, timeout=0, timeout_once_started=None, rows=NUM_ROWS,
     ) -> Run:  # fmt: skip
         accelerator = Accelerator(
             gradient_accumulation_steps=accumulation,
@@ -74,8 +77,8 @@ class Run(NamedTuple):
         model = torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(3, 1, bias=False))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = DataLoader(
-            range(len(IDS)),
-            batch_sampler=make_sampler(kind),
+            range(rows),
+            batch_sampler=make_sampler(kind, rows=rows),
             collate_fn=partial(collate, fault=fault),
             timeout=timeout,
             persistent_workers=persistent,

@@ -47,7 +47,8 @@ COMBINATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", COMBINATIONS)
 def test_save_state_and_load_state_repeat_rows_and_losses_from_every_step(num_processes: int, tmp_path: Path) -> None:
-    launch("every_step", tmp_path, COMBINATIONS[num_processes], num_processes=num_processes)
+    combinations = [{"rows": min(20 * num_processes, len(IDS)), **options} for options in COMBINATIONS[num_processes]]
+    launch("every_step", tmp_path, combinations, num_processes=num_processes)
 
 
 @pytest.mark.slow
