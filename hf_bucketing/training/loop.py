@@ -147,7 +147,8 @@ class Trainer:
             validation=validation,
         )
         self.window = LossWindow(self.accelerator, degree=config.memory.context_parallel_degree)
-        self.global_step = self.stop = self.stopped = 0
+        self.global_step = 0
+        self.stop = self.stopped = 0  # the signal that was read, and the one that is obeyed
         self.open: OpenStep | None = None
         self.planned = self._count_steps()
         self.schedule_steps = self.planned.steps
