@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +25,13 @@ from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
+from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.config import BatchConfig, TrainingConfig
 from hf_bucketing.training.reporting import RunReport
 from hf_bucketing.training.run_data import StepRows
 from hf_bucketing.training.settings.preservation import PreservationConfig
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of, text_of
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, latent_frames_of, media_of, text_of
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
@@ -129,11 +131,23 @@ def test_a_step_with_audio_waits_at_its_end_alone(
     case, stacked = RECIPES[name], len(tokens) == 1
     batch, folder = batch_of(case, (), stacked=stacked), str(folder_of(case))
     counts = tokens * (len(batch["index"]) if stacked else 1)
-    rule = recipe_of(folder).read_audio_rule(folder)
+    recipe = recipe_of(folder)
+    rule = recipe.read_audio_rule(folder)
+    batch["fps"] = [recipe.sound_fps or fps for fps in batch["fps"]]
     batch["shown"] = {AUDIO: [torch.rand(2, rule.num_samples(count)) * 2 - 1 for count in counts]}
     step, step_there = (make_step(case, folder_of(case), stacked=stacked, audio=True) for _ in range(2))
     if conditions is not None:
         step.condition = step_there.condition = read_conditions(conditions)
+    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_step_with_first_and_last_frames_waits_at_its_end_alone(batching: str, folder_of) -> None:
+    case, stacked = RECIPES["minimax-h3"], batching == "bucket"
+    batch = batch_of(case, (), stacked=stacked)
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
+    step.condition = step_there.condition = read_conditions("appended_first_frame+appended_last_frame")
     check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
@@ -145,7 +159,9 @@ def check_step(
     for module in step_there.recipe.modules(*PARTS):
         module_on_device(module)
     with pretended_device() as waits:
-        encoded = encode(step_there.recipe, batch)
+        drawn = step_there.draw(batch, [(0, 0, index) for index in batch["index"]])
+        appended = [sample.appended for sample in drawn]
+        encoded = encode(step_there.recipe, batch, on_the_cpu=step.recipe, appended=appended)
         step_there.texts = {
             caption: step_there.recipe.encode_text([caption]) for caption in step.preservation.captions
         }
@@ -182,10 +198,22 @@ def make_step(
     return PackStep(**common, packing=enable_packing(recipe.transformer, strip_length=8))
 
 
-def encode(recipe: Recipe, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate."""
+def encode(
+    recipe: Recipe, batch: Mapping[str, Any], *, on_the_cpu: Recipe, appended: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate.
+
+    A cache holds the frames of all latent frames. Texts see those that are appended: transformers, which then counts
+    positions in a way that the pretended device lacks, encodes these on the CPU.
+    """
     shown = on_device({name: batch[name] for name in ("pixel_values", "shown")})
-    media, text = media_of(recipe, shown), text_of(recipe, {**batch, **shown})
+    if any(appended):
+        media = media_of(recipe, shown, appended=[range(count) for count in latent_frames_of(batch, recipe.spec)])
+        media.pop(KEYFRAME_PLACES)
+        text = text_of(on_the_cpu, batch, keyframes=recipe.keyframes_at(appended)[KEYFRAMES])
+        text = TextEmbeddings(on_device(text.values), text.mask, on_device(dict(text.others)))
+    else:
+        media, text = media_of(recipe, shown), text_of(recipe, {**batch, **shown})
     masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}
     about = {name: batch[name] for name in ("fps", "index", "caption", REGULARIZATION) if name in batch}
     mask = {} if text.mask is None else {"text_mask": on_cpu(text.mask).numpy()}
