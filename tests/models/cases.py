@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -307,6 +307,25 @@ def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options)
     outputs = batch.unpack(packed_forward(model, batch))
     disable_packing(model)
     return outputs
+
+
+@torch.no_grad()
+def outputs_beside_nan(
+    case: FamilyCase, name: str, victims: Sequence[int]
+) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    """Yield each victim with the outputs of a pack, and those where its conditioning of that name is NaN."""
+    model, samples = case.model(), Samples(case=case)
+    packing = enable_packing(model, strip_length=4)
+
+    def outputs() -> list[torch.Tensor]:
+        batch = samples.pack(packing)
+        return batch.unpack(packed_forward(model, batch))
+
+    before, own = outputs(), samples.conditioning[name]
+    for victim in victims:
+        shown = [values * torch.nan if row == victim else values for row, values in enumerate(own)]
+        samples.conditioning[name] = torch.stack(shown) if torch.is_tensor(own) else shown
+        yield victim, before, outputs()
 
 
 def largest_difference(outputs, others) -> float:

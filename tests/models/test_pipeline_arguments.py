@@ -40,8 +40,9 @@ IGNORED = ("return_dict", "isolate_modalities", "kv_cache", "kv_cache_mode")
 
 The cache of Qwen-Image 2.1 holds what later steps need not compute again.
 """
-MODULAR = ("flux3", "minimax-h3")
-"""Pipelines that exist only as blocks, which are called by other means; see `test_minimax_h3.py`."""
+MODULAR = ("flux3", "minimax-h3", "wan-animate-2")
+"""Pipelines that exist only as blocks, or call their transformer twice, which are called by other means; see
+`test_minimax_h3.py` and `test_wan_animate_2.py`."""
 LEVELS: dict[str, Callable[[Any], float]] = {
     "anima": lambda scheduler: float(scheduler.sigmas[0]),
     "cosmos2": lambda scheduler: float(scheduler.sigmas[0] / (1 + scheduler.sigmas[0])),

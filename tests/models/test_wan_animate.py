@@ -22,7 +22,7 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.estimate import _random_batch
 from hf_bucketing.training.run_data import LargestStep
 from hf_bucketing.training.steps import media_of
-from tests.models.cases import CASES, Samples, largest_difference
+from tests.models.cases import CASES, Samples, largest_difference, outputs_beside_nan
 from tests.models.families.wan_animate import CASES as ANIMATE, SIDE
 from tests.models.recipe_cases import draw_shown
 
@@ -30,24 +30,10 @@ CASE = ANIMATE["wan-animate"]
 FACE, POSE, IMAGE = "face_pixel_values", "pose_hidden_states", "encoder_hidden_states_image"
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", [FACE, POSE, IMAGE])
 def test_what_a_sample_is_shown_leaks_into_no_other_sample(name: str) -> None:
-    model, samples = CASE.model(), Samples(case=CASE)
-    packing = enable_packing(model, strip_length=4)
-
-    def outputs() -> list[torch.Tensor]:
-        batch = samples.pack(packing)
-        return batch.unpack(packed_forward(model, batch))
-
-    before, own = outputs(), samples.conditioning[name]
-    for victim in (0, 3, 5):
-        samples.conditioning[name] = [
-            values * torch.nan if row == victim else values for row, values in enumerate(own)
-        ]
-        if torch.is_tensor(own):
-            samples.conditioning[name] = torch.stack(samples.conditioning[name])
-        for sample, (output, other) in enumerate(zip(before, outputs(), strict=True)):
+    for victim, before, after in outputs_beside_nan(CASE, name, (0, 3, 5)):
+        for sample, (output, other) in enumerate(zip(before, after, strict=True)):
             assert torch.equal(output, other) == (sample != victim)
             if sample == victim and name == FACE:  # the tokens of the character see it in attention alone
                 assert other.isnan().all()

@@ -74,10 +74,10 @@ def test_flex_attention_computes_the_same(segments: SegmentSpans) -> None:
 
 @pytest.mark.slow
 def test_flex_attention_compiled_on_the_cpu_skips_blocks_and_computes_the_same() -> None:
-    segments = long_segments()
-    tokens = [side.detach() for side in tokens_for(segments, dtype=torch.float32)]
-    out = packed_attention(*tokens, segments, backend="flex")
-    assert torch.allclose(out, by_hand(*tokens, segments), atol=1e-5)
+    for segments in (long_segments(), with_more_keys(long_segments())):
+        tokens = [side.detach() for side in tokens_for(segments, dtype=torch.float32)]
+        out = packed_attention(*tokens, segments, backend="flex")
+        assert torch.allclose(out, by_hand(*tokens, segments), atol=1e-5)
 
 
 def documented_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, enable_gqa=False):

@@ -39,10 +39,11 @@ DRIVING_TEXT = "driving_text"
 DRIVING_IMAGE = "driving_image"
 """Conditioning of a sample: the image tokens of its driving video."""
 
-_LONGEST = 512
-"""Positions of the stock model on each axis."""
 IMAGE_DIM = 1280
 """Channels of image tokens, for any configuration."""
+
+_LONGEST = 512
+"""Positions of the stock model on each axis."""
 _NONE: Span = (0, 0)
 
 
@@ -69,25 +70,18 @@ class BesideLayout:
         length, stored = layout.text_lengths[0], _text_rows(layout)
         captions = range(len(layout)) if layout.caption_ids is None else layout.caption_ids
         rows = [*captions, *range(stored, stored + len(layout))]
-        return cls(
-            tokens=_token_segments(layout),
-            texts=_halves(
-                layout, [(row * length, (row + 1) * length) for row in rows], (stored + len(layout)) * length
-            ),
-        )
+        texts = _halves(layout, rows, num_keys=(stored + len(layout)) * length, length=length)
+        return cls(tokens=_token_segments(layout), texts=texts)
 
 
 def _token_segments(layout: PackedLayout) -> SegmentSpans:
-    count, queries, keys, driving = layout.num_tokens, [], [], []
+    count, queries, keys, driving, beside = layout.num_tokens, [], [], [], []
     for (start, stop), (_, h, w) in zip(layout.spans, layout.grids, strict=True):
         for first in range(start, stop, h * w):
             queries.append((first, first + h * w))
             keys.append((start, stop))
             driving.append(_NONE if first == start else (count + first, count + first + h * w))
-    beside = [
-        (count + start + h * w, count + stop)
-        for (start, stop), (_, h, w) in zip(layout.spans, layout.grids, strict=True)
-    ]
+        beside.append((count + start + h * w, count + stop))
     return SegmentSpans(
         queries=(*queries, *beside),
         keys=(*keys, *beside),
@@ -97,11 +91,11 @@ def _token_segments(layout: PackedLayout) -> SegmentSpans:
     )
 
 
-def _halves(layout: PackedLayout, keys: Sequence[Span], num_keys: int) -> SegmentSpans:
-    """Return the attention of each sample, then of each driving video, to a span of keys."""
-    count = layout.num_tokens
+def _halves(layout: PackedLayout, rows: Sequence[int], *, num_keys: int, length: int) -> SegmentSpans:
+    """Return the attention of each sample, then of each driving video, to a row of keys, each of that length."""
+    count, keys = layout.num_tokens, tuple((row * length, (row + 1) * length) for row in rows)
     beside = [(count + start, count + stop) for start, stop in layout.spans]
-    return SegmentSpans(queries=(*layout.spans, *beside), keys=tuple(keys), num_queries=2 * count, num_keys=num_keys)
+    return SegmentSpans(queries=(*layout.spans, *beside), keys=keys, num_queries=2 * count, num_keys=num_keys)
 
 
 def _text_rows(layout: PackedLayout) -> int:
@@ -171,8 +165,8 @@ class PackedAnimate2AttnProcessor(PackedAttnProcessor):
 
 def _image_segments(layout: PackedLayout, num_keys: int) -> SegmentSpans:
     def make() -> SegmentSpans:
-        share = num_keys // (2 * len(layout))
-        return _halves(layout, [(row * share, (row + 1) * share) for row in range(2 * len(layout))], num_keys)
+        rows = range(2 * len(layout))
+        return _halves(layout, rows, num_keys=num_keys, length=num_keys // len(rows))
 
     return layout.self_segments.made(("beside images", num_keys), make)  # kept for the next layer
 
