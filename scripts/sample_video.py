@@ -14,6 +14,7 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from hf_bucketing.adapters.settings import parse_adapter
@@ -363,14 +364,13 @@ def references_of(
 ) -> dict[str, Any]:
     """Return references, in the sizes in which a model is trained with them, as arguments of the pipeline's call."""
     from hf_bucketing.media import MediaSource
-    from hf_bucketing.media.references import ReferenceRule
     from hf_bucketing.media.sample import load_references
     from hf_bucketing.models.first_frame import pictures
 
-    rule = ReferenceRule(
+    rule = replace(
+        recipe.reference_rule().in_pixels(recipe.read_spec(args.pipeline).multiples),
         max_pixels=args.reference_pixels,
         downscale_factor=args.reference_downscale_factor,
-        multiples=recipe.read_spec(args.pipeline).multiples,
     )
     sources = [MediaSource.from_cell(file) for file in files]
     loaded = load_references(sources, size, rule, fps=args.fps if size.frames > 1 else 0.0)

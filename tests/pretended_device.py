@@ -150,6 +150,8 @@ def pretended_device() -> Iterator[Waits]:
 
     def making(make: Any) -> Any:
         def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+            if isinstance(data, list):  # torch reads the numbers of the tensors among its entries
+                data = [part.tolist() if isinstance(part, DeviceTensor) else part for part in data]
             made = make(data, **kwargs)
             moves = device is not None and torch.device(device) == DEVICE and not isinstance(made, DeviceTensor)
             if moves:

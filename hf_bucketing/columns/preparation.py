@@ -349,7 +349,7 @@ def shared_rule(
         BucketingError: If sources with references differ in it, it is given and none has references, or the model
             needs references and a source has none.
     """
-    taken = replace(taken or ReferenceRule(), multiples=spec.multiples)
+    taken = (taken or ReferenceRule()).in_pixels(spec.multiples)
     given = ("reference_pixels", "reference_downscale_factor")
     shown = [config for config in configs if REFERENCE in config.conditions]
     unused = dict.fromkeys(name for config in configs for name in not_default(config, *given))

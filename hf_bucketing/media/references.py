@@ -73,6 +73,15 @@ class ReferenceRule:
         """Whether references lie over their sample, pixel by pixel."""
         return self.downscale_factor is not None
 
+    def in_pixels(self, per_token: tuple[int, int]) -> ReferenceRule:
+        """Return this rule, whose multiples are in tokens, for a model that has so many pixels per token.
+
+        Example:
+            >>> ReferenceRule(multiples=(2, 2)).in_pixels((16, 16)).multiples
+            (32, 32)
+        """
+        return replace(self, multiples=tuple(np.multiply(self.multiples, per_token).tolist()))
+
     @property
     def counted(self) -> ReferenceRule:
         """Rule of the sizes by which tokens are counted: those that are shown, or in front of a sample its own."""

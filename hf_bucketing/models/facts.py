@@ -45,6 +45,8 @@ class RecipeFacts:
     """Least height and width of a reference that the pipeline's call takes, in pixels."""
     max_reference_ratio: ClassVar[float | None] = None
     """Largest ratio of the longer to the shorter side of such a reference; None for any."""
+    reference_multiple: ClassVar[int] = 1
+    """Tokens of which the sides of a reference are multiples."""
     references_in_front: ClassVar[bool] = False
     """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
     their own, see [`REFERENCES`]."""
@@ -173,8 +175,9 @@ class RecipeFacts:
 
     @classmethod
     def reference_rule(cls) -> ReferenceRule:
-        """Return which references of a sample the model takes, and where, in sizes of any multiples."""
+        """Return which references of a sample the model takes, and where; multiples of sides are in tokens."""
         return ReferenceRule(
+            multiples=(cls.reference_multiple,) * 2,
             least=int(REFERENCE in cls.required),
             most=cls.max_references,
             in_front=cls.references_in_front,

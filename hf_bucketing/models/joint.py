@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -97,14 +97,18 @@ def _joint_tables(by_strip: PackTables, texts: Tables, module: Any) -> Rotary:
 
 
 @torch.compiler.disable  # loops over the samples of the pack
-def joint_tables(tables: Tables, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def joint_tables(
+    tables: Tables, module: Any, samples: Iterable[Hashable] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a table of the active pack's tokens by strip, and one of its texts by text slot.
 
     For positions of tokens that follow from the length of their text: the function behind `tables` is given a sample's
-    grid with that length, and returns the table of its tokens and that of its text.
+    grid with that length, or its entry in `samples`, and returns the table of its tokens and that of its text.
     """
     layout = active_layout()
-    samples, device = zip(layout.grids, layout.text_lengths, strict=True), torch.device(layout.device)
+    device = torch.device(layout.device)
+    if samples is None:
+        samples = zip(layout.grids, layout.text_lengths, strict=True)
     of_tokens, of_texts = zip(*(tables(module, sample, device) for sample in samples), strict=True)
     return by_strip(of_tokens, layout), layout.joint.fill_slots(torch.cat(of_texts))
 

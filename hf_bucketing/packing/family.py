@@ -280,6 +280,20 @@ class Family:
         """Return how many tokens each sample's conditioning adds to its text in joint attention; None if none."""
         return None
 
+    def reference_places(
+        self, shown: Sequence[Sequence[Grid]], text_mask: torch.Tensor | None
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Return how many text tokens of each sample precede each of its references; None where text lies apart.
+
+        Args:
+            shown (sequence of sequences of `(t, h, w)`): Token grids of the references of each sample.
+            text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Mask of the texts.
+
+        Raises:
+            PackingError: If the mask marks places for another number of references.
+        """
+        return None
+
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
         return self.processor_class(backend)
@@ -409,6 +423,10 @@ class Family:
             return output.transpose(1, 2)
         return output.unsqueeze(2) if self.latents_as == "images" else output
 
+    def own_output(self, output: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Return the output of the tokens of samples' own grids, which by default precede those of references."""
+        return output[:, : math.prod(grid)]
+
     def audio_rows(self, result: Any) -> torch.Tensor:
         """Return noise − data of audio, `(rows, tokens, channels)`, from what a forward returns: its second output."""
         predicted: torch.Tensor = result[1]
@@ -469,7 +487,7 @@ class Family:
             result = (transformer if wrapped is None else wrapped)(**kwargs, return_dict=False)
         output = output_of(result)
         if rows.references:
-            output = output[:, : math.prod(rows.grid)]
+            output = self.own_output(output, rows.grid)
         return self.restored(output, rows.grid, rows.patch), result
 
     def with_references(self, transformer: Transformer, rows: Rows) -> Rows:

@@ -34,6 +34,8 @@ class PackedLayout:
             follow its own. By default none.
         references_apart (`bool`): Whether the references of a sample attend to themselves alone, all of them together,
             while its own tokens and its text attend to them too.
+        reference_places (tuple of tuples of `int`, *optional*): Text tokens of each sample that precede each of its
+            references, for models in whose sequence references stand within the text.
         text_lengths (tuple of `int`): Text tokens of each sample. The texts follow one another without padding.
         strip_length (`int`): Tokens per strip.
         text_slots (`int`): Text tokens that each strip carries beside its own, for models whose text tokens sit in
@@ -75,6 +77,7 @@ class PackedLayout:
     strip_length: int
     shown: tuple[tuple[Grid, ...], ...] | None = None
     references_apart: bool = False
+    reference_places: tuple[tuple[int, ...], ...] | None = None
     text_slots: int = 0
     device: torch.device | str = "cpu"
     added_lengths: tuple[int, ...] | None = None
@@ -95,7 +98,7 @@ class PackedLayout:
             )
         if len(self.text_lengths) != len(self.grids):
             raise PackingError(f"A pack of {len(self.grids)} samples needs as many texts, got {self.text_lengths}.")
-        for name in ("shown", "caption_ids", "added_lengths", "audio_lengths"):
+        for name in ("shown", "reference_places", "caption_ids", "added_lengths", "audio_lengths"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.grids):
                 raise PackingError(f"A pack of {len(self.grids)} samples needs as many {name}: {values}.")

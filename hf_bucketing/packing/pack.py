@@ -72,7 +72,8 @@ class Packing:
                 given for several samples is stored once.
             references (sequence of sequences of `(channels, f, h, w)`, *optional*): The references of each sample, any
                 number of any sizes: clean latents whose tokens follow the sample's own, for edit and in-context
-                models. Models with a timestep per token get 0 for them; others decide themselves.
+                models. Models with a timestep per token get 0 for them; others decide themselves. Where references
+                stand within the text, `text_mask` is 2 for the text token that each follows.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Zero for the padding in `text`, which is
                 then treated as the family's pipeline treats it (`padding` of [`TextTokens`]): omitted (`"masked"`),
                 attended to as zeros (`"keep_padding"`, such as Wan), or unchanged (`"encoded_padding"`, such as SD3).
@@ -119,6 +120,7 @@ class Packing:
             grids=grids,
             shown=shown,
             references_apart=self.family.references_apart,
+            reference_places=None if shown is None else self.family.reference_places(shown, text_mask),
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             processes=self.processes,

@@ -21,6 +21,9 @@ It leaves padding out of attention, attends to it as zeros, or attends to it as 
 TextRows: TypeAlias = Literal["one", "per_strip", "slots", "per_sample", "sequence"]
 """How the texts of a pack enter the transformer's forward, see [`TextTokens`]."""
 
+REFERENCE_FOLLOWS = 2
+"""Value in the mask of a text for a token that a reference of its sample follows, where they stand within it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTokens:
@@ -73,6 +76,17 @@ def apply_text_mask(
         else words.index_select(0, to_device(index, words.device))
         for words, index in zip(text, kept, strict=True)
     ]
+
+
+def marked_places(mask: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return how many tokens of each text precede each of its references, by a mask that has [`REFERENCE_FOLLOWS`].
+
+    Example:
+        >>> marked_places(torch.tensor([[1, 2, 1, 2, 0], [1, 1, 0, 0, 0]]))
+        [(2, 4), ()]
+    """
+    rows = [row[row != 0] for row in mask.cpu()]
+    return [tuple((1 + (row == REFERENCE_FOLLOWS).nonzero()[:, 0]).tolist()) for row in rows]
 
 
 def pad_texts(texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

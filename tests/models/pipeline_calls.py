@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_bucketing.packing import Packing, packed_forward
 from hf_bucketing.packing.strips import patchify
@@ -52,6 +53,8 @@ class RecordedSample:
         timestep: Its timestep, `()`, up to 1000.
         text: Its text, `(length, text_dim)`, without what the call masks.
         conditioning: Its further inputs, `(…)` each.
+        text_mask: Mask of its text, `(length,)`, where it says where references stand.
+        own_last: Whether the output has its own tokens behind those of its references.
     """
 
     call: Mapping[str, Any]
@@ -60,6 +63,12 @@ class RecordedSample:
     timestep: torch.Tensor
     text: torch.Tensor
     conditioning: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    text_mask: torch.Tensor | None = None
+    own_last: bool = False
+
+    def own_output(self, output: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the output of its `count` own tokens, of an output `(tokens, channels)`."""
+        return output[-count:] if self.own_last else output[:count]
 
 
 class Results(NamedTuple):
@@ -74,7 +83,7 @@ def results_of_calls(model: Any, samples: Sequence[RecordedSample], patch: tuple
     outputs = []
     for sample in samples:
         own = math.prod(sample.latent.shape[1:]) // math.prod(patch)
-        outputs.append(model(**{**sample.call, "return_dict": False})[0][0, :own])
+        outputs.append(sample.own_output(model(**{**sample.call, "return_dict": False})[0][0], own))
     return _results(model, outputs)
 
 
@@ -91,13 +100,21 @@ def packed_outputs(
         [sample.latent for sample in samples],
         references=[sample.references for sample in samples],
         timesteps=torch.stack([sample.timestep for sample in samples]),
-        text=[sample.text for sample in samples],
+        **texts_of(samples),
         conditioning={
             name: torch.stack([sample.conditioning[name] for sample in samples]) for name in samples[0].conditioning
         },
         **options,
     )
     return [patchify(output, batch.patch).flatten(1) for output in batch.unpack(packed_forward(model, batch))]
+
+
+def texts_of(samples: Sequence[RecordedSample]) -> dict[str, Any]:
+    """Return the texts of samples as a pack takes them, with their masks where they have some."""
+    texts, masks = ([getattr(sample, name) for sample in samples] for name in ("text", "text_mask"))
+    if masks[0] is None:
+        return {"text": texts}
+    return {"text": pad_sequence(texts, batch_first=True), "text_mask": pad_sequence(masks, batch_first=True)}
 
 
 def mean_squares(outputs: Sequence[torch.Tensor]) -> torch.Tensor:

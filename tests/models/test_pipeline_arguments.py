@@ -21,7 +21,7 @@ from hf_bucketing.models.ltx2.packing import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised, NoisedAudio
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples
-from hf_bucketing.training.steps import media_of
+from hf_bucketing.training.steps import media_of, text_of
 from tests.models.families import RECIPES
 from tests.models.pipeline_calls import record_call
 from tests.models.recipe_cases import RecipeCase, draw_shown, stock_pipeline
@@ -146,6 +146,9 @@ def normalised(transformer: Any, arguments: dict[str, Any], *, sound: bool) -> d
             if "position_ids" in rest:  # those of text come first
                 positions = rest["position_ids"]
                 rest["position_ids"] = torch.cat([positions[: len(kept)][kept], positions[len(kept) :]])
+    if "img_mask" in rest:  # the model does not read what stands in the place of pictures
+        embeds = rest["encoder_hidden_states"]
+        rest["encoder_hidden_states"] = embeds[:, ~rest["img_mask"][0, : embeds.shape[1]]]
     if "indicator" in rest:  # of one sequence, which begins with padding
         kept = rest["indicator"][0] != 0
         whole = ("indicator", "segment_ids", "position_ids", "hidden_states", "encoder_hidden_states")
@@ -236,7 +239,8 @@ def check_arguments(
     passed = arguments_of(pipeline, **call)
     if recipe.embeds_guidance:
         recipe = recipe.guided(guidance_of(pipeline, call))
-    media = media_of(recipe, {"pixel_values": pixels, "shown": {name: [value] for name, value in shown.items()}})
+    batch = {"pixel_values": pixels, "shown": {name: [value] for name, value in shown.items()}}
+    media = media_of(recipe, batch)
     latents = [torch.zeros_like(latent) for latent in media.pop("latents")]
     level = next((read for begin, read in LEVELS.items() if name.startswith(begin)), None)
     timesteps = pipeline.scheduler.timesteps[:1]
@@ -244,7 +248,7 @@ def check_arguments(
     frames = [timesteps.expand(latent.shape[1]) for latent in latents]
     samples = Samples(
         noised=Noised(latents, latents, timesteps, latents, frames if recipe.flow is DiffusionForcing else None),
-        text=recipe.encode_text([case.captions[0]]),
+        text=text_of(recipe, {**batch, "caption": [case.captions[0]]}),
         fps=torch.tensor([FPS if size.frames > 1 else 1.0]),
         conditions=media,
         audio=no_sound_yet(recipe, folder_of(case), size, timesteps) if sound else None,

@@ -26,10 +26,12 @@ from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.flux2.packing import FAMILY, KV_FAMILY
 from hf_bucketing.models.flux2.recipe import Flux2Recipe
 from hf_bucketing.models.ltx.packing import SCALES
+from hf_bucketing.models.qwen_image_21.packing import SLOT
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import family_of, recipe_of, recipes
 from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.packing import Packing, TokenDrop
+from hf_bucketing.packing.batch import Rows
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify
 from tests.models.cases import FamilyCase, Samples, assert_same_gradients, each_case, gradients, largest_difference
@@ -61,6 +63,7 @@ class Case:
         call: Returns the arguments of the transformer's call, given the recipe, the references' pixels and arguments
             of the pipeline's call.
         without_gradient: Parts of the names of parameters, beside those that the family names, whose gradient is zero.
+        strip_step: Tokens of which strips are multiples.
     """
 
     tiny: str
@@ -70,6 +73,7 @@ class Case:
     timestep_factor: float = 1000.0
     call: Callable[..., dict[str, Any]]
     without_gradient: tuple[str, ...] = ()
+    strip_step: int = 1
 
 
 def call_of_pipeline(recipe: Recipe, references: Sequence[torch.Tensor], size: Size, **options: Any) -> dict[str, Any]:
@@ -173,6 +177,19 @@ QWEN_PLUS = replace(
         images((32, 80), (64, 64), (32, 96), (96, 32), (128, 32)),
     ),
 )
+QWEN_21 = Case(
+    tiny="qwen-image-2.1",
+    samples=(
+        images((64, 32)),
+        images((32, 64), (64, 64)),
+        images((64, 64), (96, 32)),
+        images((64, 32), (32, 128), (128, 32), (64, 64)),
+        images((32, 64), (64, 32), (32, 64)),
+    ),
+    options={"true_cfg_scale": 1.0, "use_kv_cache": False},
+    call=call_of_pipeline,
+    strip_step=SLOT,
+)
 CASES = {
     case.tiny: case
     for case in (
@@ -186,6 +203,7 @@ CASES = {
         QWEN,
         QWEN_PLUS,
         replace(QWEN_PLUS, tiny="qwen-image-edit-2511"),
+        QWEN_21,
     )
 }
 each_pipeline = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -243,9 +261,13 @@ def record_sample(case: Case, recipe: Recipe, number: int) -> RecordedSample:
     for name in {"timestep", "sigma"} & call.keys():  # each sample has another
         call[name] = call[name] * (0.95 - 0.2 * number)
     patch, text, mask = recipe.spec.patch, call["encoder_hidden_states"][0], call.get("encoder_attention_mask")
-    in_front = call.get("num_ref_tokens", 0)
-    tokens = call["hidden_states"][0].roll(-in_front, 0).unflatten(1, (-1, *patch))
     grids = [recipe.spec.grid(grid_size) for grid_size in case.samples[number]]
+    within_text, text_mask = "img_mask" in call, None
+    if within_text:
+        is_image = call["img_mask"][0, : len(text)]
+        text, text_mask = text[~is_image], (1 + is_image.roll(-1).long())[~is_image]
+    in_front = sum(map(math.prod, grids[1:])) if within_text else call.get("num_ref_tokens", 0)
+    tokens = call["hidden_states"][0].roll(-in_front, 0).unflatten(1, (-1, *patch))
     parts = zip(tokens.split([math.prod(grid) for grid in grids]), grids, strict=True)
     latent, *shown_latents = (unpatchify(part, grid) for part, grid in parts)
     return RecordedSample(
@@ -255,6 +277,8 @@ def record_sample(case: Case, recipe: Recipe, number: int) -> RecordedSample:
         timestep=call["timestep"].flatten()[0] * case.timestep_factor,
         text=text if mask is None else text[mask[0].bool()],
         conditioning=conditioning_of(recipe, call, fps=options.get("frame_rate", 1.0)),
+        text_mask=text_mask,
+        own_last=within_text,
     )
 
 
@@ -290,7 +314,7 @@ def test_references_are_encoded_as_the_pipeline_encodes_them(case: Case, recorde
 @pytest.mark.parametrize("strip_length", [1, 4, 7, 100])
 def test_a_pack_equals_the_calls_of_the_pipeline(case: Case, strip_length: int, recorded_of) -> None:
     recorded = recorded_of(case)
-    with packed(recorded.model, strip_length=strip_length) as packing:
+    with packed(recorded.model, strip_length=strip_length * case.strip_step) as packing:
         results = results_of_pack(recorded.model, packing, recorded.samples)
     assert_equal(recorded.expected, results, without_gradient=recorded.without_gradient)
 
@@ -299,17 +323,19 @@ def test_a_pack_equals_the_calls_of_the_pipeline(case: Case, strip_length: int, 
 def test_stacks_equal_the_calls_of_the_pipeline(case: Case, recorded_of) -> None:
     recipe, samples, (outputs, _), _ = recorded_of(case)
     with torch.no_grad():
-        alone = [
-            recipe.family.run_alone(
-                recipe.transformer,
-                sample.latent,
-                timestep=sample.timestep,
-                text=sample.text,
-                conditioning=sample.conditioning,
-                references=sample.references,
+        rows = [
+            Rows(
+                latents=sample.latent[None],
+                timesteps=sample.timestep[None],
+                text=sample.text[None],
+                patch=recipe.spec.patch,
+                text_mask=None if sample.text_mask is None else sample.text_mask[None],
+                conditioning={name: values[None] for name, values in sample.conditioning.items()},
+                references=[latent[None] for latent in sample.references],
             )
             for sample in samples
         ]
+        alone = [recipe.family.run(recipe.transformer, row)[0] for row in rows]
     tokens = [patchify(output, recipe.spec.patch).flatten(1) for output in alone]
     assert largest_difference(outputs, tokens) <= 1e-11
 
@@ -368,8 +394,9 @@ def test_token_drop_keeps_all_tokens_of_references(case: Case, mode: str, record
         own = math.prod(grid)
         assert len(tokens) < own
         shown = torch.arange(own, sample.call["hidden_states"].shape[1])
+        call_chosen = call_of_sequence if sample.own_last else call_with
         with torch.no_grad():
-            expected = call_with(recorded.model, sample.call, torch.cat([tokens, shown]), own=len(tokens))
+            expected = call_chosen(recorded.model, sample.call, torch.cat([tokens, shown]), own=len(tokens))
         assert largest_difference([output[tokens]], [expected]) <= 1e-11
         assert not output[[token for token in range(own) if token not in tokens]].any()
 
@@ -390,6 +417,25 @@ def call_with(model: Any, call: Mapping[str, Any], tokens: torch.Tensor, *, own:
             stack.enter_context(mock.patch.object(model.pos_embed, "forward", return_value=tables))
             chosen["img_shapes"] = [[(1, 1, own), (1, 1, len(tokens) - own)]]
         return model(**{**call, **chosen, "return_dict": False})[0][0, :own]
+
+
+def call_of_sequence(model: Any, call: Mapping[str, Any], tokens: torch.Tensor, *, own: int) -> torch.Tensor:
+    """Do as `call_with` for a model whose sequence has the sample's own tokens behind text and references."""
+    ((*shown, grid),), mask = call["img_shapes"], call["img_mask"]
+    dropped = math.prod(grid) - own
+    in_sequence = mask[0].repeat_interleave(torch.where(mask[0], 4, 1))
+    table = model.pos_embed([*shown, grid], in_sequence, device=tokens.device)
+    before = len(table) - math.prod(grid)
+    table = torch.cat([table[:before], table[before:][tokens[:own]]])
+    states = call["hidden_states"]
+    in_front = states.shape[1] - math.prod(grid)
+    chosen = {
+        "hidden_states": torch.cat([states[:, :in_front], states[:, in_front:][:, tokens[:own]]], 1),
+        "img_shapes": [[*shown, (1, 1, own)]],
+        "img_mask": mask[:, : mask.shape[1] - dropped // 4],
+    }
+    with mock.patch.object(model.pos_embed, "forward", return_value=table):
+        return model(**{**call, **chosen, "return_dict": False})[0][0, -own:]
 
 
 RENDERED = [case for case in CASES.values() if case.call is call_of_pipeline]

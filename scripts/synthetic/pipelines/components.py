@@ -158,7 +158,7 @@ def qwen_encoder(vocab_size: int, **ids: int) -> Qwen2_5_VLForConditionalGenerat
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def picture_processor(tokenizer: PreTrainedTokenizerFast, *, side: int = 28) -> Any:
+def picture_processor(tokenizer: PreTrainedTokenizerFast, *, side: int = 28, chat_template: str | None = None) -> Any:
     """Return a processor that does with pictures what Qwen2-VL's does, whose part for videos needs torchvision.
 
     A token covers `side` pixels each way, and a picture has six at most.
@@ -166,11 +166,15 @@ def picture_processor(tokenizer: PreTrainedTokenizerFast, *, side: int = 28) -> 
     from transformers import PaddleOCRVLProcessor, Qwen2VLImageProcessor
 
     pixels = {"min_pixels": side**2, "max_pixels": 6 * side**2}
-    return PaddleOCRVLProcessor(Qwen2VLImageProcessor(patch_size=side // 2, **pixels), tokenizer)
+    image_processor = Qwen2VLImageProcessor(patch_size=side // 2, **pixels)
+    return PaddleOCRVLProcessor(image_processor, tokenizer, chat_template=chat_template)
 
 
-def qwen3_vl(vocab_size: int, *, kind: Any, layers: int = 3) -> Any:
-    """Return a Qwen3-VL of a few layers, of a class that an older transformers may not have."""
+def qwen3_vl(vocab_size: int, *, kind: Any, layers: int = 3, **ids: int) -> Any:
+    """Return a Qwen3-VL of a few layers, of a class that an older transformers may not have.
+
+    `ids` are the numbers of the tokens around a picture.
+    """
     from transformers import Qwen3VLConfig
 
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -180,6 +184,7 @@ def qwen3_vl(vocab_size: int, *, kind: Any, layers: int = 3) -> Any:
     config = Qwen3VLConfig(
         text_config={"vocab_size": vocab_size, **shape, **heads},
         vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **ids,
     )
     return kind(config).eval()
 

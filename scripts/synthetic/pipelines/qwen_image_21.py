@@ -9,9 +9,17 @@ from diffusers import (
     QwenImage21Pipeline,
     QwenImage21Transformer2DModel,
 )
-from transformers import CLIPImageProcessor, LlavaProcessor, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
-from .components import CHANNELS, TEXT_DIM, qwen3_vl, template_tokenizer, with_statistics
+from .components import (
+    CHANNELS,
+    TEXT_DIM,
+    VISION_TOKENS,
+    picture_processor,
+    qwen3_vl,
+    template_tokenizer,
+    with_statistics,
+)
 
 _SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 _CHAT = (
@@ -21,12 +29,11 @@ _CHAT = (
 
 
 def _text_to_image() -> DiffusionPipeline:
-    tokenizer = template_tokenizer(_SYSTEM, 1)
-    tokenizer.add_tokens(["<|image_pad|>", "<image>"], special_tokens=True)
+    tokenizer = template_tokenizer(_SYSTEM, 1, special_tokens=VISION_TOKENS)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
     return QwenImage21Pipeline(
-        # that of Qwen3-VL, which the published pipeline has in its place, needs torchvision
-        processor=LlavaProcessor(CLIPImageProcessor(), tokenizer, chat_template=_CHAT),
-        text_encoder=qwen3_vl(len(tokenizer), kind=Qwen3VLForConditionalGeneration),
+        processor=picture_processor(tokenizer, side=32, chat_template=_CHAT),
+        text_encoder=qwen3_vl(len(tokenizer), kind=Qwen3VLForConditionalGeneration, **ids),
         vae=_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64, base_shift=0.5, max_shift=0.9
