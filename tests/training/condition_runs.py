@@ -55,7 +55,7 @@ class ConditionRuns(NamedTuple):
             return make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
         return make_data(config, spec, tokens)
 
-    def prepare(self, sources: Sequence[Path]) -> None:
+    def prepare(self, sources: Sequence[Path], *, bucket_frames: str = "1,5,9") -> None:
         """Prepare sources as rows and as a stream."""
         for output, flags in {"prepared": {}, "stream": {"streaming": True}}.items():
             run_script_here(
@@ -65,7 +65,7 @@ class ConditionRuns(NamedTuple):
                 pretrained_model_name_or_path=self.pipeline,
                 output_dir=self.folder / output,
                 target_fps=8,
-                bucket_frames="1,5,9",
+                bucket_frames=bucket_frames,
                 buckets="64,96;64,64",
                 **flags,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError, Size
@@ -28,7 +30,9 @@ from hf_bucketing.planner.settings import MachineConfig, PlanConfig
 from hf_bucketing.planner.suggestion import Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
+from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import latent_frames_of
+from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.models.test_shown_parts import step_of
 from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
@@ -254,3 +258,37 @@ def test_a_run_from_a_cache_equals_the_run_from_files(batching: str, runs: Condi
 def test_tokens_that_fit_are_searched_with_appended_frames(mode: str, runs: ConditionRuns, tmp_path: Path) -> None:
     run(runs.settings(mode, tmp_path / "out", max_tokens="auto", max_train_steps=1))
     assert (tmp_path / "out" / "training_config.json").read_text().count('"max_tokens": "auto"') == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "streamed-packs"])
+def test_a_stream_counts_frames_that_texts_see_and_resumes_exactly(
+    mode: str, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """MiniMax-H3: clips of 2×3 tokens in each of 2 latent frames are shown two frames at most, of 6 + 6 + 118 each."""
+    shares = "appended_first_frame+appended_last_frame:0.6,appended_last_frame:0.2,none:0.2"
+    made = ConditionRuns(
+        folder=tmp_path,
+        pipeline=tiny_folder("minimax-h3"),
+        common={"max_sequence_length": 16, "condition": shares},
+        bucket={"train_batch_size": 2},
+        pack={"max_tokens": 900},
+    )
+    make_media_dataset(tmp_path / "clips", num_samples=6, clips=(Clip(5, 64, 96, 8), Clip(5, 64, 64, 8)))
+    made.prepare([tmp_path / "clips"], bucket_frames="5")
+    settings = {"max_train_steps": 4, "checkpointing_steps": 2, "num_train_epochs": 4}
+    whole = run(made.settings(mode, tmp_path / "out", **settings))
+    again = made.settings(mode, tmp_path / "out", **settings, resume_from_checkpoint="checkpoint-2")
+    assert run(again) == whole
+    config, spec = (
+        made.settings(mode, tmp_path / "counted"),
+        recipe_of(str(made.pipeline)).read_spec(str(made.pipeline)),
+    )
+    tokens = ModelTokens(width=24, text_tokens=16, keyframe_text_tokens=118)
+    data = make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
+    loader = loader_of(data)
+    for batch in itertools.islice(loader, 3):
+        assert {*data.rows_of(loader, batch, epoch=0).tokens.tolist()} <= {
+            16 + 12 + 2 * (6 + 6 + 118),
+            16 + 8 + 2 * (4 + 4 + 118),
+        }
