@@ -153,6 +153,23 @@ def test_of_several_processes_the_costliest_is_measured() -> None:
     assert step() == [2.5, 600, 140_000.0, 2], "the sums over the batches of this process"
 
 
+@pytest.mark.parametrize(("cost", "known"), [(1.0, True), (9.0, False)])
+def test_a_step_that_is_read_late_has_the_time_of_its_own_process_alone(cost: float, known: bool) -> None:
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        assert mine[0, -1].isnan(), "nothing waits for the device before the processes exchange what they have"
+        other = mine.clone()
+        other[0, -4] = cost
+        return torch.cat([mine, other])
+
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather=gather, process_index=0)
+    metrics = StepMetrics(cast("Any", accelerator), max_tokens=None)
+    ones = torch.ones(1)
+    metrics.add(ones, ones / 2, weights=ones, tokens=np.array([100]), cost=4.0)
+    entry, _ = metrics.finish(seconds=lambda: 2.5, late=True).read()
+    assert entry.get("busy_seconds") == (2.5 if known else None)
+    assert (entry["busy_tokens"], entry["imbalance"]) == (100, max(cost, 4.0) / ((4.0 + cost) / 2))
+
+
 @pytest.mark.parametrize(("content", "message"), [
     (None, "is no cost model"),
     ("no json", "Expected a cost model"),
