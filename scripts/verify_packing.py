@@ -17,10 +17,6 @@ def grid(text: str) -> tuple[int, int, int]:
     return t, h, w
 
 
-REFERENCE_GRIDS = (1, 2, 3), (1, 3, 2), (1, 2, 2)
-"""Token grids of the first, second and third reference of a sample."""
-
-
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline with a transformer, on the hub or in a folder.")
@@ -66,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     def draw_latent(size: tuple[int, int, int]) -> torch.Tensor:
         return draw(channels, *(side * part for side, part in zip(size, patch, strict=True)))
 
-    shown = [REFERENCE_GRIDS[: min(sample, family.max_references)] for sample in range(len(grids))]
+    shown = [family.trial_references(transformer, grid)[:sample] for sample, grid in enumerate(grids)]
     report = verify_packing(
         transformer,
         [draw_latent(size) for size in grids],

@@ -39,9 +39,9 @@ class CacheConfig:
         batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
         num_threads (`int`): Threads that decode files while the encoder runs.
         on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
-        appended_frames (`"last"` or `"all"`, *optional*): Frames of each view that are also encoded by themselves, for
-            runs whose `condition` appends them: the last one, or those of all latent frames after the first. By
-            default none is.
+        appended_frames (`"first"`, `"last"` or `"all"`, *optional*): Frames of each view that are also encoded by
+            themselves, for runs whose `condition` appends them: the first or the last one, or those of all latent
+            frames after the first. By default none is.
         more_captions (`list` of `str`, *optional*): Captions to encode beside those of the rows, such as those that
             `preservation_caption` and `slider` of a run name; by default none.
 
@@ -59,7 +59,7 @@ class CacheConfig:
     batch_size: int = 8
     num_threads: int = 2
     on_error: Literal["raise", "reject"] = "raise"
-    appended_frames: Literal["last", "all"] | None = setting(None, flag=False)
+    appended_frames: Literal["first", "last", "all"] | None = setting(None, flag=False)
     more_captions: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +82,8 @@ class CacheConfig:
 
     def appended_at(self, latent_frames: int) -> range:
         """Return the latent frames of a sample at which `appended_frames` are encoded by themselves."""
+        if self.appended_frames == "first":
+            return range(min(1, latent_frames - 1))  # none of an image
         return range(max(1, latent_frames - 1) if self.appended_frames == "last" else 1, latent_frames)
 
     @property

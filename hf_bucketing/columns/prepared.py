@@ -66,7 +66,8 @@ class CacheInfo:
         views_per_sample (`int`): Views of each row.
         random_resize (`int`, *optional*): Minimum side, in pixels, of the sizes that were drawn of all views but the
             first; None where all views of a row have one size.
-        appended_frames (`"last"` or `"all"`, *optional*): Frames of each view that are also encoded by themselves.
+        appended_frames (`"first"`, `"last"` or `"all"`, *optional*): Frames of each view that are also encoded by
+            themselves.
     """
 
     folder: str
@@ -78,7 +79,7 @@ class CacheInfo:
     prepared: str | None = None
     views_per_sample: int = 1
     random_resize: int | None = None
-    appended_frames: Literal["last", "all"] | None = None
+    appended_frames: Literal["first", "last", "all"] | None = None
 
     def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
         """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""

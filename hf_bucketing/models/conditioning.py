@@ -176,7 +176,7 @@ class ConditionShares:
         stride: int,
         references: bool | None = None,
         no_audio: bool | None = None,
-        appended: int | None = None,
+        appended: tuple[int, ...] | None = None,
     ) -> Drawn:
         """Draw what is shown of a sample.
 
@@ -187,7 +187,8 @@ class ConditionShares:
             references (`bool`, *optional*): Whether its references are shown, where that was drawn before: of the
                 conditions, those of the other kind are not drawn, unless there are no others.
             no_audio (`bool`, *optional*): Whether its audio is absent, likewise.
-            appended (`int`, *optional*): How many frames are appended, likewise.
+            appended (tuple of `int`, *optional*): Latent frames at which the first sample of its stack, of the same
+                size, has frames appended: as many are, and the same ones where no condition names as many.
 
         Example:
             >>> shares = read_condition("first_frame+suffix@1")
@@ -197,8 +198,9 @@ class ConditionShares:
         random = generator(Purpose.CONDITION, *key)
         shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
         silent = np.array([Part(NO_AUDIO) in parts for parts in self.conditions])
-        exact = APPENDED_FIRST in self.kinds
-        fits = np.array([appended is None or _appends(parts, appended, exact=exact) for parts in self.conditions])
+        exact = APPENDED_FIRST in self.kinds or 0 in (appended or ())
+        count = None if appended is None else len(appended)
+        fits = np.array([count is None or _appends(parts, count, exact=exact) for parts in self.conditions])
         shares = np.array(self.shares)
         for has, wanted in ((shown, references), (silent, no_audio), (fits, True)):
             if wanted is not None and shares[has == wanted].any():
@@ -208,6 +210,7 @@ class ConditionShares:
         frames = np.zeros((latent_frames - 1) * stride + 1, bool)
         for part in drawn:
             part.show(frames, stride=stride, random=random)
+        places = _append(drawn, latent_frames=latent_frames, count=None if exact else count, random=random)
         kinds = {part.kind for part in drawn}
         return Drawn(
             frames,
@@ -216,7 +219,7 @@ class ConditionShares:
             video=VIDEO in kinds,
             audio=AUDIO in kinds,
             no_audio=bool(silent[chosen]) if no_audio is None else no_audio,
-            appended=_append(drawn, latent_frames=latent_frames, count=None if exact else appended, random=random),
+            appended=places if appended is None or len(places) == count else appended,
             name=name_of(drawn),
             weight=self.weights[chosen],
         )
@@ -295,13 +298,15 @@ class SourceConditions:
         return any(APPENDED_FIRST in shares.kinds for shares in self.all)
 
     @property
-    def appended_frames(self) -> Literal["last", "all"] | None:
-        """Frames that may be appended: the last one of a sample, or any; None where none is.
+    def appended_frames(self) -> Literal["first", "last", "all"] | None:
+        """Frames that may be appended: the first or the last one of a sample, or any; None where none is.
 
         In a stack, samples of other shares append as many as the first, whatever frames these are.
         """
         if not self.most_appended:
             return None
+        if not {kind for shares in self.all for kind in shares.kinds} & {*APPENDED}:
+            return "first"
         (shares, *others) = self.all
         return "all" if others or APPENDED[1] in shares.kinds else "last"
 

@@ -82,10 +82,12 @@ class Recipe(RecipeCalls):
         trained: TrainedComponent = "transformer",
         loading: Loading | None = None,
         audio: bool = False,
+        references: bool = False,
     ) -> Recipe:
         """Load a pipeline from the hub or a folder, by default whole and in float32; freeze all but what is trained.
 
-        With `audio`, audio is trained with video.
+        With `audio`, audio is trained with video; with `references`, also what serves references or appended frames
+        alone.
 
         Raises:
             BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
@@ -108,7 +110,7 @@ class Recipe(RecipeCalls):
         )
         for name in names:
             if (transformer := getattr(pipeline, name)) is not None:
-                freeze_unused(cls.family, transformer, audio=audio)
+                freeze_unused(cls.family, transformer, audio=audio, references=references)
         return cls(
             pipeline=pipeline,
             spec=cls.read_spec(name_or_path),

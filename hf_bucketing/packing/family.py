@@ -39,6 +39,9 @@ LatentsAs: TypeAlias = Literal["videos", "images", "frames_first", "tokens"]
 TimestepsPer: TypeAlias = Literal["row", "frame", "token"]
 """What of a batch row has a timestep, see [`Family`]."""
 
+TRIAL_REFERENCES: tuple[Grid, ...] = ((1, 2, 3), (1, 3, 2), (1, 2, 2))
+"""Token grids of references with which models are tried out."""
+
 UNLIMITED = sys.maxsize
 """Limit of an axis whose positions can be computed for any length."""
 
@@ -85,6 +88,9 @@ class Family:
         negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
+        references_as_frames (`bool`): Whether the references of an unpacked sample are further frames of it, of its
+            height and width.
+        reference_parts (`tuple` of `str`): Parts of the names of parameters that serve references alone.
         references_apart (`bool`): Whether the references of a sample attend to themselves alone, while all else of the
             sample attends to them too.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
@@ -135,6 +141,8 @@ class Family:
     attention_kwargs: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
+    references_as_frames: ClassVar[bool] = False
+    reference_parts: ClassVar[tuple[str, ...]] = ()
     references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
@@ -254,14 +262,15 @@ class Family:
     def unused(self, transformer: Transformer) -> Sequence[str]:
         """Return parts of the names of parameters that predictions do not depend on, such as those of an audio stream.
 
-        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait. Those of `audio_parts` are
-        among them.
+        [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait. Those of `audio_parts` and
+        `reference_parts` are among them.
         """
         return ()
 
-    def unused_in(self, transformer: Transformer, *, audio: bool) -> list[str]:
-        """Return what is [`unused`], without `audio_parts` where audio is trained too."""
-        return [part for part in self.unused(transformer) if not (audio and part in self.audio_parts)]
+    def unused_in(self, transformer: Transformer, *, audio: bool, references: bool = False) -> list[str]:
+        """Return what is [`unused`], without `audio_parts` and `reference_parts` where samples have such parts too."""
+        used = (*(self.audio_parts if audio else ()), *(self.reference_parts if references else ()))
+        return [part for part in self.unused(transformer) if part not in used]
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return what the transformer's forward needs of each sample beside the text, and how to draw it."""
@@ -306,6 +315,10 @@ class Family:
             [min(side, limit) for side in axis] for axis, limit in zip((frames, rows, columns), limits, strict=True)
         ]
         return list(zip(*sides, strict=True))
+
+    def trial_references(self, transformer: Transformer, grid: Grid) -> tuple[Grid, ...]:
+        """Return token grids of references of a sample of a grid, for trying the model out; take the first of them."""
+        return TRIAL_REFERENCES[: self.max_references]
 
     def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the one length that texts must have, padding included; None where each has its own.
@@ -534,9 +547,9 @@ def _laid_out(rows: torch.Tensor, patch: Grid, grid: Grid) -> torch.Tensor:
     return rows if rows.shape[2:] == sides else unpatchify(patchify(rows, patch), grid)
 
 
-def freeze_unused(family: Family, transformer: Transformer, *, audio: bool = False) -> None:
-    """Freeze the parameters that predictions do not depend on, see [`Family.unused`]."""
-    parts = family.unused_in(transformer, audio=audio)
+def freeze_unused(family: Family, transformer: Transformer, *, audio: bool = False, references: bool = False) -> None:
+    """Freeze the parameters that predictions do not depend on, see [`Family.unused_in`]."""
+    parts = family.unused_in(transformer, audio=audio, references=references)
     for name, parameter in transformer.named_parameters():
         if any(part in name for part in parts):
             parameter.requires_grad_(False)

@@ -313,11 +313,12 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe = components.recipe
     shown = sum(map(spec.num_tokens, shape.references))
-    if recipe.references_in_front or memory.context_parallel_degree > 1 or tokens <= shown:
+    as_frames = recipe.references_in_front or recipe.family.references_as_frames
+    if as_frames or memory.context_parallel_degree > 1 or tokens <= shown:
         references, shown = [], 0  # they are frames of the sample, or a part of its tokens
     if tokens - shown != spec.num_tokens(shape.size):
-        in_front = len(shape.references) if recipe.references_in_front else 0
-        latents = _grid_of(tokens - shown, spec, frames=latents[0] + in_front)
+        more = len(shape.references) if as_frames else 0
+        latents = _grid_of(tokens - shown, spec, frames=latents[0] + more)
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
@@ -332,6 +333,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         shards=config.num_processes if config.sharding == "fsdp2" else 1,
         base_predictions=config.base_predictions,
         audio_length=_audio_length(components, shape),
+        references=most_appended(config.condition) > 0,
         token_timesteps=recipe.has_clean_parts(components.settings, draws=draws_parts(config.condition)),
     )
 

@@ -358,7 +358,7 @@ class Suggester:
         """Return the tokens of each row that a cache holds, `(n,)`: with all frames that may be appended."""
         if config.condition is None or self.rows.references is None:
             return targets.all_tokens
-        most = {None: 0, "last": 1, "all": sys.maxsize}[read_conditions(config.condition).appended_frames]
+        most = {None: 0, "first": 1, "last": 1, "all": sys.maxsize}[read_conditions(config.condition).appended_frames]
         held = appending(self.rows.references, most=most, num_rows=len(targets.num_tokens))
         return targets.beside(held, self.rows.audio, spec=self.components.spec).all_tokens
 

@@ -74,6 +74,7 @@ class TracedStep:
         offload_activations (`bool`): Whether activations wait on the CPU.
         shards (`int`): Processes over which FSDP2 shards weights, gradients and moments.
         base_predictions (`int`): Forward passes of the transformer without adapters and gradients before it.
+        references (`bool`): Whether what serves references alone is trained too.
         token_timesteps (`bool`): Whether each token has a timestep, or each frame where the model takes those.
     """
 
@@ -89,6 +90,7 @@ class TracedStep:
     shards: int = 1
     base_predictions: int = 0
     reference_sizes: tuple[Grid, ...] = ()
+    references: bool = False
     token_timesteps: bool = False
     audio_length: int = 0
 
@@ -192,7 +194,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     model = step.transformer.build(**_settings_of(dict(layers)))
     family = families()[type(model).__name__]
     audio = step.audio_length > 0
-    freeze_unused(family, model, audio=audio)
+    freeze_unused(family, model, audio=audio, references=step.references)
     if step.quantize_base is not None:
         _quantize(model, step.quantize_base)
     if step.adapters.lora_rank is not None:

@@ -119,8 +119,9 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
         )
     condition = config.objective.condition
     appended = None if condition is None else read_conditions(condition).appended_frames
-    if appended is not None and cache.appended_frames not in (appended, "all"):
+    if appended not in (None, cache.appended_frames) and (appended, cache.appended_frames) != ("last", "all"):
         frames = {
+            "first": "the first frame of each sample, encoded by itself",
             "last": "the last frame of each sample, encoded by itself",
             "all": "all frames that may be drawn, each encoded by itself",
         }[appended]

@@ -31,6 +31,7 @@ from ..loaders.planned import StepCount
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
+from ..models.conditioning import most_appended
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
 from ..placement.shards import SHARDED
@@ -182,6 +183,7 @@ class Trainer:
             trained=config.trained_component,
             loading=opened.loading,
             audio=opened.trains_audio,
+            references=most_appended(config.objective.condition) > 0,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
         if self.checkpoint is not None:

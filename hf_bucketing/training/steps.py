@@ -182,7 +182,7 @@ class Step(ABC):
             alike: dict[str, Any] = {}
             if drawn and self.stacks:
                 first = drawn[0]
-                alike = {"references": first.references, "no_audio": first.no_audio, "appended": len(first.appended)}
+                alike = {"references": first.references, "no_audio": first.no_audio, "appended": first.appended}
             drawn.append(
                 conditions.of(source).draw(*key, latent_frames=count, stride=self.recipe.spec.temporal_stride, **alike)
             )
@@ -492,10 +492,12 @@ def media_of(
     keyframes = recipe.keyframes_at(appended) if any(appended) else {}
     if "latents" in batch:
         media = {"latents": list(batch["latents"]), **batch.get("conditions", {})}
-        held = media.pop(KEYFRAMES, ())  # those of all latent frames up to the last one, or of the last one
+        held = media.pop(KEYFRAMES, ())  # those of all latent frames up to the last one, or of the last or the first
         if keyframes:
             of_samples = zip(held, appended, latent_frames_of(batch, recipe.spec), strict=True)
-            media[KEYFRAMES] = [tuple(own[place - count] for place in places) for own, places, count in of_samples]
+            media[KEYFRAMES] = [
+                tuple(own[place - count if place else 0] for place in places) for own, places, count in of_samples
+            ]
     else:
         media = _encoded_media(recipe, batch["pixel_values"], {**batch.get("shown", {}), **keyframes})
     return {**media, KEYFRAME_PLACES: list(keyframes[KEYFRAMES])} if keyframes else media

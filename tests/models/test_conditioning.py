@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketingError
-from hf_bucketing.models.conditioning import FRAMES, read_condition, read_conditions
+from hf_bucketing.models.conditioning import FRAMES, ConditionShares, read_condition, read_conditions
 
 
 def latents_shown(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:
@@ -110,9 +110,9 @@ def test_sources_have_shares_of_their_own() -> None:
 
 
 def test_appended_frames_lie_at_latent_frames_after_the_first() -> None:
-    def places(text: str, *, latent_frames: int = 4, count: int | None = None) -> Counter[tuple[int, ...]]:
+    def places(text: str, *, latent_frames: int = 4, first: tuple[int, ...] | None = None) -> Counter[tuple[int, ...]]:
         shares = read_condition(text)
-        drawn = [shares.draw(index, latent_frames=latent_frames, stride=2, appended=count) for index in range(300)]
+        drawn = [shares.draw(index, latent_frames=latent_frames, stride=2, appended=first) for index in range(300)]
         assert not any(each.frames.any() for each in drawn)
         return Counter(each.appended for each in drawn)
 
@@ -123,9 +123,9 @@ def test_appended_frames_lie_at_latent_frames_after_the_first() -> None:
     assert len(places("appended_keyframes")) == 3 + 3 + 1
     assert places("appended_last_frame", latent_frames=1).keys() == {()}
     assert places("appended_last_frame:0.5,none:0.5").keys() == {(), (3,)}
-    assert {len(each) for each in places("appended_last_frame:0.5,none:0.5", count=2)} == {2}
-    assert places("appended_last_frame:0.5,none:0.5", count=0).keys() == {()}
-    assert {len(each) for each in places("none", count=1)} == {1}, "as the first sample of its stack"
+    assert {len(each) for each in places("appended_last_frame:0.5,none:0.5", first=(1, 3))} == {2}
+    assert places("appended_last_frame:0.5,none:0.5", first=()).keys() == {()}
+    assert places("none", first=(2,)).keys() == {(1,), (2,), (3,)}, "as many as in the first sample of its stack"
 
 
 def test_the_most_appended_frames_are_known_before() -> None:
@@ -149,13 +149,17 @@ def test_the_first_and_the_last_frame_are_appended_alone_or_both_and_alike_in_a_
     first, last = "appended_first_frame", "appended_last_frame"
     shares = read_condition(f"{first}:0.3,{last}:0.3,{first}+{last}:0.3,none:0.1")
 
-    def places(count: int | None) -> set[tuple[int, ...]]:
-        drawn = [shares.draw(index, latent_frames=7, stride=4, appended=count) for index in range(100)]
+    def places(in_first: tuple[int, ...] | None, shares: ConditionShares = shares) -> set[tuple[int, ...]]:
+        drawn = [shares.draw(index, latent_frames=7, stride=4, appended=in_first) for index in range(100)]
         assert not any(sample.frames.any() for sample in drawn)
         return {sample.appended for sample in drawn}
 
     assert places(None) == {(0,), (6,), (0, 6), ()}
-    assert (places(0), places(1), places(2)) == ({()}, {(0,), (6,)}, {(0, 6)})
+    assert (places(()), places((6,)), places((0, 6))) == ({()}, {(0,), (6,)}, {(0, 6)})
+    for others in map(read_condition, ("none", last)):  # of another source
+        assert places((0, 6), others) == {(0, 6)}
+    assert places((0,), read_condition("none")) == {(0,)}
+    assert places((), read_condition(first)) == {()}
     assert shares.draw(0, latent_frames=1, stride=4).appended == ()
 
 

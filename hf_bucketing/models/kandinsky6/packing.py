@@ -1,4 +1,4 @@
-"""How Kandinsky 6 is packed: as Kandinsky 5, with its sound or without it.
+"""How Kandinsky 6 is packed: as Kandinsky 5, with its sound or without it, and with a picture to begin with or none.
 
 The stock forward runs the video alone where it gets no sound. It numbers text, tokens and sound itself, by batch row:
 hooks number the text in slots, and the others, by their samples. Positions are scaled as the transformer's
@@ -7,16 +7,21 @@ configuration says, the same for all sizes.
 Sound has layers of its own, which meet those of video in attention alone. All that modulates it does so by batch row,
 so that it lies in rows of the strips of its own sample. Both modalities have one timestep; where one of them is shown,
 each embedding of the timestep takes its own of two columns.
+
+A picture, the first frame of a sample, is a reference of the pack: it has the positions of the first frame, a mark
+among the channels of the visual condition, and a type, which the tokens of its sample have too. The stock forward adds
+types by frame, to all samples of a call or to none; a hook adds them by token, to the samples that have a picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from ...devices import to_device
 from ...errors import PackingError
@@ -41,6 +46,12 @@ _PARTS = {
 }
 """Ends of the names of attention modules that read or write sound, and the segments of [`AudioLayout`] in which they
 attend."""
+_TYPES = "visual_token_type_embeddings"
+
+
+def takes_picture(config: Mapping[str, Any]) -> bool:
+    """Return whether the pipeline would show a transformer of this configuration a picture to begin with."""
+    return bool(config.get("visual_cond", True)) and (config.get("visual_token_type_num_embeddings") or 0) >= 2
 
 
 class PackedKandinsky6AttnProcessor(PackedKandinsky5AttnProcessor):
@@ -119,6 +130,9 @@ class Kandinsky6Family(Kandinsky5Family):
     audio_parts = ("audio_", "va_cross_attention.", "av_cross_attention.", "va_modulation.", "av_modulation.")
     audio_by_sample = True
     audio_to_video = "va_cross_attention"
+    max_references = 1
+    references_as_frames = True
+    reference_parts = (f"{_TYPES}.",)
     cast_inputs = (*Kandinsky5Family.cast_inputs, "audio_hidden_states")
 
     def audio_channels(self, transformer: Transformer) -> int:
@@ -126,12 +140,23 @@ class Kandinsky6Family(Kandinsky5Family):
         return int(transformer.config.in_audio_dim)
 
     def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return all that is for sound, and the types of tokens, which no text-to-video model is given."""
-        return *self.audio_parts, "visual_token_type_embeddings."
+        """Return all that is for sound, and the types of tokens, which samples with a picture have."""
+        return *self.audio_parts, *self.reference_parts
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
-        """Refuse sound that is longer than the model has positions."""
+        """Refuse sound that is longer than the model has positions, and pictures that are no frame of their sample."""
         super().check_layout(transformer, layout, stretched=stretched)
+        for sample, (own, *shown) in enumerate(layout.sample_grids):
+            if shown and not takes_picture(transformer.config):
+                raise PackingError(
+                    f"Sample {sample} has a picture, for which this {type(transformer).__name__} lacks a visual "
+                    "condition (`visual_cond`) or two types of tokens (`visual_token_type_num_embeddings`)."
+                )
+            if shown and shown != [(1, *own[1:])]:
+                raise PackingError(
+                    f"The picture of sample {sample} has a token grid of {shown[0]}; as its first frame, it must have "
+                    f"{(1, *own[1:])}."
+                )
         most = transformer.audio_rope_embeddings.max_pos
         for sample, length in enumerate(layout.audio_lengths or ()):
             if length > most:
@@ -147,6 +172,10 @@ class Kandinsky6Family(Kandinsky5Family):
         """Return the pooled text embeddings, and any visual condition."""
         return {name: draw for name, draw in super().conditioning(transformer).items() if name != SCALE}
 
+    def trial_references(self, transformer: Transformer, grid: Grid) -> tuple[Grid, ...]:
+        """Return a first frame, if the model can be shown one."""
+        return ((1, *grid[1:]),) if takes_picture(transformer.config) else ()
+
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of a block of text, of tokens, or of sound."""
         part = next((part for end, part in _PARTS.items() if name.endswith(end)), None)
@@ -155,7 +184,7 @@ class Kandinsky6Family(Kandinsky5Family):
         )
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the positions of tokens, of texts and of sound, the modulation of text, and timesteps."""
+        """Hook the positions of tokens, texts and sound, types of tokens, the modulation of text, and timesteps."""
         text_blocks = (*transformer.video_text_transformer_blocks, *transformer.audio_text_transformer_blocks)
         modulations = [block.text_modulation.register_forward_pre_hook(embeddings_of_text) for block in text_blocks]
         tables = Tables(partial(one_table, partial(_rotations, transformer.scale_factor)))
@@ -165,32 +194,42 @@ class Kandinsky6Family(Kandinsky5Family):
             *(rope.register_forward_hook(_locate_texts) for rope in texts),
             transformer.audio_rope_embeddings.register_forward_hook(_locate_audio),
             *_hook_timesteps(transformer),
+            *_hook_types(transformer, _add_types),
             *modulations,
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return latents with channels last, and the mask of the text."""
-        inputs = JointFamily.inputs(self, rows)
-        latents = [rows.latents, *([inputs.pop(CONDITION)] if CONDITION in inputs else [])]
+        """Return latents with channels last, a picture as their last frame, and the mask of the text."""
+        inputs = JointFamily.inputs(self, replace(rows, references=()))
+        latents = [torch.cat([rows.latents, *rows.references], 2)]
+        if CONDITION in inputs:
+            marked = [F.pad(torch.zeros_like(picture), (*[0] * 7, 1), value=1) for picture in rows.references]
+            latents.append(torch.cat([inputs.pop(CONDITION), *marked], 2))
         mask = None if rows.text_mask is None else rows.text_mask.bool()
         return {**inputs, "hidden_states": torch.cat(latents, 1).movedim(1, -1), "encoder_attention_mask": mask}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Return the sound, if there is some: the model makes all positions."""
-        audio = rows.audio
+        """Return the sound and the types and positions of pictures, if there are some: the model makes all others."""
+        if not _is_hooked(transformer.visual_embeddings._forward_hooks, _reach_types):
+            _hook_types(transformer, _reach_types)
+        audio, pictures = rows.audio, _with_picture(rows) if rows.references else {}
         if audio is None:
-            return {}
-        if not _takes_columns(transformer):
+            return pictures
+        if not _is_hooked(transformer.video_time_embeddings._forward_pre_hooks, _column):
             _hook_timesteps(transformer)
         levels = to_device(exact_timesteps(audio.timesteps), rows.timesteps.device)
         return {
+            **pictures,
             "audio_hidden_states": torch.stack(list(audio.latents)),
             "timestep": torch.stack([exact_timesteps(rows.timesteps), levels], 1),
         }
 
     def rows(self, batch: PackedBatch) -> Rows:
-        """Return a pack as batch rows, with the sound of each strip's sample; hooks number texts and sound."""
+        """Return a pack as batch rows, with pictures marked and each strip's sound; hooks number texts and sound."""
         rows, layout, audio = JointFamily.rows(self, batch), AudioLayout.of(batch.layout), batch.audio
+        if batch.layout.shown is not None:
+            marked = _marked(rows.conditioning[CONDITION], _token_types(batch.layout) == 1)
+            rows = replace(rows, conditioning={**rows.conditioning, CONDITION: marked})
         if layout is None or audio is None:
             return rows
         levels = batch.per_strip(to_device(exact_timesteps(audio.timesteps), batch.strips.device))
@@ -200,6 +239,10 @@ class Kandinsky6Family(Kandinsky5Family):
             timesteps=torch.stack([rows.timesteps, levels], 1),
             conditioning={**rows.conditioning, "audio_hidden_states": heard},
         )
+
+    def laid_out(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+        """Return the output of the frames of a grid, without that of a picture behind them."""
+        return super().laid_out(output[:, : grid[0] * patch[0]], grid, patch)
 
 
 def _rotations(scale: tuple[float, float, float], module: Any, grid: Grid, device: torch.device) -> torch.Tensor:
@@ -212,8 +255,9 @@ def _rotations(scale: tuple[float, float, float], module: Any, grid: Grid, devic
 
 @torch.compiler.disable  # loops over the samples of the pack
 def _locate(tables: Tables, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Return the rotations of each sample's own tokens, `(strips, 1, 1, strip_length, 1, D/2, 2, 2)`."""
-    (rotations,) = position_strips(active_layout(), lambda grid: tables(module, grid, output.device))
+    """Return the rotations of each sample and its picture, `(strips, 1, 1, strip_length, 1, D/2, 2, 2)`."""
+    table = partial(tables, module, device=output.device)
+    (rotations,) = position_strips(active_layout(), table, lambda grids: table(grids[1]))  # that of the first frame
     return rotations[:, None, None]
 
 
@@ -235,10 +279,61 @@ def _hook_timesteps(transformer: Transformer) -> list[Any]:
     return [module.register_forward_pre_hook(partial(_column, column)) for column, module in embeddings]
 
 
-def _takes_columns(transformer: Transformer) -> bool:
-    """Return whether [`_hook_timesteps`] was called for an unpacked transformer before."""
-    hooks = transformer.video_time_embeddings._forward_pre_hooks.values()
-    return any(getattr(hook, "func", None) is _column for hook in hooks)
+def _is_hooked(hooks: Mapping[int, Any], function: Callable[..., Any]) -> bool:
+    """Return whether a `partial` of a function is among hooks of an unpacked transformer, which stay."""
+    return any(getattr(hook, "func", None) is function for hook in hooks.values())
+
+
+def _hook_types(transformer: Transformer, hook: Callable[..., torch.Tensor | None]) -> list[Any]:
+    """Hook the embedding of patches by a function that also gets that of types; return the handles."""
+    types = getattr(transformer, _TYPES, None)
+    return [] if types is None else [transformer.visual_embeddings.register_forward_hook(partial(hook, types))]
+
+
+def _reach_types(types: Any, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    """Give types that are trained a gradient of 0 where no sample has one, as other processes may wait for it."""
+    return output + 0 * types.weight.sum() if types.weight.requires_grad else None
+
+
+@torch.compiler.disable  # the types follow the composition of the pack
+def _add_types(types: Any, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    """Add the types of the tokens of samples that have a picture to embeddings `(strips, 1, 1, strip_length, D)`."""
+    layout = active_layout()
+    if layout.shown is None:
+        return _reach_types(types, module, args, output)
+    of_tokens = _token_types(layout)
+    added = types(of_tokens.clamp(min=0)) * (of_tokens >= 0)[..., None]
+    return output + added[:, None, None]
+
+
+def _token_types(layout: PackedLayout) -> torch.Tensor:
+    """Return the types of tokens, `(strips, strip_length)`: 1 in pictures, 0 in their samples, −1 elsewhere."""
+
+    def make() -> torch.Tensor:
+        types = torch.full((layout.num_tokens,), -1)
+        for (start, first), (_, last) in zip(layout.own_spans, layout.spans, strict=True):
+            if last > first:
+                types[start:first], types[first:last] = 0, 1
+        return to_device(types.view(-1, layout.strip_length), layout.device)
+
+    return layout.self_segments.made("token_types", make)
+
+
+def _marked(strips: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return strips `(strips, C, p_t, p_h, strip_length·p_w)` with a last channel of 1 in some tokens."""
+    side = strips.shape[-1] // tokens.shape[1]
+    columns = tokens[..., None].expand(*tokens.shape, side).flatten(1)[:, None, None, None]
+    return torch.cat([strips[:, :-1], strips[:, -1:].masked_fill(columns, 1)], 1)
+
+
+def _with_picture(rows: Rows) -> dict[str, Any]:
+    """Return the types and the positions of frames, of which the last is a picture, as the pipeline passes them."""
+    (frames, height, width), device = rows.grid, rows.latents.device
+    own = torch.arange(frames, device=device)
+    return {
+        "visual_token_type_ids": F.pad(own.new_zeros(len(rows.latents), frames), (0, 1), value=1),
+        "visual_rope_pos": (F.pad(own, (0, 1)), *(torch.arange(side, device=device) for side in (height, width))),
+    }
 
 
 def _column(column: int, module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

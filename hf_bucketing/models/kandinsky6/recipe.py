@@ -9,20 +9,23 @@ import torch
 
 from ...errors import BucketingError
 from ...media.row_audio import AudioRule
+from ..conditioning import APPENDED_FIRST
 from ..index import read_index
 from ..kandinsky5.recipe import KandinskyRecipe
 from ..loading import read_config
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
-from .packing import FAMILY
+from .packing import FAMILY, takes_picture
 
 
 class Kandinsky6Recipe(KandinskyRecipe):
     """Recipe of `Kandinsky6TI2VAPipeline`; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
-    Videos are trained from captions, without the image that the pipeline can begin them with. Where the data set has
-    audio, it is trained at the noise level of its video; else what belongs to it is not trained. Renders have sound
-    where it is trained, or asked for.
+    Where the data set has audio, it is trained at the noise level of its video; else what belongs to it is not
+    trained. Renders have sound where it is trained, or asked for.
+
+    A run can show samples their first frame, as the pipeline is called with an `image`: encoded by itself, as a clean
+    frame behind the others, with a type that then the others have too. Only such runs train types.
     """
 
     pipeline_class = "Kandinsky6TI2VAPipeline"
@@ -42,6 +45,11 @@ class Kandinsky6Recipe(KandinskyRecipe):
                 "PiflowScheduler, where flow matching has one. Train the model that it was distilled from."
             )
         return super().load(name_or_path, **options)
+
+    @property
+    def drawn_kinds(self) -> tuple[str, ...]:
+        """The first frame, of models that take one, and what the base class takes."""
+        return (*([APPENDED_FIRST] if takes_picture(self.config) else []), *super().drawn_kinds)
 
     @classmethod
     def read_audio_rule(cls, name_or_path: str) -> AudioRule | None:

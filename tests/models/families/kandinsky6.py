@@ -44,6 +44,15 @@ def make(**config: Any) -> Kandinsky6Transformer3DModel:
     return model
 
 
+def with_exact_positions(model: torch.nn.Module) -> torch.nn.Module:
+    """Turn a loaded model into float64, but for the tables of its positions."""
+    model.double()
+    for name, module in model.named_modules():
+        if name.endswith("rope_embeddings"):
+            module.float()
+    return model
+
+
 def alone(
     model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, **conditioning: torch.Tensor
 ) -> torch.Tensor:
