@@ -322,41 +322,41 @@ def _positions(transformer: Any, sample: _Rows, *, device: torch.device) -> tupl
     own, *shown = sample.grids
     if sample.keyframes and any(grid != (1, *own[1:]) for grid in shown):
         raise PackingError(f"Keyframes have the height and the width of their sample, {own[1:]}; got {shown}.")
+    arguments, latents = _layout_arguments(transformer, sample)
+    if shown and not sample.keyframes:
+        positions, *_ = MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
+            **arguments,
+            references=[
+                MiniMaxH3ImageReference(image=None) if latent.shape[2] == 1 else MiniMaxH3VideoReference(frames=[])
+                for latent in latents
+            ],
+            condition_latents=latents,
+            audio_condition_latents=[],
+        )
+        counts = [sum(map(math.prod, shown)), 0]
+    else:
+        ends = ("first", "last") if sample.keyframes else ()
+        positions, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(**arguments, keyframe_anchors=ends)
+        counts = [math.prod(own[1:])] * 2 if sample.keyframes else [0, 0]
+    positions = to_device(positions.float(), device)  # the model casts them so
+    text, first, last, heard, tokens = positions.split([sample.words, *counts, sample.audio, math.prod(own)])
+    return text, first, heard, tokens, last
+
+
+def _layout_arguments(transformer: Any, sample: _Rows) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Return a sample as the pipeline's blocks take it, and latents without values of what it is shown."""
     patch = transformer.config.patch_size
-    sizes = [tuple(count * side for count, side in zip(grid, patch, strict=True)) for grid in sample.grids]
-    frames, height, width = sizes[0]
-    target: dict[str, Any] = {
+    own, *shown = (tuple(count * side for count, side in zip(grid, patch, strict=True)) for grid in sample.grids)
+    arguments = {
         "text_token_tags": torch.full((sample.words,), TEXT),
-        "num_latent_frames": frames,
-        "latent_height": height,
-        "latent_width": width,
+        **dict(zip(("num_latent_frames", "latent_height", "latent_width"), own, strict=True)),
         "num_audio_latents": sample.audio // AUDIO_CHANNELS,
         "patch_size": patch,
         "audio_channels": AUDIO_CHANNELS,
         "audio_tag": AUDIO,
         "video_tag": VIDEO,
     }
-    if sample.keyframes:
-        ends = ("first", "last")
-        positions, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(**target, keyframe_anchors=ends)
-        counts = [math.prod(own[1:])] * 2
-    elif shown:
-        positions, *_ = MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
-            **target,
-            references=[
-                MiniMaxH3ImageReference(image=None) if size[0] == 1 else MiniMaxH3VideoReference(frames=[])
-                for size in sizes[1:]
-            ],
-            condition_latents=[torch.empty(1, 1, *size, device="meta") for size in sizes[1:]],
-            audio_condition_latents=[],
-        )
-        counts = [sum(map(math.prod, shown)), 0]
-    else:
-        positions, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(**target)
-        counts = [0, 0]
-    positions = to_device(positions.float(), device)  # the model casts them so
-    text, first, last, heard, tokens = positions.split([sample.words, *counts, sample.audio, math.prod(own)])
-    return text, first, heard, tokens, last
+    return arguments, [torch.empty(1, 1, *size, device="meta") for size in shown]
 
 
 def _placed(tables: tuple[torch.Tensor, ...], sample: _Rows, at_end: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
