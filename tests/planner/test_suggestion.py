@@ -150,10 +150,10 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
         return dataclasses.replace(plan, phases={**plan.phases, "late": late})
 
     rows = dataclasses.replace(MIXED, total=10**6)
-    flat = max(run.config.max_tokens for run in suggest(components, rows, ROOMY).candidates)
+    flat = max(run.config.max_tokens for run in suggest(components, rows, ROOMY, names="packs").candidates)
     for module in (options, suggestion_module):
         monkeypatch.setattr(module, "plan_components", steeper)
-    runs = suggest(components, rows, ROOMY).candidates
+    runs = suggest(components, rows, ROOMY, names="packs").candidates
     assert 500 < max(run.config.max_tokens for run in runs) < flat
     assert all(run.memory.total * (1 + PLAN_ERROR) <= ROOMY.gpu_memory * 2**30 for run in runs)
     packs = [run for run in runs if run.way.batching == "pack"]
