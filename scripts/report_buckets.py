@@ -246,6 +246,7 @@ def write_page(
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns import PreparedDataset, column_array
     from hf_bucketing.models.conditioning import appends_first, most_appended
+    from hf_bucketing.models.registry import recipe_of
 
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)
@@ -258,9 +259,15 @@ def main(args: argparse.Namespace) -> None:
     assigned, has_buckets = None, "bucket_id" in prepared.dataset.column_names
     if table is prepared.table and has_buckets and not not_default(config, "max_aspect_error", "max_upscale"):
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
-    max_frames, most = prepared.open_table.max_frames, most_appended(args.condition)
-    first = appends_first(args.condition)
-    references = appending(prepared.row_references(), most=most, num_rows=len(prepared.dataset), first=first)
+    max_frames = prepared.open_table.max_frames
+    model = args.pretrained_model_name_or_path
+    references = appending(
+        prepared.row_references(),
+        most=most_appended(args.condition),
+        num_rows=len(prepared.dataset),
+        first=appends_first(args.condition),
+        text=None if model is None or args.condition is None else recipe_of(model).keyframe_text_tokens,
+    )
     report = make_report(
         sizes,
         table,
