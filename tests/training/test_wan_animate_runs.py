@@ -145,7 +145,7 @@ def test_the_script_animates_and_replaces(clips: Path, tiny_folder: Callable[[st
         assert message in failed.stderr
 
 
-def test_the_script_loads_a_lora_of_wan_animate_2(
+def test_wan_animate_2_trains_in_half_precision_and_the_script_loads_its_lora(
     clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     pipeline = tiny_folder("wan-animate-2")
@@ -160,8 +160,11 @@ def test_the_script_loads_a_lora_of_wan_animate_2(
         control_column="pose",
         reference_column="character",
     )
-    settings = {**COMMON, **RUNS["pack"], "max_train_steps": 2, "num_train_epochs": None}
-    run(in_process(pipeline, tmp_path / "prepared", tmp_path / "out", **settings, condition="prefix@1:0.5,none:0.5"))
+    settings = {**COMMON, "max_train_steps": 2, "num_train_epochs": None, "condition": "prefix@1:0.5,none:0.5"}
+    settings |= {"mixed_precision": "bf16", "gradient_checkpointing": True}
+    for batching in RUNS.values():
+        losses = run(in_process(pipeline, tmp_path / "prepared", tmp_path / "out", **settings, **batching))
+        assert np.isfinite(losses).all()
     output = tmp_path / "animated.mp4"
     run_script_here(
         "sample_video.py",

@@ -357,8 +357,12 @@ def _describe(
     cosines, sines, *beside = tables(transformer)
     rotary = torch.cat([cosines, beside[0]]), torch.cat([sines, beside[1]])
     transformer.block_masks.setdefault((0, 0), None)  # the stock forward would make a mask of a size it does not know
+    shown = {}
+    if IMAGE_TOKENS in kwargs:  # cast as the pipeline does, as norms take no other precision on a CPU
+        shown[IMAGE_TOKENS] = kwargs[IMAGE_TOKENS].to(transformer.img_emb.proj[0].weight.dtype)
     return args, {
         **kwargs,
+        **shown,
         "kv_cache": _Entry(rotary),
         "kv_cache_mode": "cached",
         "seq_len": active_layout().strip_length,
