@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -13,8 +14,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, before_denoise
-from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
+from diffusers.modular_pipelines.minimax_h3 import (
+    MiniMaxH3ImageReference,
+    MiniMaxH3VideoReference,
+    before_denoise,
+)
+from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+    MiniMaxH3Ref2VAPrepareLayoutStep,
+    MiniMaxH3SetTimestepsStep,
+    patchify_video_latents,
+)
 from PIL import Image
 
 from hf_bucketing import BucketingError, Size
@@ -331,6 +340,44 @@ def test_a_pack_with_pictures_as_references_is_what_the_pipelines_calls_of_the_m
     swapped = [references[0], references[1][::-1]]
     others, _ = recorded.packed(references=swapped, conditioning=conditioning)
     assert largest_difference([videos[1]], [others[1]]) > 1e-6, "the order of references is that of their times"
+
+
+def test_videos_and_pictures_as_references_lie_as_the_pipelines_block_places_them() -> None:
+    """In a pack with a sample that has none; the block describes their rows to the stock model."""
+    model, draw = CASES["minimax-h3"].model(torch.float64), partial(torch.randn, dtype=torch.float64)
+    latent, text, sound = draw(4, 3, 4, 6), draw(5, 16), draw(4, 4)
+    references = [draw(4, 7, 6, 4), draw(4, 1, 4, 4), draw(4, 2, 2, 2)]
+    kinds = [MiniMaxH3VideoReference([]), MiniMaxH3ImageReference(None), MiniMaxH3VideoReference([])]
+    made = MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
+        torch.full((5,), TEXT), kinds, [latent[None] for latent in references], [], 3, 4, 6, 2, (1, 2, 2), 2, 2, VIDEO
+    )
+    layout = dict(
+        zip(("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices"), made, strict=False)
+    )
+    indices = layout["video_indices"], layout["audio_indices"]
+    times, of_rows = MiniMaxH3SetTimestepsStep.build_row_timesteps(*indices, made[5], 0, 5, 0.25, 0.5, 0.999, 1.0)
+    video, heard = model(
+        torch.cat([patchify_video_latents(grid[None], (1, 2, 2)) for grid in (*references, latent)])[None],
+        sound[None],
+        text[None],
+        times,
+        of_rows,
+        **layout,
+        return_dict=False,
+    )
+    batch = enable_packing(model, strip_length=4).pack(
+        [latent, latent],
+        references=[references, []],
+        timesteps=torch.tensor([750.0, 750.0]),
+        text=[text, text],
+        audio=Audio(
+            latents=[sound, sound], timesteps=torch.tensor([500.0, 500.0]), video_timesteps=torch.tensor([750.0] * 2)
+        ),
+    )
+    strips, sounds = packed_forward_with_audio(model, batch)
+    outputs = [patchify(output, batch.patch).flatten(1) for output in batch.unpack(strips)]
+    assert largest_difference([video[0, made[5] :], heard[0]], [-outputs[0], -sounds[0]]) <= 1e-11
+    assert largest_difference(outputs[:1], outputs[1:]) > 1e-6
 
 
 CONDITIONS = ("appended_first_frame", "appended_last_frame", "none", "appended_first_frame+appended_last_frame")
