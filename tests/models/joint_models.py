@@ -43,22 +43,24 @@ def sd3_alone(
     return output[0][:, None]
 
 
+COGVIDEOX_SETTINGS = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "time_embed_dim": 16,
+    "text_embed_dim": 16,
+    "max_text_seq_length": 7,
+    "use_rotary_positional_embeddings": True,
+    "sample_width": 12,
+    "sample_height": 10,
+    "sample_frames": 9,
+}
+
+
 def make_cogvideox(**config: Any) -> CogVideoXTransformer3DModel:
-    settings = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 32,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "time_embed_dim": 16,
-        "text_embed_dim": 16,
-        "max_text_seq_length": 7,
-        "use_rotary_positional_embeddings": True,
-        "sample_width": 12,
-        "sample_height": 10,
-        "sample_frames": 9,
-    }
-    return CogVideoXTransformer3DModel(**{**settings, **config})
+    return CogVideoXTransformer3DModel(**{**COGVIDEOX_SETTINGS, **config})
 
 
 def make_cogvideox_sincos(**config: Any) -> CogVideoXTransformer3DModel:

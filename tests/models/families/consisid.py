@@ -10,6 +10,7 @@ from diffusers import ConsisIDTransformer3DModel
 from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 
 from tests.models.cases import COGVIDEOX, FamilyCase
+from tests.models.joint_models import COGVIDEOX_SETTINGS
 
 FACE = {
     "LFE_id_dim": 12,
@@ -26,25 +27,9 @@ FACE = {
 }
 
 
-def make(*, heads: int = 3, **config: Any) -> ConsisIDTransformer3DModel:
-    """Make a small model; of its width, faces have two thirds."""
-    settings = {
-        "num_attention_heads": heads,
-        "attention_head_dim": 32,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "time_embed_dim": 16,
-        "text_embed_dim": 16,
-        "max_text_seq_length": 7,
-        "use_rotary_positional_embeddings": True,
-        "sample_width": 12,
-        "sample_height": 10,
-        "sample_frames": 9,
-        "is_train_face": True,
-        "LFE_output_dim": heads * 32 // 3 * 2,
-        **FACE,
-    }
+def make(**config: Any) -> ConsisIDTransformer3DModel:
+    """Make a small model; a face's tokens have two thirds of its width."""
+    settings = {**COGVIDEOX_SETTINGS, "num_attention_heads": 3, "is_train_face": True, "LFE_output_dim": 64, **FACE}
     return ConsisIDTransformer3DModel(**{**settings, **config})
 
 
