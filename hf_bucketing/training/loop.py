@@ -58,7 +58,7 @@ from .experts import make_experts
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
-from .on_resume import applied_changes, check_weights, resumed_config, settings_of
+from .on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from .opened import OpenedRun, check_settings, open_run
 from .reporting import OpenStep, RunReport
 from .run_data import ModelTokens, RunData
@@ -174,6 +174,8 @@ class Trainer:
     def _load(self, opened: OpenedRun) -> None:
         """Load the pipeline, and check that a resumed run began with the same weights."""
         config = opened.config
+        if self.checkpoint is not None:
+            check_references(self.checkpoint.progress.settings, config, opened.recipe.family)
         self.source = config.pretrained_model_name_or_path
         if config.adapters.lora_rank is None:  # the result is a whole pipeline
             self.source = str(pipeline_folder(self.source))

@@ -16,7 +16,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..errors import BucketingError
+from ..errors import BucketingError, quoted
+from ..models.conditioning import most_appended
+from ..packing.family import Family
 from ..placement.shards import SHARDED
 from ..settings import changed, marked, settings_in
 from .config import TrainingConfig
@@ -82,6 +84,22 @@ def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, sourc
             f"The run began with other weights than those of {source}: {listed}. Give the pipeline that it began with "
             "(--pretrained_model_name_or_path), or start a new run in another --output_dir (--init_from_adapters "
             "starts from the adapters of this one)."
+        )
+
+
+def check_references(saved: Mapping[str, Any], config: TrainingConfig, family: Family) -> None:
+    """Refuse to resume a run that begins or ceases to append frames, where these have weights of their own.
+
+    Raises:
+        BucketingError: If other weights would be trained than in the saved run.
+    """
+    was, now = (most_appended(condition) > 0 for condition in (saved.get("condition"), config.objective.condition))
+    if was != now and family.reference_parts and config.adapters.lora_rank is None:
+        raise BucketingError(
+            f"The saved run {'appended frames' if was else 'appended no frames'}, and `condition` "
+            f"{'appends some' if now else 'appends none'}: it would train other weights of this model, "
+            f"{quoted([part.rstrip('.') for part in family.reference_parts])}. Give a condition that "
+            f"{'appends' if was else 'does not append'} frames, or start a new run in another --output_dir."
         )
 
 

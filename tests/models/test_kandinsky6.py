@@ -18,6 +18,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from hf_bucketing import BucketingError, PackingError, Size
+from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.conditioning import read_condition, read_conditions
@@ -25,10 +26,14 @@ from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.kandinsky6.packing import FAMILY
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.samples import KEYFRAMES
 from hf_bucketing.packing import packed_forward, packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
-from hf_bucketing.training.steps import BucketStep, PackStep, Step
+from hf_bucketing.planner.components import read_components
+from hf_bucketing.planner.memory import plan_components, sample_shape, step_shape
+from hf_bucketing.planner.settings import PlanConfig
+from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.audio_cases import AudioSamples
 from tests.models.cases import assert_same_gradients, gradients, largest_difference
 from tests.models.families.kandinsky6 import make, with_exact_positions
@@ -177,8 +182,11 @@ def test_a_pack_with_sound_is_what_the_pipelines_calls_of_the_model_give(tiny_fo
     assert largest_difference(expected, outputs) <= 1e-11
     assert not len(silence)
     assert largest_difference([outputs[2]], [again]) > 1e-3, "video attends to its sound"
+    types = recorded.model.visual_token_type_embeddings.weight
+    (gradient,) = torch.autograd.grad(mean_squares(outputs), types, retain_graph=True)
+    assert not gradient.any(), "of 0, for which other processes may wait"
     found = gradients(recorded.model, mean_squares(outputs))
-    assert_same_gradients(alone, found, 1e-6, without_gradient=("visual_token_type_embeddings",))
+    assert_same_gradients(alone, found, 1e-6, without_gradient=FAMILY.reference_parts)
 
 
 @pytest.mark.parametrize("sound", [False, True], ids=["silent", "with sound"])
@@ -223,10 +231,8 @@ def test_a_stack_is_called_as_the_pipeline_calls_the_model(sound: bool, tiny_fol
         found = [outputs[0][0].movedim(0, -1), *outputs[1]]
         assert largest_difference(expected[: len(found)], found) <= 1e-11
         del expected[: len(found)]
-        weight = model.visual_token_type_embeddings.weight
-        gradient = gradients(model, mean_squares(found))["visual_token_type_embeddings.weight"]
-        assert gradient.shape == weight.shape, "other processes may wait for it"
-        assert bool(gradient.any()) == bool(shown)
+        (gradient,) = torch.autograd.grad(mean_squares(found), model.visual_token_type_embeddings.weight)
+        assert bool(gradient.any()) == bool(shown), "of 0 without a picture, for which other processes may wait"
     assert not expected
 
 
@@ -371,3 +377,42 @@ def test_the_first_sample_of_a_stack_decides_whether_all_begin_with_a_picture(
         case = PictureStep(tiny_folder("kandinsky6"), shown, sound=False, stacked=True)
         losses = case.step(case.model, case.batch, epoch=0)
         assert [sample.appended for sample in losses.drawn] == [(0,) if shown[0] == FIRST else ()] * 2
+
+
+def test_a_cache_holds_first_frames_as_a_step_encodes_them(tiny_folder: Callable[[str], Path]) -> None:
+    recipe = recipe_of(str(tiny_folder("kandinsky6"))).load(str(tiny_folder("kandinsky6")), max_sequence_length=64)
+    held = {read_conditions(f"{FIRST}:0.5,none:0.5{others}").appended_frames for others in ("", ";stills=none")}
+    assert held == {"first"}
+    config = CacheConfig(folder="cache", appended_frames="first")
+    clips = [torch.rand(3, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1 for _, size, _ in PICTURES]
+    cached = [
+        recipe.encode_media(clip[None], recipe.keyframes_at([config.appended_at(1 + clip.shape[1] // 4)]))
+        for clip in clips
+    ]
+    batch = {
+        "latents": [entry["latents"][0] for entry in cached],
+        "conditions": {KEYFRAMES: [entry[KEYFRAMES][0] for entry in cached]},
+    }
+    assert [len(frames) for frames in batch["conditions"][KEYFRAMES]] == [1, 1, 0, 1]
+    for appended in ([(0,), (), (), (0,)], [()] * 4):
+        files, entries = (media_of(recipe, of, appended=appended) for of in ({"pixel_values": clips}, batch))
+        assert files.keys() == entries.keys()
+        for own, entry in zip(files.get(KEYFRAMES, []), entries.get(KEYFRAMES, []), strict=True):
+            assert len(own) == len(entry)
+            assert all(torch.equal(*pair) for pair in zip(own, entry, strict=True))
+    first = files["latents"][1][:, :1]
+    assert not torch.allclose(first, batch["conditions"][KEYFRAMES][1][0], atol=1e-3), "as in a clip, it is another"
+
+
+def test_plans_count_a_picture_as_a_frame(tiny_folder: Callable[[str], Path]) -> None:
+    components, size = read_components(str(tiny_folder("kandinsky6"))), Size(9, 32, 64)
+    with_, without = (
+        PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, condition=condition)
+        for condition in (f"{FIRST}:0.1,none:0.9", None)
+    )
+    assert sample_shape(components, with_, size).tokens == sample_shape(components, without, size).tokens + 2 * 4
+    assert sample_shape(components, with_, size._replace(frames=1)).tokens == 2 * 4
+    plans = [plan_components(components, config, step_shape(components, config, size)) for config in (with_, without)]
+    shown, alone = (plan.phases["backward"] for plan in plans)
+    assert shown.activations > alone.activations
+    assert shown.optimizer - alone.optimizer == 2 * 4 * 2 * 64, "the types of tokens are trained too"

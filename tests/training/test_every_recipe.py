@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import Kandinsky6Transformer3DModel
 from PIL import Image
 from safetensors.torch import load_file
 from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
@@ -114,6 +115,34 @@ def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
 
 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_kandinsky_6_trains_on_first_frames_from_files_and_caches_resumes_and_renders_from_one(
+    batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case = RECIPES["kandinsky6"]
+    pipeline, out = tiny_folder(case.tiny), tmp_path / "out"
+    settings = {"bucket": {}, "pack": {**PACK, "max_tokens": 256}}[batching]
+    settings |= {"max_sequence_length": 64, "condition": "appended_first_frame:0.6,none:0.4"}
+    data = prepare(case, clips, pipeline, tmp_path, condition=settings["condition"])[batching]
+    train_and_resume(pipeline, data, out, **settings)
+    trained, before = (
+        Kandinsky6Transformer3DModel.from_pretrained(folder / "transformer").visual_token_type_embeddings.weight
+        for folder in (out, pipeline)
+    )
+    assert not torch.equal(trained, before)
+    resumed = {**settings, **TWO_EPOCHS, "resume_from_checkpoint": "checkpoint-1"}
+    with pytest.raises(BucketingError, match="appended frames, and `condition` appends none: it would train other"):
+        run(in_process(pipeline, data, out, **{**resumed, "condition": "none"}))
+    ramp = tmp_path / "ramp.png"
+    Image.fromarray((first_frame(32, 48) * 255).astype(np.uint8)).save(ramp)
+    rendered = {}
+    for name, image in {"image": {"image": ramp}, "text": {}}.items():
+        size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 64}
+        run_script_here("sample_video.py", out, output=tmp_path / f"{name}.mp4", **size, **image)
+        rendered[name] = (tmp_path / f"{name}.mp4").read_bytes()
+    assert rendered["image"] != rendered["text"]
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -125,8 +154,8 @@ def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
     train_and_resume(pipeline, data["bucket"], tmp_path / "out", condition=shares, max_sequence_length=16, **settings)
 
 
-def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path) -> dict[str, Path]:
-    """Prepare the files for a recipe, and cache them; return what each way of batching reads."""
+def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path, **cached: str | None) -> dict[str, Path]:
+    """Prepare the files for a recipe, and cache them, with these settings; return what each way of batching reads."""
     shown = case.shown[-1] if case.shown else ()
     frames = "1" if recipe_of(str(pipeline)).family.images_only else case.bucket_frames
     run_script_here(
@@ -148,6 +177,7 @@ def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path) -> dict
         pretrained_model_name_or_path=pipeline,
         batching="pack",
         max_sequence_length=case.max_sequence_length,
+        **cached,
     )
     return {"bucket": folder / "prepared", "pack": folder / "cached"}
 

@@ -23,12 +23,12 @@ from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
 from hf_bucketing.adapters.lora import add_lora, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
-from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.settings import changed, names_of
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, resumed_config, settings_of
+from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, check_references, resumed_config, settings_of
 from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_log import read_log
 from tests.training.training_cases import in_process, run
@@ -382,3 +382,13 @@ def test_a_run_that_resumes_on_other_processes_at_the_end_of_an_epoch_describes_
     assert f"  Samples left of epoch 0 = {sampler.plan().kept} kept" in lines[3]
     assert f"  Steps left of epoch 0 = {sampler.plan().num_steps} on each process" in lines[4]
     trainer.release()
+
+
+def test_a_run_that_begins_to_append_frames_trains_other_weights_where_these_have_some(make: Make) -> None:
+    without, appending = ({"condition": shares} for shares in (None, "appended_first_frame:0.5,none:0.5"))
+    for was, now, said in ((without, appending, "appends some"), (appending, without, "appends none")):
+        config = make(**now)
+        with pytest.raises(BucketingError, match=rf"{said}: it would train other .*`visual_token_type_embeddings`"):
+            check_references(was, config, families()["Kandinsky6Transformer3DModel"])
+        check_references(was, config, families()["WanTransformer3DModel"])
+        check_references(now, config, families()["Kandinsky6Transformer3DModel"])

@@ -143,11 +143,21 @@ def test_a_step_with_audio_waits_at_its_end_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
-def test_a_step_with_first_and_last_frames_waits_at_its_end_alone(batching: str, folder_of) -> None:
-    case, stacked = RECIPES["minimax-h3"], batching == "bucket"
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("minimax-h3", "appended_first_frame+appended_last_frame"),
+        ("kandinsky6", "appended_first_frame"),
+        ("kandinsky6", "none:0.5,appended_first_frame:0.5"),
+    ],
+)
+def test_a_step_with_first_and_last_frames_waits_at_its_end_alone(
+    name: str, shares: str, batching: str, folder_of
+) -> None:
+    case, stacked = RECIPES[name], batching == "bucket"
     batch = batch_of(case, (), stacked=stacked)
-    step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
-    step.condition = step_there.condition = read_conditions("appended_first_frame+appended_last_frame")
+    step, step_there = (make_step(case, folder_of(case), stacked=stacked, references=True) for _ in range(2))
+    step.condition = step_there.condition = read_conditions(shares)
     check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
@@ -179,10 +189,10 @@ def make_step(
     *,
     stacked: bool,
     preservation: PreservationConfig | None = None,
-    audio: bool = False,
+    **trained: bool,
 ) -> Step:
-    """Return a step, which trains adapters if it has a base model to preserve."""
-    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, audio=audio)
+    """Return a step, which trains adapters if it has a base model to preserve, and what else `Recipe.load` is told."""
+    recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, **trained)
     common: dict[str, Any] = {
         "recipe": recipe,
         "objective": recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0),
