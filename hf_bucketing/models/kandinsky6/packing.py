@@ -240,9 +240,9 @@ class Kandinsky6Family(Kandinsky5Family):
             conditioning={**rows.conditioning, "audio_hidden_states": heard},
         )
 
-    def laid_out(self, output: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
-        """Return the output of the frames of a grid, without that of a picture behind them."""
-        return super().laid_out(output[:, : grid[0] * patch[0]], grid, patch)
+    def own_output(self, output: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Return the output of frames without that of a picture behind them, `(rows, frames, height, width, C)`."""
+        return output[:, : grid[0]]
 
 
 def _rotations(scale: tuple[float, float, float], module: Any, grid: Grid, device: torch.device) -> torch.Tensor:
