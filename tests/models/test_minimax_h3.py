@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,10 @@ from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.minimax_h3.packing import AT_END, PICTURE_TOKENS
+from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.registry import family_of, recipe_of
+from hf_bucketing.models.samples import Samples as RecipeSamples
+from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.packing import packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
@@ -504,3 +508,20 @@ def test_texts_are_padded_until_processes_divide_text_and_sound() -> None:
     )
     _, padded = family_of(model).fit_text(model, layout, pad_to=None, pad_text_to=None)
     assert padded == 10, "with 6 of sound, 16 rows"
+
+
+def test_a_frame_that_is_neither_first_nor_last_is_refused(tiny_folder: Callable[[str], Path]) -> None:
+    """A stack whose first sample appends a frame appends one of a sample, too, whose source appends none."""
+    folder = tiny_folder("minimax-h3")
+    recipe = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=()))
+    conditions = read_conditions("none;clips=appended_last_frame")
+    draws = [conditions.of("stills").draw(0, row, latent_frames=7, stride=4, appended=(6,)) for row in range(9)]
+    places = [[recipe.keyframe_of(latent) for latent in draw.appended] for draw in draws]
+    assert {len(frames) for frames in places} == {1}
+    noised = Noised([torch.zeros(4, 7, 2, 2)] * 9, [], torch.zeros(9), [])
+    text = TextEmbeddings(torch.zeros(9, 1, 1))
+    samples = RecipeSamples(noised=noised, text=text, fps=torch.ones(9), conditions={"keyframe_places": places})
+    with pytest.raises(BucketingError, match="is shown first and last frames alone"):
+        recipe.conditioning(samples)
+    ends = replace(samples, conditions={"keyframe_places": [[0, 21]] * 9})
+    assert recipe.conditioning(ends)[AT_END].tolist() == [[0, 1]] * 9

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec, Size
 from ...devices import to_device
+from ...errors import BucketingError
 from ...media.row_audio import AudioRule
 from ...packing.texts import pad_texts
 from ...randomness import Purpose, integer_seed
@@ -143,10 +144,20 @@ class MiniMaxH3Recipe(ModularRecipe):
         return [_noised(latents, key) for latents, key in zip(shown, samples.keys, strict=True)]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return which tokens of texts are those of pictures, and which keyframe is the last frame."""
+        """Return which tokens of texts are those of pictures, and which keyframe is the last frame.
+
+        Raises:
+            BucketingError: If another frame is appended, as to a stack with samples of a source that appends none.
+        """
         pictures = samples.text.others.get(PICTURE_TOKENS)
         conditioning: dict[str, Any] = {} if pictures is None else {PICTURE_TOKENS: pictures}
         if (places := samples.conditions.get(KEYFRAME_PLACES)) is not None:
+            for latent, frames in zip(samples.noised.latents, places, strict=True):
+                if {*frames} - {0, self.keyframe_of(latent.shape[1] - 1)}:
+                    raise BucketingError(
+                        f"A {self.pipeline_class} is shown first and last frames alone, and the samples of a stack as "
+                        'many as its first; train packs (`batching="pack"`), or let all sources append as many.'
+                    )
             ends = [[min(1, place) for place in frames] for frames in places]
             conditioning[AT_END] = torch.tensor([[*at_end, 0, 0][:2] for at_end in ends])
         return conditioning
