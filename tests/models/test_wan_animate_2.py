@@ -15,7 +15,7 @@ from diffusers.models.transformers import transformer_wan_animate_2 as stock
 from PIL import Image
 
 from hf_bucketing import PackingError
-from hf_bucketing.models import enable_packing
+from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
@@ -24,7 +24,7 @@ from hf_bucketing.models.samples import SHOWN_FRAMES, Samples as TrainedSamples
 from hf_bucketing.models.wan_animate.recipe import KNOWN
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
-from hf_bucketing.training.steps import media_of
+from hf_bucketing.training.steps import BucketStep, media_of
 from tests.models.cases import Samples, largest_difference, outputs_beside_nan
 from tests.models.families.wan_animate_2 import CASE
 from tests.models.recipe_cases import draw_shown, stock_pipeline
@@ -182,6 +182,22 @@ def test_the_recipe_passes_what_the_pipeline_passes_in_both_passes(
         assert of_pipeline.keys() == of_recipe.keys()
         for name, value in of_pipeline.items():
             assert torch.allclose(value, of_recipe[name], atol=2e-5), name
+
+
+def test_a_stack_that_runs_as_a_pack_keeps_its_packing_for_a_backward_pass_alone(recipe: Recipe) -> None:
+    pixels, shown = drawn(5)
+    batch = {"pixel_values": pixels, "shown": shown, "caption": ["x"], "fps": [8.0], "index": [0]}
+    step = BucketStep(recipe=recipe, objective=recipe.objective(weighting_scheme=None, snr_gamma=None, seed=0))
+    with torch.no_grad():
+        expected = step(recipe.transformer, batch, epoch=1).values
+    with pytest.raises(PackingError, match="not enabled"):
+        disable_packing(recipe.transformer)
+    recipe.transformer.enable_gradient_checkpointing()
+    losses = step(recipe.transformer, batch, epoch=1).values
+    assert losses.tolist() == pytest.approx(expected.tolist())
+    losses.sum().backward()
+    disable_packing(recipe.transformer)
+    recipe.transformer.disable_gradient_checkpointing()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from PIL import Image
 from ...media.conditions import MASK, REFERENCE
 from ...packing.attachment import ATTRIBUTE, attachment_of
 from ...packing.forward import packed_forward
-from ..enable import enable_packing
+from ..enable import disable_packing, enable_packing
 from ..modular import ModularRecipe
 from ..samples import Conditions, ModelInputs, Samples, Shown
 from ..texts import TextEmbeddings
@@ -107,8 +107,12 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
         }
 
     def predict(self, transformer: torch.nn.Module, samples: Samples, inputs: ModelInputs) -> torch.Tensor:
-        """Run a stack as a pack, whose packing the transformer keeps; see [`Recipe.predict`]."""
-        if ATTRIBUTE not in vars(self.transformer):
+        """Run a stack as a pack, see [`Recipe.predict`].
+
+        Where there may be a backward pass, which may compute blocks again, packing stays enabled after it.
+        """
+        enabled_here = ATTRIBUTE not in vars(self.transformer)
+        if enabled_here:
             enable_packing(self.transformer)
         pack = attachment_of(self.transformer).packing.pack(
             inputs.latents,
@@ -116,7 +120,10 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
             conditioning=inputs.conditioning,
             **samples.text.pack_kwargs(),
         )
-        return torch.stack(pack.unpack(packed_forward(transformer, pack)))
+        output = torch.stack(pack.unpack(packed_forward(transformer, pack)))
+        if enabled_here and not torch.is_grad_enabled():
+            disable_packing(self.transformer)
+        return output
 
 
 RECIPES = (WanAnimate2Recipe,)
