@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from ..buckets.sizes import LatentSpec
+from ..buckets.sizes import LatentSpec, Size
 from ..media.conditions import REFERENCE
 from ..media.references import ReferenceRule
 from ..media.row_audio import AUDIO, AudioRule
@@ -163,6 +163,11 @@ class RecipeFacts:
                 number.
         """
         return max_sequence_length or cls.default_sequence_length
+
+    @classmethod
+    def encoder_pictures(cls, references: Sequence[Size]) -> int:
+        """Return the tokens that the text encoder reads of references: by default those that they add to the text."""
+        return cls.reference_text_tokens * len(references)
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:

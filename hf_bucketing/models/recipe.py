@@ -283,6 +283,13 @@ class Recipe(RecipeCalls):
         """
         return {}
 
+    def blank_text_mask(self, shape: tuple[int, int], references: Sequence[int]) -> torch.Tensor:
+        """Return the mask of texts without padding, `(n, length)`, made with so many references of each sample.
+
+        For trying a run out.
+        """
+        return torch.ones(shape)
+
     @property
     def media_rule(self) -> str:
         """What [`encode_media`] depends on beside the models that encode, for the keys of caches."""

@@ -353,7 +353,7 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
     if config.cached != "all":
-        pictures = components.recipe.reference_text_tokens * len(shape.references)
+        pictures = components.recipe.encoder_pictures(shape.references)
         pictures += keyframe_text(components, config, shape.size)
         text = encode_texts(components, config, samples=shape.samples, pictures=pictures).peak
     if config.cached == "nothing":

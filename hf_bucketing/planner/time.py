@@ -127,7 +127,7 @@ def encoding_flops(components: Components, config: PlanConfig, size: Size) -> Ba
         size ([`Size`]): A size of samples, in pixels, at which the VAE is traced.
     """
     media = encode_media(components, config, size=size, samples=1).flops
-    pictures = components.recipe.reference_text_tokens * len(config.references())
+    pictures = components.recipe.encoder_pictures(config.references())
     texts = encode_texts(components, config, samples=1, pictures=pictures).flops
     return BatchCost(per_sample=texts, linear=SLOWER_IN_FLOAT32 * media / components.spec.num_tokens(size))
 

@@ -348,7 +348,9 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         words = recipe.text_tokens(length) or recipe.text_length(length)
         shape = len(sizes), words + recipe.reference_text_tokens * max(map(len, references))
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
-        batch["text_mask"] = torch.ones(shape, device=device) if family.text.padding == "masked" else None
+        batch["text_mask"] = (
+            recipe.blank_text_mask(shape, [*map(len, references)]) if family.text.padding == "masked" else None
+        )
         drawn = family.draw_conditioning(transformer, [data.spec.grid(size) for size in sizes])
         batch["text_others"] = {
             name: values.to(device) for name, values in drawn.items() if not has_latent_size(values)

@@ -34,6 +34,7 @@ from hf_bucketing.packing import Packing, TokenDrop
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.packing.family import UNLIMITED
 from hf_bucketing.packing.strips import patchify, token_grid, unpatchify
+from hf_bucketing.packing.texts import marked_places
 from tests.models.cases import FamilyCase, Samples, assert_same_gradients, each_case, gradients, largest_difference
 from tests.models.families import CASES as FAMILIES, ltx, qwen_image
 from tests.models.families.flux2 import make_flux2
@@ -64,6 +65,7 @@ class Case:
             of the pipeline's call.
         without_gradient: Parts of the names of parameters, beside those that the family names, whose gradient is zero.
         strip_step: Tokens of which strips are multiples.
+        trains_all: Whether also those parameters are trained that samples without references do not reach.
     """
 
     tiny: str
@@ -74,6 +76,7 @@ class Case:
     call: Callable[..., dict[str, Any]]
     without_gradient: tuple[str, ...] = ()
     strip_step: int = 1
+    trains_all: bool = False
 
 
 def call_of_pipeline(recipe: Recipe, references: Sequence[torch.Tensor], size: Size, **options: Any) -> dict[str, Any]:
@@ -190,6 +193,7 @@ QWEN_21 = Case(
     call=call_of_pipeline,
     strip_step=SLOT,
 )
+FLUX3 = replace(FLUX2, tiny="flux3", options={"max_sequence_length": 80}, trains_all=True)
 CASES = {
     case.tiny: case
     for case in (
@@ -204,6 +208,7 @@ CASES = {
         QWEN_PLUS,
         replace(QWEN_PLUS, tiny="qwen-image-edit-2511"),
         QWEN_21,
+        FLUX3,
     )
 }
 each_pipeline = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -232,7 +237,10 @@ def record(case: Case, folder: Path) -> Recorded:
     recipe = load(folder)
     patch = recipe.family.patch(recipe.transformer.config)
     samples = [record_sample(case, recipe, number) for number in range(len(case.samples))]
-    without_gradient = (*recipe.family.unused(recipe.transformer), *case.without_gradient)
+    if case.trains_all:
+        recipe.transformer.requires_grad_(True)
+    unused = () if case.trains_all else recipe.family.unused(recipe.transformer)
+    without_gradient = (*unused, *case.without_gradient)
     return Recorded(recipe, samples, results_of_calls(recipe.transformer, samples, patch), without_gradient)
 
 
@@ -267,7 +275,8 @@ def record_sample(case: Case, recipe: Recipe, number: int) -> RecordedSample:
         is_image = call["img_mask"][0, : len(text)]
         text, text_mask = text[~is_image], (1 + is_image.roll(-1).long())[~is_image]
     in_front = sum(map(math.prod, grids[1:])) if within_text else call.get("num_ref_tokens", 0)
-    tokens = call["hidden_states"][0].roll(-in_front, 0).unflatten(1, (-1, *patch))
+    states = [call[name][0] for name in ("hidden_states", "image_cond_hidden_states") if name in call]
+    tokens = torch.cat(states).roll(-in_front, 0).unflatten(1, (-1, *patch))
     parts = zip(tokens.split([math.prod(grid) for grid in grids]), grids, strict=True)
     latent, *shown_latents = (unpatchify(part, grid) for part, grid in parts)
     return RecordedSample(
@@ -481,6 +490,19 @@ def test_pipelines_with_other_references_are_refused(name: str, reason: str, tmp
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
     with pytest.raises(BucketingError, match=f"{name}, which cannot be trained: .*{reason}"):
         recipe_of(str(tmp_path))
+
+
+def test_qwen_image_21_refuses_texts_that_were_made_without_the_references_of_their_samples(tiny_folder) -> None:
+    recipe = load(tiny_folder("qwen-image-2.1"))
+    samples = samples_of(recipe, fps=[1.0])
+    recipe.model_inputs(samples)
+    shown = replace(samples, conditions={REFERENCES: [(torch.zeros(4, 1, 2, 2),)]})
+    with pytest.raises(BucketingError, match=r"made with \[0\] references, where samples have \[1\]"):
+        recipe.model_inputs(shown)
+    with pytest.raises(PackingError, match="text of sample 1 was made with 2 references, and the sample has 1"):
+        recipe.family.reference_places([[], [(1, 2, 2)]], torch.tensor([[1, 1, 1], [2, 2, 1]]))
+    assert marked_places(recipe.blank_text_mask((2, 5), [1, 2])) == [(1,), (1, 2)]
+    assert recipe.encoder_pictures([Size(1, 64, 96), Size(1, 32, 32)]) == 2 * 8 + 6 + 1
 
 
 def test_klein_kv_is_told_by_its_processors_and_embeds_no_guidance(tiny_folder: Callable[[str], Path]) -> None:

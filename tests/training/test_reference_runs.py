@@ -36,6 +36,7 @@ NAMES = (
     "flux2",
     "flux2-klein",
     "flux2-klein-kv",
+    "flux3",
     "flux-kontext",
     "qwen-image-edit",
     "qwen-image-edit-2509",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Flux2Recipe(FluxRecipe):
     family = FAMILY
     max_references = UNLIMITED
     min_reference_side = 64
-    max_reference_ratio = 8
+    max_reference_ratio: ClassVar[float | None] = 8
     shown_as = MappingProxyType({"reference": "image"})
     prompt_outputs = ("values",)
 

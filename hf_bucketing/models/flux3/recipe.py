@@ -20,17 +20,17 @@ class Flux3Recipe(ModularRecipe, Flux2Recipe):
     A caption is encoded as it is: the block that rewrites prompts (`prompt_upsampler`) is neither loaded nor called.
     Captions are padded to the next multiple of 80 tokens, and the model attends to that padding. The pipeline itself
     cuts them at 8192 tokens.
+
+    A sample may have any number of references. The modules that read them alone (`image_cond`) are not trained.
     """
 
     pipeline_class = "Flux3ModularPipeline"
-    workflow = "text2image"
     dropped_blocks = ("prompt_upsampler",)
     output = "images"
     family = FAMILY
     default_sequence_length = 640
     guidance_factor = None
-    max_references = 0
-    shown_as = MappingProxyType({})
+    max_reference_ratio = None
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

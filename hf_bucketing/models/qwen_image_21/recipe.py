@@ -75,6 +75,16 @@ class QwenImage21Recipe(Recipe):
         followed = F.pad(slots[1:], (0, 1))[words]
         return values[to_device(words, values.device)], 1 + (REFERENCE_FOLLOWS - 1) * followed
 
+    def blank_text_mask(self, shape: tuple[int, int], references: Sequence[int]) -> torch.Tensor:
+        """Return one in which references follow the first tokens of their text."""
+        marked = torch.arange(shape[1]) < torch.tensor(references)[:, None]
+        return 1.0 + (REFERENCE_FOLLOWS - 1) * marked
+
+    @classmethod
+    def encoder_pictures(cls, references: Sequence[Size]) -> int:
+        """Return what references add to the text, and a token for each 32×32 pixels of them."""
+        return super().encoder_pictures(references) + sum(size.height * size.width // 32**2 for size in references)
+
     def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of images, or with references, for which the stock model has no room."""
         shown, *_ = samples.conditions.get(REFERENCES) or [()]

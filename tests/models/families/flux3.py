@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from diffusers.modular_pipelines.flux3.decoders import Flux3DecodeStep
 from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
 
 from tests.models.cases import IMAGE_SIZES, FamilyCase
-from tests.models.recipe_cases import IMAGES, Drawn, RecipeCase
+from tests.models.recipe_cases import IMAGES, REFERENCE, Drawn, RecipeCase
 
 IMAGE_ROPE_SCALE = 0.5
 """That of `Flux3PrepareLatentsStep`."""
@@ -32,15 +33,30 @@ def make_flux3(**config: Any) -> Flux3Transformer2DModel:
     return Flux3Transformer2DModel(**{**settings, **config})
 
 
-def flux3_call(model: Any, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """Call the model on `(1, C, h, w)` as the pipeline does."""
+def flux3_call(
+    model: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    text: torch.Tensor,
+    references: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Call the model on `(1, C, h, w)` as the pipeline does, with the blocks of references."""
     blocks = Flux3VaeEncoderStep._patchify_latents(latents)
+    shown = {}
+    if references:
+        ids = [
+            _prepare_image_ids(*reference.shape[2:], IMAGE_ROPE_SCALE, l_coord=-number)
+            for number, reference in enumerate(references, 1)
+        ]
+        tokens = [reference.flatten(2).transpose(1, 2) for reference in references]
+        shown = {"image_cond_hidden_states": torch.cat(tokens, 1), "image_cond_ids": torch.cat(ids)}
     (velocity,) = model(
         hidden_states=blocks.flatten(2).transpose(1, 2),
         encoder_hidden_states=text,
         timestep=timestep / 1000,
         img_ids=_prepare_image_ids(*blocks.shape[2:], IMAGE_ROPE_SCALE),
         txt_ids=Flux3TextRoPEInputsStep._prepare_text_ids(text),
+        **shown,
         return_dict=False,
     )
     return Flux3DecodeStep._unpatchify_latents(velocity.transpose(1, 2).unflatten(2, blocks.shape[2:]))
@@ -50,16 +66,17 @@ def flux3_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: 
     return flux3_call(model, latent[None, :, 0], timestep[None], text[None])[0][:, None]
 
 
-def text_to_image_loss(pipeline: Any, drawn: Drawn) -> torch.Tensor:
+def loss_by_hand(pipeline: Any, drawn: Drawn) -> torch.Tensor:
     encode = Flux3VaeEncoderStep().init_pipeline()
     encode.update_components(vae=pipeline.vae)
-    (blocks,) = encode(condition_images=[drawn.pixels[None, :, 0]], output="image_cond_latents")
+    images = [pixels[None, :, 0] for pixels in (drawn.pixels, *drawn.shown.get("reference", ()))]
+    blocks, *references = encode(condition_images=images, output="image_cond_latents")
     encode_text = Flux3TextEncoderStep().init_pipeline()
     encode_text.update_components(text_encoder=pipeline.text_encoder, tokenizer=pipeline.tokenizer)
     text = encode_text(prompt=drawn.caption, max_sequence_length=drawn.max_sequence_length, output="prompt_embeds")
     clean, noise, sigma = Flux3DecodeStep._unpatchify_latents(blocks), drawn.noise[None, :, 0], drawn.timestep / 1000
     noisy = (1 - sigma) * clean + sigma * noise
-    velocity = flux3_call(pipeline.transformer, noisy, drawn.timestep[None], text)
+    velocity = flux3_call(pipeline.transformer, noisy, drawn.timestep[None], text, references)
     return (velocity - (noise - clean)).square().mean()
 
 
@@ -75,11 +92,13 @@ CASES = {
 RECIPES = {
     "flux3": RecipeCase(
         tiny="flux3",
-        loss=text_to_image_loss,
+        loss=loss_by_hand,
         sizes=IMAGES,
         render={"num_inference_steps": 2, "max_sequence_length": 160},
         max_sequence_length=160,
         max_tokens=512,
         captions=("red", "a " * 50 + "square", "a large blue circle on grey"),
+        shown=REFERENCE,
+        references=(((1, 32, 16), (1, 16, 48)), (), ((1, 48, 48), (1, 16, 16), (1, 32, 64))),
     )
 }
