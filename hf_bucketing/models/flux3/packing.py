@@ -91,6 +91,7 @@ class PackedFlux3ReferenceAttnProcessor(PackedFlux3AttnProcessor):
         """Return those of references; none where a pack has none."""
         if layout.shown is None:
             return ()
+        _reference_index(layout)  # which a compiled model needs made beforehand, too
         return (layout.self_segments.made("references", lambda: _reference_segments(layout)),)
 
 
