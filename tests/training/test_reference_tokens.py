@@ -27,6 +27,7 @@ from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.packing.texts import marked_places
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.settings import changed
 from hf_bucketing.training import estimate
@@ -313,6 +314,20 @@ def test_cached_latents_of_a_step_that_is_tried_out_have_the_frame_of_a_referenc
     largest = LargestStep([Size(9, 32, 48)], tokens=0, references=[(Size(1, 32, 48),)])
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     assert batch["latents"][0].shape[1:] == (4, 4, 6)
+
+
+@pytest.mark.slow
+def test_texts_of_a_step_that_is_tried_out_have_places_for_references(
+    tiny_folder: Callable[[str], Path], referenced: Path, tmp_path: Path
+) -> None:
+    pipeline = str(tiny_folder("qwen-image-2.1"))
+    recipe = recipe_of(pipeline).load(pipeline, loading=Loading(parts=("trained",)))
+    spec = PreparedDataset.load(referenced).spec  # of another model, which texts do not depend on
+    data = make_data(in_process(Path(pipeline), referenced, tmp_path, **MODES["pack"]), spec, SEEN)
+    sizes, references = [Size(1, 64, 64)] * 2, [(Size(1, 32, 64), Size(1, 32, 32)), ()]
+    largest = LargestStep(sizes, tokens=0, references=references)
+    batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
+    assert marked_places(batch["text_mask"]) == [(1, 2), ()]
 
 
 @modes
