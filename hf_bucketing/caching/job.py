@@ -22,6 +22,7 @@ from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
+from ..media.conditions import REFERENCE
 from .columns import LatentColumns, SeeingTextColumns, Shown, TextColumns
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 from .keys import has_latents
@@ -64,7 +65,7 @@ def cache_dataset(
     columns = [*latents.input_columns, *(name for name in latents.optional_columns if name in rows.column_names)]
     _encode_share(rows.select_columns(columns).select(order), latents, state, desc="latents")
     text: _Texts | None = None
-    if prepared.caption_column is not None and encoder.text_sees_references:
+    if prepared.caption_column is not None and encoder.text_sees_references and REFERENCE in prepared.shown:
         text = _seeing(prepared.caption_column, encoder, latents)
         names = [*columns, prepared.caption_column]
         _encode_share(rows.select_columns(names).select(order), text, state, desc="texts")

@@ -48,10 +48,15 @@ class SeeingRecipe:
     max_references = 9
     text_sees_references = True
 
-    def encode_text(self, captions: list[str], *, references: Sequence[tuple[torch.Tensor, ...]]) -> TextEmbeddings:
+    def encode_text(
+        self, captions: list[str], *, references: Sequence[tuple[torch.Tensor, ...]] | None = None
+    ) -> TextEmbeddings:
         """Add the mean colour of a caption's pictures to its embeddings."""
         text: TextEmbeddings = super().encode_text(captions)  # type: ignore[misc]
-        means = [sum((float(picture.mean()) for picture in pictures), 0.0) for pictures in references]
+        means = [
+            sum((float(picture.mean()) for picture in pictures), 0.0)
+            for pictures in references or [()] * len(captions)
+        ]
         return text._replace(values=text.values + torch.tensor(means)[:, None, None])
 
 
@@ -134,6 +139,16 @@ def test_what_a_cache_of_seeing_texts_cannot_hold_is_refused(
         make(condition="reference:0.8,none:0.2")
     with pytest.raises(BucketingError, match="No cache holds the captions `a cat`"):
         make(lora_rank=2, preservation="class", preservation_caption="a cat", preservation_share=0.5)
+
+
+def test_texts_of_samples_without_references_are_cached_by_their_captions(
+    referenced: PreparedDataset, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    plain, config = replace(referenced, conditions={}), CacheConfig(folder=str(tmp_path), more_captions=["a cat"])
+    cached, counts = cache_dataset(plain, load_seeing(pipeline_dir), config)
+    assert cached is not None
+    assert counts["captions encoded"] == len({*plain.dataset["caption"], "a cat", ""})
+    assert NULL_TEXT_KEY not in cached.dataset.column_names
 
 
 def test_a_batch_without_null_texts_reads_none(
