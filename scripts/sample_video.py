@@ -191,8 +191,7 @@ def main(args: argparse.Namespace) -> None:
         raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")
     given |= recipe.sound_arguments(args.fps) if args.with_audio else {}
     given |= guidance_of(args, parameters, pipeline_class.__name__)
-    if args.max_sequence_length:
-        given["max_sequence_length"] = args.max_sequence_length
+    given |= length_of(args, parameters, pipeline_class.__name__)
     loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]))
     pipeline = load_pipeline(pipeline_class, args.pipeline, trained=(), loading=loading, replaced={}, blocks=blocks)
     load_adapters(pipeline, args.adapter, trained=args.trained_component)
@@ -290,6 +289,15 @@ def guidance_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_
     if args.negative_prompt is not None or (args.true_cfg_scale is not None and guided):
         given["negative_prompt"] = args.negative_prompt or ""  # without one, some pipelines do not guide
     return given
+
+
+def length_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> dict[str, int]:
+    """Return the argument of the pipeline that says how many tokens a prompt may have, if it was given."""
+    if args.max_sequence_length is None:
+        return {}
+    if "max_sequence_length" not in parameters:
+        raise FlagError(f"Omit --max_sequence_length: a {class_name} takes none.")
+    return {"max_sequence_length": args.max_sequence_length}
 
 
 def duration_of(args: argparse.Namespace, parameters: Mapping[str, bool]) -> dict[str, int]:

@@ -112,6 +112,13 @@ def test_guidance_is_what_the_call_of_the_pipeline_takes(
         assert script.guidance_of(args, parameters, "Pipeline") == given
 
 
+def test_a_length_of_prompts_that_the_pipeline_does_not_take_is_refused(tiny_folder, tmp_path: Path) -> None:
+    flags = ("--output", tmp_path / "a.png", "--max_sequence_length", 64)
+    result = run_script_here("sample_video.py", tiny_folder("qwen-image-2.1"), *flags, check=False)
+    assert result.returncode == 2
+    assert "Omit --max_sequence_length: a QwenImage21Pipeline takes none" in result.stderr
+
+
 def test_a_strength_without_adapters_is_refused(pipeline_dir: Path, tmp_path: Path) -> None:
     for flags in (("--strength", 0.5), ("--compare_base",)):
         result = run_script_here("sample_video.py", pipeline_dir, "--output", tmp_path / "a.png", *flags, check=False)
