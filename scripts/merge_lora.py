@@ -18,7 +18,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("output", help="Folder to write; it must not exist.")
     parser.add_argument(
         "--trained_component",
-        choices=["transformer", "transformer_2"],
+        choices=["transformer", "transformer_2", "transformer_ref"],
         default="transformer",
         help="Transformer that the adapters belong to; those of both experts are merged one after the other.",
     )

@@ -59,6 +59,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.preparation import prepare
     from hf_bucketing.columns.prepared_stream import prepare_stream
     from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
+    from hf_bucketing.models.index import read_index
     from hf_bucketing.models.registry import recipe_of
 
     sources = sources_from(vars(args), args.config)
@@ -73,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
     audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
     of_model: dict[str, Any] = {
         "native_sizes": recipe.native_sizes,
-        "taken": recipe.reference_rule(),
+        "taken": recipe.reference_rule(read_index(args.pretrained_model_name_or_path).settings),
         "audio": audio,
     }
     shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}

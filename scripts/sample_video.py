@@ -65,7 +65,8 @@ def make_parser() -> FlagParser:
         "--trained_component",
         choices=get_args(TrainedComponent),
         default="transformer",
-        help="Transformers that the adapters are for, where the pipeline has two.",
+        help="Transformers that the adapters are for, where the pipeline has two; MiniMax-H3 renders with references "
+        "by its transformer_ref.",
     )
     parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
     parser.add_argument(
@@ -182,7 +183,7 @@ def main(args: argparse.Namespace) -> None:
         raise FlagError(f"Omit --offload: a {index.class_name}, as a modular pipeline, has no such offload.")
     if args.max_tokens is not None and (index.class_name not in recipes() or args.offload != "none"):
         raise FlagError(f"Omit --max_tokens: a {index.class_name} packs here only without --offload, if it is known.")
-    blocks = recipe.blocks()
+    blocks = recipe.blocks(args.trained_component)
     parameters = call_parameters(pipeline_class, blocks)
     given: dict[str, Any] = {**recipe.call_defaults, **duration_of(args, parameters)}
     given |= images_of(args, parameters, pipeline_class.__name__)
@@ -250,6 +251,7 @@ def results_of(
         spec=recipe.read_spec(args.pipeline),
         max_sequence_length=args.max_sequence_length or recipe.default_sequence_length,
         beside=tuple(beside),
+        trained=args.trained_component if getattr(pipeline, "transformer", None) is None else "transformer",
     )
     frames = next((given[name] for name in DURATIONS if name in given), 1)
     tokens = loaded.spec.grid(Size(frames, args.height, args.width))
@@ -352,6 +354,8 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
 
     recipe = recipes().get(class_name)
     files = {name: getattr(args, name) for name in ("control", "mask", "face", "background", "reference")}
+    if recipe is not None:
+        recipe.check_renders(references=len(args.reference), trained=args.trained_component)
     for name, file in files.items():
         if file and (recipe is None or name not in recipe.shown_as):
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
@@ -374,9 +378,10 @@ def references_of(
     from hf_bucketing.media import MediaSource
     from hf_bucketing.media.sample import load_references
     from hf_bucketing.models.first_frame import pictures
+    from hf_bucketing.models.index import read_index
 
     rule = replace(
-        recipe.reference_rule().in_pixels(recipe.read_spec(args.pipeline).multiples),
+        recipe.reference_rule(read_index(args.pipeline).settings).in_pixels(recipe.read_spec(args.pipeline).multiples),
         max_pixels=args.reference_pixels,
         downscale_factor=args.reference_downscale_factor,
     )

@@ -108,7 +108,7 @@ def read_sources(
     common: dict[str, Any] = {
         "spec": components.spec,
         "native_sizes": components.recipe.native_sizes,
-        "taken": components.recipe.reference_rule(),
+        "taken": components.recipe.reference_rule(components.settings),
         "audio": components.audio,
     }
     if args.streaming:

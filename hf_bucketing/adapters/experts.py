@@ -13,7 +13,7 @@ def own_folder(component: str, *, trained: TrainedComponent) -> str:
 
     Args:
         component (`str`): Name of the transformer in its pipeline.
-        trained (`"transformer"`, `"transformer_2"` or `"both"`): Transformers that the run trains.
+        trained (`TrainedComponent`): Transformers that the run trains.
     """
     return component if trained == "both" else ""
 
@@ -22,7 +22,7 @@ def loading_options(trained: TrainedComponent, *, file: str | None = None) -> li
     """Return the options with which diffusers' `load_lora_weights` loads the adapters of a run, call by call.
 
     Args:
-        trained (`"transformer"`, `"transformer_2"` or `"both"`): Transformers that the run trained.
+        trained (`TrainedComponent`): Transformers that the run trained.
         file (`str`, *optional*): Name of the file, by default that of diffusers.
 
     Example:
@@ -36,5 +36,5 @@ def loading_options(trained: TrainedComponent, *, file: str | None = None) -> li
         folder = own_folder(component, trained=trained)
         options: dict[str, Any] = {"weight_name": file} if file is not None else {}
         options |= {"subfolder": folder, "weight_name": file or LORA_WEIGHTS} if folder else {}
-        calls.append(options | ({"load_into_transformer_2": True} if component == "transformer_2" else {}))
+        calls.append(options | ({f"load_into_{component}": True} if component != "transformer" else {}))
     return calls

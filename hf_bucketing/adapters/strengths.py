@@ -27,7 +27,7 @@ def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: Traine
         pipeline (`DiffusionPipeline`): Pipeline that they were trained on.
         adapters (sequence of [`Adapter`]): Adapters: LoRA or DoRA of any trainer that diffusers reads, or one LoHa or
             LoKr.
-        trained (`"transformer"`, `"transformer_2"` or `"both"`): Transformers that they are for.
+        trained (`"transformer"`, `"transformer_2"`, `"both"` or `"transformer_ref"`): Transformers that they are for.
 
     Raises:
         BucketingError: If adapters cannot be had, or one among several is LoHa or LoKr.

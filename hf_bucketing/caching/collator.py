@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..buckets.sizes import CropBox, Size
 from ..columns.prepared import CacheInfo
@@ -209,10 +210,14 @@ class CachedCollator:
 
 
 def _stacked(texts: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> dict[str, Any]:
-    """Return embeddings and masks, padded to the longest as it was encoded, and what else the model takes of texts."""
+    """Return embeddings and masks, padded to the longest as it was encoded, and what else the model takes of texts.
+
+    Where that has an entry for each token, it is padded to the longest too.
+    """
     length = max(about["length"] for _, about in texts)
     stacks: dict[str, Any] = {
-        name: torch.stack([_padded(name, entry[name], length) for entry, _ in texts]) for name in texts[0][0]
+        name: pad_sequence([_padded(name, entry[name], length) for entry, _ in texts], batch_first=True)
+        for name in texts[0][0]
     }
     stacks |= {name: _as_array(mask) for name, mask in stacks.items() if "mask" in name}
     others = {name.removeprefix(OTHER): values for name, values in stacks.items() if name.startswith(OTHER)}

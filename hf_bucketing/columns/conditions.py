@@ -164,6 +164,8 @@ class ConditionColumns:
             found = headers[source.path] = probe(source)
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
+        if name == REFERENCE and found.fps and self.files.references.pictures_only:
+            raise MediaError(f"The reference {source.path} is a video, and the model takes pictures alone.")
         if name == REFERENCE and (fault := self.files.references.shape_fault(found.height, found.width)):
             raise MediaError(f"The reference {source.path} has {fault}.")
         apart = name == REFERENCE and not self.files.references.lie_over

@@ -26,6 +26,8 @@ class ReferenceRule:
         downscale_factor (`int`, *optional*): How many times larger the sample is than its references. They then lie
             over the sample: each has its crop, flip and times, at a fraction of its height and width. By default a
             reference keeps its own shape, and is neither cropped nor flipped nor made larger.
+        short_side (`int`, *optional*): Shorter side of every reference in pixels, to which it is made smaller or
+            larger in its own shape, at the nearest multiples; neither of the two before may then be given.
         multiples (`tuple[int, int]`): Numbers of which height and width become multiples, see
             [`LatentSpec`][hf_bucketing.LatentSpec].
         least (`int`): Fewest references of a sample with which the model can be trained.
@@ -34,8 +36,10 @@ class ReferenceRule:
             has the tokens of a frame of the sample, whatever its own size.
         text_tokens (`int`): Tokens that each reference adds to the text of its sample, for models whose text encoder
             sees it; they are counted with its own.
+        text_factor (`int`): How many further ones it adds to that text for each token that it has itself.
         min_side (`int`): Least height and width of a stored reference that the model takes, in pixels.
         max_ratio (`float`, *optional*): Largest ratio of its longer to its shorter side; by default any.
+        pictures_only (`bool`): Whether the model takes pictures alone, no videos.
         appended (`int`): Most frames of a sample that a run appends behind its references, each of the sample's height
             and width; at most one less than it has latent frames.
         appended_first (`bool`): Whether its first frame may be one of them, so that there may be one more.
@@ -43,18 +47,21 @@ class ReferenceRule:
             beside as many as it has itself.
 
     Raises:
-        BucketingError: If a number is below 1, or both a largest area and a factor are given.
+        BucketingError: If a number is below 1, or more than one of area, factor and shorter side is given.
     """
 
     max_pixels: int | None = None
     downscale_factor: int | None = None
+    short_side: int | None = None
     multiples: tuple[int, int] = (1, 1)
     least: int = 0
     most: int = sys.maxsize
     in_front: bool = False
     text_tokens: int = 0
+    text_factor: int = 0
     min_side: int = 1
     max_ratio: float | None = None
+    pictures_only: bool = False
     appended: int = 0
     appended_first: bool = False
     appended_text: int | None = None
@@ -66,6 +73,11 @@ class ReferenceRule:
         if None not in (self.max_pixels, self.downscale_factor):
             raise BucketingError(
                 "References have a largest area or lie over their sample (downscale_factor), not both."
+            )
+        if self.short_side is not None and (self.max_pixels, self.downscale_factor) != (None, None):
+            raise BucketingError(
+                f"Omit `reference_pixels` and `reference_downscale_factor`: the model is shown references with a "
+                f"shorter side of {self.short_side} pixels."
             )
 
     @property
@@ -129,14 +141,23 @@ class ReferenceRule:
             >>> half = ReferenceRule(downscale_factor=2, multiples=(32, 32))
             >>> half.sizes([[90, 720, 1280]], [[49, 512, 704]]).tolist()
             [[49, 256, 352]]
+            >>> ReferenceRule(short_side=2048, multiples=(32, 32)).sizes([[1, 1080, 1920]], [[49, 512, 704]]).tolist()
+            [[1, 2048, 3648]]
         """
         own, targets = (np.asarray(sizes, np.int64).reshape(-1, 3) for sizes in (stored, samples))
         sides, areas = own[:, 1:], targets[:, 1:].prod(1)
+        if self.short_side is not None:
+            shown = np.rint(sides * (self.short_side / sides.min(1, initial=sys.maxsize))[:, None] / self.multiples)
+            return self._whole(own, targets, shown)
         if self.downscale_factor is None:
             most = areas if self.max_pixels is None else self.max_pixels
             scaled = sides * np.minimum(1.0, np.sqrt(most / sides.prod(1)))[:, None]
         else:
             scaled = targets[:, 1:] // self.downscale_factor
-        whole = np.maximum(1, scaled // self.multiples).astype(np.int64) * self.multiples
+        return self._whole(own, targets, scaled // self.multiples)
+
+    def _whole(self, own: IntArray, targets: IntArray, counts: npt.NDArray[np.float64]) -> IntArray:
+        """Return sizes of that many multiples, at least one, with the frames of pictures or of their samples."""
+        whole = np.maximum(1, counts).astype(np.int64) * self.multiples
         frames = np.where(own[:, 0] == 1, 1, targets[:, 0])
         return np.concatenate([frames[:, None], whole], 1)

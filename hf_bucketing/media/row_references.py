@@ -145,7 +145,8 @@ class RowReferences:
         """Return the tokens of each row's references, 0 for rows without a size."""
         before = np.append(0, np.cumsum(_sides(numbers).prod(1)))
         usable = np.asarray(samples, np.int64).reshape(-1, 3).min(1, initial=1) > 0
-        return np.where(usable, np.diff(before[self.offsets]) + self.counts * self.rule.text_tokens, 0)
+        tokens = (1 + self.rule.text_factor) * np.diff(before[self.offsets]) + self.counts * self.rule.text_tokens
+        return np.where(usable, tokens, 0)
 
     def _signatures(self, numbers: IntArray) -> IntArray:
         """Number the lists of grids: those that begin alike are told apart by one grid after another."""
@@ -218,10 +219,10 @@ def _sides(numbers: IntArray) -> IntArray:
     return np.stack([numbers >> 2 * _SIDE, numbers >> _SIDE & side, numbers & side], 1)
 
 
-def tokens_of_key(key: int, *, text_tokens: int = 0) -> int:
+def tokens_of_key(key: int, *, rule: ReferenceRule | None = None) -> int:
     """Return the tokens of the references that a key of [`RowReferences.grid_keys`] spells.
 
-    `text_tokens` are those that each reference adds to the text of its sample.
+    With a rule, also those that each reference adds to the text of its sample.
 
     Example:
         >>> rows = RowReferences.of_lists([[1, 64, 64, 1, 32, 64]], rule=ReferenceRule(multiples=(16, 16)))
@@ -233,7 +234,9 @@ def tokens_of_key(key: int, *, text_tokens: int = 0) -> int:
     while key:
         numbers.append(key & (1 << 3 * _SIDE) - 1)
         key >>= 3 * _SIDE
-    return int(_sides(np.array(numbers, np.int64)).prod(1).sum()) + len(numbers) * text_tokens
+    rule = rule or ReferenceRule()
+    own = int(_sides(np.array(numbers, np.int64)).prod(1).sum())
+    return (1 + rule.text_factor) * own + len(numbers) * rule.text_tokens
 
 
 def bucket_parts(

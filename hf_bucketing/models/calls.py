@@ -49,6 +49,13 @@ class RecipeCalls(RecipeFacts):
         return {name: [frames[0] for frames in references]}
 
     @classmethod
+    def check_renders(cls, *, references: int, trained: str) -> None:
+        """Raise BucketingError if calls of a transformer of the pipeline do not take that many references.
+
+        By default nothing is refused: all transformers of the pipeline take the same.
+        """
+
+    @classmethod
     def shown_arguments(cls, shown: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return what else a rendered sample is shown as arguments of the pipeline's call.
 

@@ -45,6 +45,8 @@ class RecipeFacts:
     """Least height and width of a reference that the pipeline's call takes, in pixels."""
     max_reference_ratio: ClassVar[float | None] = None
     """Largest ratio of the longer to the shorter side of such a reference; None for any."""
+    reference_pictures_only: ClassVar[bool] = False
+    """Whether the model is shown pictures alone as references, no videos."""
     reference_multiple: ClassVar[int] = 1
     """Tokens of which the sides of a reference are multiples."""
     references_in_front: ClassVar[bool] = False
@@ -54,11 +56,15 @@ class RecipeFacts:
     """Whether the text encoder is shown the references of a caption's sample too."""
     reference_text_tokens: ClassVar[int] = 0
     """Most tokens that each of these adds to the text."""
+    reference_text_factor: ClassVar[int] = 0
+    """How many more it adds for each token that it has itself."""
     keyframe_text_tokens: ClassVar[int | None] = None
     """Where the text encoder is shown the frames that a run appends: most tokens that each adds to the text beside as
     many as it has itself."""
     shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    reference_code: ClassVar[tuple[str, str] | None] = None
+    """Where one transformer of several needs a reference: an import, and an argument of the call, for the card."""
     renders_prompts: ClassVar[bool] = True
     """Whether prompts, images and references are all that the pipeline's call needs, so that a run can render them."""
     trims_text: ClassVar[bool] = False
@@ -101,13 +107,13 @@ class RecipeFacts:
         return {}
 
     @classmethod
-    def blocks(cls) -> Any:
-        """Return the blocks of a modular pipeline that a run calls; None for other pipelines."""
+    def blocks(cls, trained: str = "transformer") -> Any:
+        """Return the blocks of a modular pipeline that a run of a transformer calls; None for other pipelines."""
         return None
 
     @classmethod
-    def called_components(cls, index: PipelineIndex) -> list[str]:
-        """Return the components of a pipeline that a run may call: all, but for modular pipelines."""
+    def called_components(cls, index: PipelineIndex, trained: str = "transformer") -> list[str]:
+        """Return the components that a run of a transformer may call: all, but for modular pipelines."""
         return list(index.components)
 
     @classmethod
@@ -142,17 +148,15 @@ class RecipeFacts:
         return strides_of(vae)
 
     @classmethod
-    def text_tokens(cls, max_sequence_length: int | None = None, *, references: int = 0) -> int:
+    def text_tokens(cls, max_sequence_length: int | None = None) -> int:
         """Return the most tokens that a caption adds to its sample's sequence: none where text is attended to apart.
 
         Args:
             max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
-            references (`int`): References of the sample, for a text encoder that sees them.
         """
         if not cls.family.text.in_sequence:
             return 0
-        beside = cls.added_text_tokens + references * cls.reference_text_tokens
-        return cls.text_length(max_sequence_length) + beside
+        return cls.text_length(max_sequence_length) + cls.added_text_tokens
 
     @classmethod
     def text_length(cls, max_sequence_length: int | None = None) -> int:
@@ -163,6 +167,12 @@ class RecipeFacts:
                 number.
         """
         return max_sequence_length or cls.default_sequence_length
+
+    @classmethod
+    def reference_text(cls, references: Sequence[Size], spec: LatentSpec) -> int:
+        """Return the tokens that references of these sizes add to the text of their sample."""
+        own = sum(map(spec.num_tokens, references)) if cls.reference_text_factor else 0
+        return cls.reference_text_tokens * len(references) + cls.reference_text_factor * own
 
     @classmethod
     def encoder_pictures(cls, references: Sequence[Size]) -> int:
@@ -179,16 +189,27 @@ class RecipeFacts:
         return int(cls.takes_image)
 
     @classmethod
-    def reference_rule(cls) -> ReferenceRule:
-        """Return which references of a sample the model takes, and where; multiples of sides are in tokens."""
+    def reference_rule(
+        cls, settings: Mapping[str, Any] = MappingProxyType({}), trained: str | None = None
+    ) -> ReferenceRule:
+        """Return which references of a sample the model takes, and where; multiples of sides are in tokens.
+
+        Args:
+            settings (mapping): Settings of the pipeline, see [`PipelineIndex`][hf_bucketing.models.index]; by default
+                those of its class.
+            trained (`str`, *optional*): Name of the transformer that is shown them, where a pipeline has several that
+                take unlike numbers; by default any of them.
+        """
         return ReferenceRule(
             multiples=(cls.reference_multiple,) * 2,
             least=int(REFERENCE in cls.required),
             most=cls.max_references,
             in_front=cls.references_in_front,
             text_tokens=cls.reference_text_tokens,
+            text_factor=cls.reference_text_factor,
             min_side=cls.min_reference_side,
             max_ratio=cls.max_reference_ratio,
+            pictures_only=cls.reference_pictures_only,
         )
 
     @classmethod

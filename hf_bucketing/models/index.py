@@ -174,6 +174,7 @@ def _modular_index(name_or_path: str, values: Mapping[str, Any]) -> PipelineInde
         is_modular=True,
         components=components,
         absent=tuple(absent),
+        settings={name: value for name, value in values.items() if not isinstance(value, (list, tuple))},
     )
 
 

@@ -19,7 +19,7 @@ class ModularRecipe(Recipe):
     """Blocks of the pipeline that a run does not call, such as one that rewrites captions."""
 
     @classmethod
-    def blocks(cls) -> Any:
+    def blocks(cls, trained: str = "transformer") -> Any:
         """Return the blocks of the workflow, without those that are dropped."""
         import diffusers
 
@@ -29,9 +29,9 @@ class ModularRecipe(Recipe):
         return blocks if cls.workflow is None else blocks.get_workflow(cls.workflow)
 
     @classmethod
-    def called_components(cls, index: PipelineIndex) -> list[str]:
+    def called_components(cls, index: PipelineIndex, trained: str = "transformer") -> list[str]:
         """Return the components of the index that these blocks expect."""
-        expected = {component.name for component in cls.blocks().expected_components}
+        expected = {component.name for component in cls.blocks(trained).expected_components}
         return [name for name in index.components if name in expected]
 
     @classmethod

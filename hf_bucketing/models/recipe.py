@@ -106,7 +106,7 @@ class Recipe(RecipeCalls):
             trained=names,
             loading=(loading or Loading()).widened(cls.constructor_reads),
             replaced=cls.replaced_components(),
-            blocks=cls.blocks(),
+            blocks=cls.blocks(names[0]),
         )
         for name in names:
             if (transformer := getattr(pipeline, name)) is not None:
@@ -140,6 +140,11 @@ class Recipe(RecipeCalls):
             )
             for name in self.beside
         )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the trained transformer needs references, which others of its pipeline do without."""
+        return REFERENCE not in self.required and self.reference_rule(trained=self.trained).least > 0
 
     @property
     def embeds_guidance(self) -> bool:
@@ -386,7 +391,9 @@ class Recipe(RecipeCalls):
             counts (array of `int`, shape `(n,)`): References of each sample.
             names (sequence): What messages call each sample, such as the number of its row.
         """
-        faults = {number: self.reference_rule().fault(number) for number in np.unique(counts).tolist()}
+        faults = {
+            number: self.reference_rule(trained=self.trained).fault(number) for number in np.unique(counts).tolist()
+        }
         rows = np.flatnonzero(np.isin(counts, [number for number, fault in faults.items() if fault]))
         if len(rows):
             raise BucketingError(

@@ -200,7 +200,7 @@ class _Waiting:
 def _transformers(recipe: Recipe) -> dict[str, torch.nn.Module]:
     """Return the transformers of a recipe's pipeline by their names in it."""
     components = recipe.pipeline.components
-    named = {name: components.get(name) for name in transformers_of("both")}
+    named = {name: components.get(name) for name in (*transformers_of("both"), recipe.trained)}
     return {name: component for name, component in named.items() if isinstance(component, torch.nn.Module)}
 
 

@@ -114,7 +114,7 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
     recipe, index, names = recipe_of(name_or_path), read_index(name_or_path), transformers_of(trained)
     for name in names:
         index.check_has(name)
-    called = recipe.called_components(index)
+    called = recipe.called_components(index, names[0])
     encoding = [name for name in called if part_of(name, trained=names) in ("text_encoders", "vae")]
     with from_hub(name_or_path):
         read = {name: _read_component(name_or_path, name, index.components[name]) for name in (*names, *encoding)}

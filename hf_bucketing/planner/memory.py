@@ -247,8 +247,9 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
         BucketingError: If the model takes no such references, or makes no audio.
     """
     recipe, spec = components.recipe, components.spec
-    rule = recipe.reference_rule()
-    shown = config.references() or (size._replace(frames=1),) * rule.least
+    rule = recipe.reference_rule(components.settings, config.trained_component)
+    least = rule.in_pixels(spec.multiples).sizes([size._replace(frames=1)] * rule.least, [size] * rule.least)
+    shown = config.references() or tuple(Size(*sides) for sides in least.tolist())
     if fault := rule.fault(len(shown)):
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.references_in_front:
@@ -257,7 +258,8 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     return StepShape.of(
         [size],
         tokens=sum(map(spec.num_tokens, (size, *shown, *keyframes))),  # raises if one does not divide into tokens
-        text_tokens=recipe.text_tokens(config.max_sequence_length, references=len(shown))
+        text_tokens=recipe.text_tokens(config.max_sequence_length)
+        + recipe.reference_text(shown, spec)
         + keyframe_text(components, config, size),
         audio_tokens=_audio_tokens(components, config, size),
         references=[(*shown, *keyframes)],

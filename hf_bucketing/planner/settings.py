@@ -43,7 +43,7 @@ class PlanConfig:
         num_processes (`int`): Processes, one per GPU.
         gradient_accumulation_steps (`int`): Batches per optimizer step.
         ema_decay (`float`, *optional*): Decay of averaged weights, which are kept beside the others.
-        trained_component (`"transformer"`, `"transformer_2"` or `"both"`): Transformers to train.
+        trained_component (`"transformer"`, `"transformer_2"`, `"both"` or `"transformer_ref"`): Transformers to train.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         device (`"cuda"` or `"cpu"`): Device of the run. On a GPU, a constant of 1 GiB stands for the CUDA context,
             and AdamW works on all weights at once.

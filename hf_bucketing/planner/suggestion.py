@@ -371,8 +371,10 @@ class Suggester:
         heard = (targets.all_tokens - targets.beside(self.rows.references, spec=components.spec).all_tokens).sum()
         pictures = self._cached_tokens(targets, config).sum() - heard
         read = 0  # tokens of references in texts
-        if self.rows.references is not None:
-            read = recipe.reference_text_tokens * self.rows.references.counts[targets.num_tokens > 0].sum()
+        if (shown := self.rows.references) is not None:
+            unread = replace(shown, rule=replace(shown.rule, text_tokens=0, text_factor=0))
+            with_text, without = (targets.beside(each, spec=components.spec) for each in (shown, unread))
+            read = (with_text.beside_tokens - without.beside_tokens).sum()
         latents = 4 * values * (pictures - read)
         most = config.max_sequence_length or recipe.default_sequence_length
         length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)

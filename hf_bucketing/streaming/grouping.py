@@ -180,10 +180,10 @@ class BucketGrouping(BucketLimits):
     def tokens_beside(self, key: int) -> int:
         """Return the tokens of audio, references and appended frames of a row of a group by its key."""
         if (rule := self.references) is None:
-            return _tokens_beside(key, text_tokens=0)
+            return _tokens_beside(key, rule=None)
         assert self.spec is not None, "__post_init__ checks it"
         size = self.table.size(_bucket_of(key))
-        return _tokens_beside(key, text_tokens=rule.text_tokens) + int(appended_tokens(rule, size, spec=self.spec)[0])
+        return _tokens_beside(key, rule=rule) + int(appended_tokens(rule, size, spec=self.spec)[0])
 
     def _audio_tokens(self, rows: Sequence[Row], ids: Sequence[int | None]) -> list[int]:
         """Return the tokens of the audio of each row."""
@@ -238,10 +238,10 @@ def _bucket_of(key: int) -> int:
     return key & (1 << _BUCKET_BITS) - 1
 
 
-def _tokens_beside(key: int, *, text_tokens: int) -> int:
-    """Return the tokens of audio and references that a key spells; each reference adds `text_tokens`."""
+def _tokens_beside(key: int, *, rule: ReferenceRule | None) -> int:
+    """Return the tokens of audio and references that a key spells, with those that a rule adds to the text."""
     audio, references = key >> _BUCKET_BITS & (1 << _AUDIO_BITS) - 1, key >> _BUCKET_BITS + _AUDIO_BITS
-    return audio + tokens_of_key(references, text_tokens=text_tokens)
+    return audio + tokens_of_key(references, rule=rule)
 
 
 def audio_of_rows(rows: Sequence[Row], rule: AudioRule) -> RowAudio:

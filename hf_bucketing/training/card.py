@@ -21,7 +21,7 @@ from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..files import complete_file
-from ..media.conditions import FRAME_BY_FRAME
+from ..media.conditions import FRAME_BY_FRAME, REFERENCE
 from ..models.calls import IMAGES
 from ..models.conditioning import AUDIO, NO_AUDIO, VIDEO, read_conditions
 from ..models.experts import transformers_of
@@ -187,6 +187,15 @@ def _loaded(recipe: Recipe) -> dict[str, str]:
     return loaded
 
 
+def _references(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
+    """Return an import and an argument of the call for a reference, where the trained transformer needs one."""
+    if not recipe.needs_reference:
+        return [], {}
+    assert recipe.reference_code is not None, "transformers that need one, as others of their pipeline do not, have it"
+    line, argument = recipe.reference_code
+    return [line], {recipe.shown_as[REFERENCE]: argument}
+
+
 def _code(run: Run, *, name: str, base: str) -> str:
     """Return lines of Python that load the result and call it once at the size of most samples."""
     config, recipe = run.config, run.recipe
@@ -196,7 +205,8 @@ def _code(run: Run, *, name: str, base: str) -> str:
     writer = "encode_video" if recipe.audio else "export_to_video"
     tools = [*{call.partition("(")[0] for call in loaded.values()}, *([] if makes_images(recipe) else [writer])]
     adapted = config.adapters.lora_rank is not None
-    lines = ["import torch", f"from diffusers import {recipe.pipeline_class}"]
+    imports, references = _references(recipe)
+    lines = ["import torch", f"from diffusers import {recipe.pipeline_class}", *imports]
     if adapted and not config.adapters.has_pairs:
         lines.append("from peft import PeftModel")
     if tools:
@@ -229,6 +239,7 @@ def _code(run: Run, *, name: str, base: str) -> str:
     call = {
         "prompt": json.dumps(prompt, ensure_ascii=False),
         **loaded,
+        **references,
         **recipe.size_arguments(size),
         **(recipe.sound_arguments(fps) if recipe.audio else {}),
     }

@@ -307,9 +307,10 @@ class TrainingConfig:
         gradient_accumulation_steps (`int`): Batches per optimizer step.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`, *optional*): Precision of activations and of the frozen text
             encoder; by default accelerate's own setting.
-        trained_component (`"transformer"`, `"transformer_2"` or `"both"`): Transformer to train, where a pipeline has
-            two: the second one of Wan 2.2 A14B serves low noise levels. With `"both"`, each optimizer step trains one
-            of them at its noise levels; they take turns as often as these are drawn.
+        trained_component (`"transformer"`, `"transformer_2"`, `"both"` or `"transformer_ref"`): Transformer to train,
+            where a pipeline has two: the second one of Wan 2.2 A14B serves low noise levels. With `"both"`, each
+            optimizer step trains one of them at its noise levels; they take turns as often as these are drawn.
+            `"transformer_ref"` is that of MiniMax-H3 for samples with references.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
         ema_decay (`float`, *optional*): Decay of the exponential moving average of the weights, such as 0.999. The
             average is saved in place of the last weights; by default there is none.

@@ -94,7 +94,7 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
         BucketingError: As [`config_of_run`].
     """
     step = data.largest_step()
-    pictures = opened.recipe.reference_text_tokens * sum(map(len, step.references))
+    pictures = sum(opened.recipe.reference_text(shown, data.spec) for shown in step.references)
     components, config = _components(opened), config_of_run(opened)
     pictures += sum(keyframe_text(components, config, size) for size in step.sizes)
     text = data.text_tokens * len(step.sizes) + pictures
@@ -346,7 +346,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
     if not recipe.modules("text_encoders"):
         length = recipe.max_sequence_length
         words = recipe.text_tokens(length) or recipe.text_length(length)
-        shape = len(sizes), words + recipe.reference_text_tokens * max(map(len, references))
+        shape = len(sizes), words + max(recipe.reference_text(own, data.spec) for own in references)
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = (
             recipe.blank_text_mask(shape, [*map(len, references)]) if family.text.padding == "masked" else None

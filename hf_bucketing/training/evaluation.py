@@ -48,7 +48,7 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
     return Validation(
         config=config.validation,
         images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
-        references=references_of(config.validation, recipe),
+        references=references_of(config.validation, recipe, trained=component),
         rule=prepared.references,
         sizes=sizes,
         seed=config.seed,

@@ -122,7 +122,8 @@ class Trainer:
                 logger.warning(line)
         stream = None
         if config.stream.streaming:
-            stream = open_stream(opened.config, self.accelerator, taken=opened.recipe.reference_rule())
+            taken = opened.recipe.reference_rule(trained=config.trained_component)
+            stream = open_stream(opened.config, self.accelerator, taken=taken)
         prepared = opened.prepared if stream is None else stream.prepared
         assert prepared is not None, "a run has rows or a stream"
         validation = plan_validation(opened, prepared)

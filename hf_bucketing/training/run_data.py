@@ -42,6 +42,7 @@ class ModelTokens:
         reference_text_tokens (`int`): Tokens that each reference of a sample adds to its text.
         keyframe_text_tokens (`int`, *optional*): Where the text encoder sees appended frames, tokens that each adds to
             its text beside as many as it has itself.
+        reference_text_factor (`int`): How many further ones each reference adds for each token that it has itself.
     """
 
     width: int
@@ -49,6 +50,7 @@ class ModelTokens:
     references_in_front: bool = False
     reference_text_tokens: int = 0
     keyframe_text_tokens: int | None = None
+    reference_text_factor: int = 0
 
     @classmethod
     def of(cls, recipe: Recipe) -> ModelTokens:
@@ -59,6 +61,7 @@ class ModelTokens:
             references_in_front=recipe.references_in_front,
             reference_text_tokens=recipe.reference_text_tokens,
             keyframe_text_tokens=recipe.keyframe_text_tokens,
+            reference_text_factor=recipe.reference_text_factor,
         )
 
     def rule_of(
@@ -69,6 +72,7 @@ class ModelTokens:
             prepared,
             in_front=self.references_in_front,
             text_tokens=self.reference_text_tokens,
+            text_factor=self.reference_text_factor,
             appended=most_appended(condition),
             first=appends_first(condition),
             appended_text=self.keyframe_text_tokens,
@@ -80,13 +84,15 @@ def counting_rule(
     *,
     in_front: bool,
     text_tokens: int = 0,
+    text_factor: int = 0,
     appended: int = 0,
     first: bool = False,
     appended_text: int | None = None,
 ) -> ReferenceRule | None:
     """Return the rule that counts what samples are shown beside themselves, whatever model they were prepared for.
 
-    A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`. Frames
+    A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`, and
+    `text_factor` times its own. Frames
     that a run appends are counted as if each sample had the most of them, `appended`, of which its first may be one,
     and with `appended_text` where the text encoder sees them. None if nothing is shown.
     """
@@ -96,6 +102,7 @@ def counting_rule(
         prepared.references,
         in_front=in_front,
         text_tokens=text_tokens,
+        text_factor=text_factor,
         appended=appended,
         appended_first=first,
         appended_text=appended_text,

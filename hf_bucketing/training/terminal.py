@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from ..adapters.settings import AdapterConfig
 from ..buckets.sizes import Size
 from ..loaders.planned import StepCount
+from ..media.conditions import REFERENCE
 from ..models.calls import IMAGES
 from ..models.recipe import Recipe
 from .config import TrainingConfig
@@ -68,6 +69,7 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     folder, adapted = config.output_dir, config.adapters.lora_rank is not None
     prompt = (config.validation.validation_prompts or ["what it shows"])[0]
     shown = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required]
+    shown += [REFERENCE] if recipe.needs_reference else []
     sample: list[object] = [config.pretrained_model_name_or_path if adapted else folder]
     sample += ["--adapter", folder] if adapted else []
     if config.trained_component != "transformer":

@@ -158,12 +158,15 @@ def images_of(config: ValidationConfig, *, each: int, pipeline_class: str) -> li
     return [sources[each * row : each * (row + 1)] for row in range(len(prompts))]
 
 
-def references_of(config: ValidationConfig, recipe: type[Recipe]) -> list[list[MediaSource]]:
+def references_of(
+    config: ValidationConfig, recipe: type[Recipe], *, trained: str = "transformer"
+) -> list[list[MediaSource]]:
     """Return the references of each validation prompt.
 
     Args:
         config ([`ValidationConfig`]): Prompts and files.
         recipe (class of [`Recipe`]): What the model takes.
+        trained (`str`): Name of the transformer that renders.
 
     Raises:
         BucketingError: If prompts would have unlike numbers of references, or the pipeline does not take as many, or a
@@ -180,6 +183,7 @@ def references_of(config: ValidationConfig, recipe: type[Recipe]) -> list[list[M
             f"The call of a {recipe.pipeline_class} takes {recipe.max_references or 'no'} references, and "
             f"`validation_references` has {each} for each prompt."
         )
+    recipe.check_renders(references=each, trained=trained)
     sources = [MediaSource.from_cell(file) for file in files]
     for source in sources:
         probe(source)

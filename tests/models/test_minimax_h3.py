@@ -63,10 +63,13 @@ class Recorded(Exception):  # noqa: N818
     """Ends a call of the pipeline at a call of the model."""
 
 
-def recorded_call(pipeline: Any, number: int = 1, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a pipeline's first call of its transformer, or of a later one."""
+def recorded_call(
+    pipeline: Any, number: int = 1, *, transformer: str = "transformer", **options: Any
+) -> dict[str, Any]:
+    """Return the arguments of a pipeline's first call of a transformer, or of a later one."""
     arguments: dict[str, Any] = {}
-    forward, calls = pipeline.transformer.forward, itertools.count(1)
+    model = getattr(pipeline, transformer)
+    forward, calls = model.forward, itertools.count(1)
 
     @functools.wraps(forward)
     def record(**kwargs: Any) -> Any:
@@ -75,7 +78,7 @@ def recorded_call(pipeline: Any, number: int = 1, **options: Any) -> dict[str, A
         arguments.update(kwargs)
         raise Recorded
 
-    with patch.object(pipeline.transformer, "forward", record), pytest.raises(Recorded):
+    with patch.object(model, "forward", record), pytest.raises(Recorded):
         pipeline(**options)
     return arguments
 
@@ -124,15 +127,14 @@ class RecordedCalls:
 
     def __init__(self, folder: Path, requests: Sequence[Request], *, transformer: str = "transformer") -> None:
         pipeline = stock_pipeline(folder)
-        self.model = pipeline.transformer
-        if transformer != "transformer":
-            pipeline.update_components(**{transformer: self.model, "reference_image_short_edge": 64})
+        self.model = getattr(pipeline, transformer)
         self.spec = recipe_of(str(folder)).read_spec(str(folder))
         self.sizes = [request.size for request in requests]
         calls = [
             recorded_call(
                 pipeline,
                 2,
+                transformer=transformer,
                 prompt=prompt,
                 num_inference_steps=4,
                 generator=torch.Generator().manual_seed(1),
@@ -323,7 +325,7 @@ REFERENCES = (
 def test_a_pack_with_pictures_as_references_is_what_the_pipelines_calls_of_the_model_give(
     tiny_folder: Callable[[str], Path],
 ) -> None:
-    """Those of the transformer of references: short sides of 64 pixels here, 2048 of the published configuration."""
+    """Those of the transformer of references: short sides of 64 pixels here, 2048 by default."""
     recorded = RecordedCalls(tiny_folder("minimax-h3"), REFERENCES, transformer="transformer_ref")
     expected = recorded.own_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
@@ -394,8 +396,10 @@ class KeyframeStep:
         batching: `"pack"` or `"bucket"`; the samples of a stack are shown as many frames each.
     """
 
+    trained = "transformer"
+
     def __init__(self, folder: Path, batching: str) -> None:
-        self.recipe = recipe_of(str(folder)).load(str(folder), audio=True)
+        self.recipe = recipe_of(str(folder)).load(str(folder), audio=True, trained=self.trained)
         self.recipe.transformer.double()
         self.shown = [0, 1, 2, 3] if batching == "pack" else [0, 1]
         sizes = [Size(124, 32, 64), Size(124, 64, 32), Size(124, 32, 32), Size(124, 32, 64)]
@@ -413,7 +417,8 @@ class KeyframeStep:
             "shown": {"audio": sounds},
         }
         condition = read_conditions(";".join(f"{row}={CONDITIONS[row]}" for row in self.shown))
-        settings = {"recipe": self.recipe, "objective": self.recipe.objective(**OPTIONS), "condition": condition}
+        settings = {"recipe": self.recipe, "objective": self.recipe.objective(**OPTIONS)}
+        settings |= self.show(condition)
         if batching == "pack":
             packing = enable_packing(self.recipe.transformer, strip_length=8)
             self.step: Any = PackStep(packing=packing, audio_weight=0.5, **settings)
@@ -427,10 +432,6 @@ class KeyframeStep:
         noised = step.objective(list(latents), indices=[row], epoch=0)
         sound = self.recipe.encode_audio(self.batch["shown"]["audio"][row])
         audio = step.objective.audio([sound], timesteps=noised.timesteps, keys=[key])
-        ends = pictures(self.batch["pixel_values"][row][:, [0, -1]].transpose(0, 1))
-        names = ("image", "last_image")
-        kinds = CONDITIONS[self.shown[row]]
-        images = {name: end for name, end, kind in zip(names, ends, CONDITIONS, strict=False) if kind in kinds}
         generator = torch.Generator().manual_seed(integer_seed(Purpose.SHOWN_NOISE, *key))
         draw = before_denoise.randn_tensor
 
@@ -440,6 +441,7 @@ class KeyframeStep:
         with patch.object(before_denoise, "randn_tensor", randn):
             call = recorded_call(
                 pipeline,
+                transformer=self.trained,
                 prompt=self.batch["caption"][row] or " ",
                 latents=noised.latents[0][None],
                 audio_latents=audio.latents[0].unflatten(0, (2, -1)).transpose(1, 2),
@@ -447,7 +449,7 @@ class KeyframeStep:
                 height=size.height,
                 width=size.width,
                 num_frames=size.frames,
-                **images,
+                **self.shown_arguments(row),
             )
         call = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
         own = len(call["video_indices"]) - latents[0, 0].numel() // 4
@@ -462,25 +464,57 @@ class KeyframeStep:
             condition_video_timestep=max(float(1 - noised.timesteps / 1000), pipeline.keyframe_noise_aug),
             condition_audio_timestep=1.0,
         )
-        video, heard = pipeline.transformer(**call, return_dict=False)
+        video, heard = getattr(pipeline, self.trained)(**call, return_dict=False)
         predicted = -latent_of_rows(video[0, own:], latents[0], patch=(1, 2, 2))
         loss = (predicted - noised.targets[0]).square().mean()
         return loss + 0.5 * (-heard[0] - audio.targets[0]).square().mean()
 
+    def show(self, condition: Any) -> dict[str, Any]:
+        """Return the settings of a step that shows samples something, and give the batch what else they are shown."""
+        return {"condition": condition}
+
+    def shown_arguments(self, row: int) -> dict[str, Any]:
+        """Return what the pipeline is called with to show a sample the same."""
+        ends = pictures(self.batch["pixel_values"][row][:, [0, -1]].transpose(0, 1))
+        names, kinds = ("image", "last_image"), CONDITIONS[self.shown[row]]
+        return {name: end for name, end, kind in zip(names, ends, CONDITIONS, strict=False) if kind in kinds}
+
+
+class ReferenceStep(KeyframeStep):
+    """A step of the transformer of references: samples have one picture, two, one and two, in stacks one each."""
+
+    trained = "transformer_ref"
+
+    def show(self, condition: Any) -> dict[str, Any]:
+        rule = self.recipe.reference_rule({"reference_image_short_edge": 64}).in_pixels(self.recipe.spec.multiples)
+        stored = [[1, 48, 80], [1, 200, 64]]
+        sizes = rule.sizes(stored, self.sizes[:2]).tolist()
+        assert sizes == [[1, 64, 96], [1, 192, 64]], "107 pixels are nearer to 96, 200 to 192"
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.randint(0, 256, (3, *size), generator=generator) / 127.5 - 1 for size in (*sizes, *sizes)]
+        shown = [drawn[:1], drawn[1:3], drawn[3:], drawn[:2]] if len(self.sizes) > 2 else [drawn[:1], drawn[2:3]]
+        self.batch["shown"]["reference"] = [tuple(own) for own in shown]
+        return {}
+
+    def shown_arguments(self, row: int) -> dict[str, Any]:
+        frames = [pictures(pixels.transpose(0, 1)) for pixels in self.batch["shown"]["reference"][row]]
+        return self.recipe.reference_arguments(frames, self.sizes[row])
+
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeyframeStep, ReferenceStep])
 @pytest.mark.parametrize("batching", ["pack", "bucket"])
-def test_a_step_with_first_and_last_frames_has_the_loss_of_the_pipelines_call(
-    batching: str, tiny_folder: Callable[[str], Path]
+def test_a_step_with_pictures_has_the_loss_of_the_pipelines_call(
+    batching: str, kind: type[KeyframeStep], tiny_folder: Callable[[str], Path]
 ) -> None:
     folder = tiny_folder("minimax-h3")
-    case = KeyframeStep(folder, batching)
+    case = kind(folder, batching)
     losses = case.step(case.recipe.transformer, case.batch, epoch=0)
-    assert [sample.appended for sample in losses.drawn] == [(0,), (36,), (), (0, 36)][: len(case.shown)]
+    if kind is KeyframeStep:
+        assert [sample.appended for sample in losses.drawn] == [(0,), (36,), (), (0, 36)][: len(case.shown)]
     packed = gradients(case.recipe.transformer, losses.values.mean())
     pipeline = stock_pipeline(folder)
-    model = pipeline.transformer
-    pipeline.transformer.double()
+    model = getattr(pipeline, case.trained).double()
     by_hand = torch.stack([case.loss_by_hand(pipeline, row) for row in range(len(case.shown))])
     torch.testing.assert_close(losses.values.double(), by_hand.double(), rtol=1e-6, atol=0)
     assert_same_gradients(gradients(model, by_hand.mean()), packed, 1e-6)

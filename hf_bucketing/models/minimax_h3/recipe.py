@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ...buckets.sizes import LatentSpec, Size
 from ...devices import to_device
 from ...errors import BucketingError
+from ...media.conditions import REFERENCE
+from ...media.references import ReferenceRule
 from ...media.row_audio import AudioRule
 from ...packing.texts import pad_texts
 from ...randomness import Purpose, integer_seed
@@ -26,6 +29,12 @@ from .packing import AT_END, AUDIO_CHANNELS, FAMILY, PICTURE_TOKENS, SHOWN_TIMES
 
 FEWEST_FRAMES = 124
 """Frames of the shortest video that the pipeline makes, of about five seconds."""
+
+TRANSFORMER_REF = "transformer_ref"
+"""Name of the pipeline's transformer for samples with references."""
+
+SHORT_SIDE = "reference_image_short_edge"
+"""Setting of the pipeline: the shorter side in pixels to which it brings pictures that are references."""
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and deviation of pixels in [0, 1], by which those that the VAE encodes are normalised."""
@@ -45,6 +54,9 @@ class MiniMaxH3Recipe(ModularRecipe):
     as further tokens, each encoded by itself, with a little noise, and in front of the caption as pictures that the
     text encoder sees.
 
+    The pipeline has a transformer of its own for samples with references, `transformer_ref`. A run that trains it
+    shows each sample its pictures, as the pipeline is called with `references`; a run of the other one shows none.
+
     The pipeline has no empty prompt, as its model is distilled to guided predictions: a dropped caption is a space.
     """
 
@@ -58,13 +70,27 @@ class MiniMaxH3Recipe(ModularRecipe):
     keyframe_text_tokens = 118
     """Those of a label, of at most 16 bytes, of the two tokens around a picture, and of one that is made larger for
     the text encoder, which sees no less than 256×256 pixels, in whole tokens of 32×32."""
+    max_references = 9
+    max_reference_ratio = 4.0
+    reference_pictures_only = True
+    text_sees_references = True
+    reference_text_tokens = 118
+    """As for a frame that a run appends."""
+    reference_text_factor = 1
+    shown_as = MappingProxyType({REFERENCE: "references"})
+    reference_code = (
+        "from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference",
+        '[MiniMaxH3ImageReference.from_file("reference.png")]',
+    )
 
     @classmethod
-    def blocks(cls) -> Any:
-        """Return all blocks but those of references, which call another transformer."""
+    def blocks(cls, trained: str = "transformer") -> Any:
+        """Return the blocks of references, which call `transformer_ref`, or all others."""
         from diffusers import MiniMaxH3Blocks
 
         blocks = MiniMaxH3Blocks()
+        if trained == TRANSFORMER_REF:
+            return blocks.get_workflow("ref2va")
         for block in blocks.sub_blocks.values():
             block.sub_blocks.pop("ref2va", None)
         return blocks
@@ -116,10 +142,65 @@ class MiniMaxH3Recipe(ModularRecipe):
         """Encode `(B, 3, F, H, W)` in [−1, 1], normalised by ImageNet's statistics as the VAE expects."""
         return super().encode_latents(_normalised((pixel_values + 1) / 2, IMAGENET))
 
+    @classmethod
+    def reference_rule(
+        cls, settings: Mapping[str, Any] = MappingProxyType({}), trained: str | None = None
+    ) -> ReferenceRule:
+        """Return the rule with the shorter side that the pipeline's settings or its blocks name."""
+        configs = cls.blocks(TRANSFORMER_REF).expected_configs
+        short_side = next(settings.get(SHORT_SIDE, config.default) for config in configs if config.name == SHORT_SIDE)
+        rule = replace(super().reference_rule(settings), short_side=int(short_side))
+        if trained is None:
+            return rule
+        return replace(rule, least=1) if trained == TRANSFORMER_REF else replace(rule, most=0)
+
+    @property
+    def shows_references(self) -> bool:
+        """Whether the trained transformer is that of samples with references."""
+        return self.trained == TRANSFORMER_REF
+
+    def check_conditions(self, names: Collection[str]) -> None:
+        """Refuse references for the transformer that takes none, and data without them for that which needs some."""
+        super().check_conditions(names)
+        if REFERENCE in names and not self.shows_references:
+            raise BucketingError(
+                f"The {self.trained} of a {self.pipeline_class} is shown no references, which the data set has. Train "
+                f"the transformer that the pipeline has for them (--trained_component {TRANSFORMER_REF}), or prepare "
+                "the data set without --reference_column."
+            )
+        if self.shows_references and REFERENCE not in names:
+            raise BucketingError(
+                f"The {self.trained} of a {self.pipeline_class} is shown references, which the data set lacks; "
+                "prepare it again with --reference_column, or train another `trained_component`."
+            )
+
+    @classmethod
+    def check_renders(cls, *, references: int, trained: str) -> None:
+        """Refuse references for the transformer that takes none, and a call without any of the other one."""
+        if bool(references) != (trained == TRANSFORMER_REF):
+            raise BucketingError(
+                f"The {trained} of a {cls.pipeline_class} is shown {'no' if references else 'at least one'} reference "
+                f"in a render, got {references or 'none'}; `trained_component` {TRANSFORMER_REF} is the one that is "
+                "shown some."
+            )
+
+    @classmethod
+    def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
+        """Return references as the pipeline's call takes them: pictures of a class of its own."""
+        from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference
+
+        arguments = super().reference_arguments(references, size)
+        return {name: [MiniMaxH3ImageReference(frame) for frame in frames] for name, frames in arguments.items()}
+
+    @classmethod
+    def encoder_pictures(cls, references: Sequence[Size]) -> int:
+        """Return what references add to the text: a token for each 32×32 pixels of them, and those around it."""
+        return super().encoder_pictures(references) + sum(size.height * size.width // 32**2 for size in references)
+
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
-        """The first and the last frame, and what the base class takes."""
-        return (APPENDED_FIRST, APPENDED[0], *super().drawn_kinds)
+        """The first and the last frame, unless samples have references, and what the base class takes."""
+        return (*(() if self.shows_references else (APPENDED_FIRST, APPENDED[0])), *super().drawn_kinds)
 
     def keyframe_of(self, latent_frame: int) -> int:
         """Return the last frame that a latent frame holds, in the chunks of the VAE."""

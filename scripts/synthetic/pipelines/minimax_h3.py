@@ -40,22 +40,28 @@ def _minimax_h3() -> MiniMaxH3ModularPipeline:
         ).eval(),
         scheduler=MiniMaxH3Scheduler(shift=12.0),
         audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
-        transformer=MiniMaxH3Transformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            hidden_size=24,
-            num_layers=2,
-            ffn_dim=32,
-            in_channels=CHANNELS,
-            audio_in_channels=CHANNELS,
-            text_dim=text_encoder.config.text_config.hidden_size,
-            freq_dim=16,
-            time_embed_hidden_dim=24,
-            time_embed_dim=20,
-            rope_freq_dim=2,
-        ),
+        transformer=_transformer(text_encoder.config.text_config.hidden_size),
+        transformer_ref=_transformer(text_encoder.config.text_config.hidden_size),
+        reference_image_short_edge=64,
     )
     return pipeline
+
+
+def _transformer(text_dim: int) -> MiniMaxH3Transformer3DModel:
+    return MiniMaxH3Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        hidden_size=24,
+        num_layers=2,
+        ffn_dim=32,
+        in_channels=CHANNELS,
+        audio_in_channels=CHANNELS,
+        text_dim=text_dim,
+        freq_dim=16,
+        time_embed_hidden_dim=24,
+        time_embed_dim=20,
+        rope_freq_dim=2,
+    )
 
 
 def _vae() -> AutoencoderKLMiniMaxH3:
