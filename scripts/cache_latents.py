@@ -94,6 +94,7 @@ def main(args: argparse.Namespace) -> None:
     loaded = recipe.load(
         args.pretrained_model_name_or_path,
         max_sequence_length=args.max_sequence_length,
+        trained=recipe.transformer_for(prepared.shown),
         loading=loading,
         audio=prepared.audio is not None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from ..media.conditions import REFERENCE
 from ..media.references import ReferenceRule
 from ..media.row_audio import AUDIO, AudioRule
 from ..packing.family import Family
+from .experts import TrainedComponent
 from .index import PipelineIndex
 from .loading import Part, call_parameters, read_configs, strides_of
 from .objectives import FlowMatching
@@ -221,6 +222,11 @@ class RecipeFacts:
             draws (`bool`): Whether a run draws conditions.
         """
         return draws and cls.family.timesteps_per != "row"
+
+    @classmethod
+    def transformer_for(cls, conditions: Collection[str]) -> TrainedComponent:
+        """Return a transformer of the pipeline that is shown these conditions of a data set: by default the first."""
+        return "transformer"
 
     @classmethod
     def taken_conditions(cls) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hf_bucketing.settings import changed
 from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
-from tests.models.recipe_cases import RecipeCase, stock_pipeline
+from tests.models.recipe_cases import REFERENCE, RecipeCase, stock_pipeline
 from tests.training.training_cases import in_process, run
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,37 @@ def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
     shares = "appended_first_frame:0.4,appended_first_frame+appended_last_frame:0.4,appended_last_frame:0.2:0.5"
     data = prepare(case, clips, pipeline, tmp_path)
     train_and_resume(pipeline, data["bucket"], tmp_path / "out", condition=shares, max_sequence_length=16, **settings)
+
+
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_with_one(
+    batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    case = replace(RECIPES["minimax-h3"], shown=REFERENCE)
+    pipeline, out = tiny_folder(case.tiny), tmp_path / "out"
+    settings = {"bucket": {}, "pack": {**PACK, "max_tokens": 1024, "lora_rank": 2}}[batching]
+    settings |= {"max_sequence_length": 16, "trained_component": "transformer_ref"}
+    data = prepare(case, clips, pipeline, tmp_path)[batching]
+    train_and_resume(pipeline, data, out, **settings)
+    card = (out / "README.md").read_text()
+    assert "MiniMaxH3ImageReference.from_file" in card
+    lora = {"lora_weights": out} if batching == "pack" else {}
+    frames = {}
+    for name, source in {"before": (pipeline, {}), "after": (pipeline if lora else out, lora)}.items():
+        run_script_here(
+            "sample_video.py",
+            source[0],
+            output=tmp_path / f"{name}.mp4",
+            trained_component="transformer_ref",
+            reference=clips / "conditions" / "0-reference.png",
+            height=32,
+            width=64,
+            num_inference_steps=2,
+            num_frames=124,
+            **source[1],
+        )
+        frames[name] = (tmp_path / f"{name}.mp4").read_bytes()
+    assert frames["before"] != frames["after"]
 
 
 def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path, **cached: str | None) -> dict[str, Path]:

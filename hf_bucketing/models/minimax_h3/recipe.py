@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,6 +20,7 @@ from ...media.row_audio import AudioRule
 from ...packing.texts import pad_texts
 from ...randomness import Purpose, integer_seed
 from ..conditioning import APPENDED, APPENDED_FIRST
+from ..experts import TrainedComponent
 from ..first_frame import pictures
 from ..loading import read_config
 from ..modular import ModularRecipe
@@ -30,7 +31,7 @@ from .packing import AT_END, AUDIO_CHANNELS, FAMILY, PICTURE_TOKENS, SHOWN_TIMES
 FEWEST_FRAMES = 124
 """Frames of the shortest video that the pipeline makes, of about five seconds."""
 
-TRANSFORMER_REF = "transformer_ref"
+TRANSFORMER_REF: Final = "transformer_ref"
 """Name of the pipeline's transformer for samples with references."""
 
 SHORT_SIDE = "reference_image_short_edge"
@@ -153,6 +154,11 @@ class MiniMaxH3Recipe(ModularRecipe):
         if trained is None:
             return rule
         return replace(rule, least=1) if trained == TRANSFORMER_REF else replace(rule, most=0)
+
+    @classmethod
+    def transformer_for(cls, conditions: Collection[str]) -> TrainedComponent:
+        """Return the transformer of references where samples have some."""
+        return TRANSFORMER_REF if REFERENCE in conditions else "transformer"
 
     @property
     def shows_references(self) -> bool:
