@@ -39,9 +39,10 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
     assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
     keys = references.grid_keys(samples, spec=VIDEOS)
     assert [tokens_of_key(key) for key in keys] == tokens.tolist()
-    seen = replace(references, rule=replace(RULE, text_tokens=5))
-    assert seen.num_tokens(samples, spec=VIDEOS).tolist() == [tokens_of_key(key, text_tokens=5) for key in keys]
-    assert (seen.num_tokens(samples, spec=VIDEOS) - tokens).tolist() == [5 * len(lists) for lists in grids]
+    seen = replace(references, rule=replace(RULE, text_tokens=5, text_factor=2))
+    counted = seen.num_tokens(samples, spec=VIDEOS).tolist()
+    assert counted == [tokens_of_key(key, rule=seen.rule) for key in keys]
+    assert counted == (3 * tokens + 5 * references.counts).tolist()
     signatures = references.signatures(samples, spec=VIDEOS).tolist()
     for lists, signature in zip(grids, signatures, strict=True):
         assert (signature == 0) == (not lists)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
+from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
 from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.config import BatchConfig, TrainingConfig
 from hf_bucketing.training.reporting import RunReport
@@ -161,6 +162,15 @@ def test_a_step_with_first_and_last_frames_waits_at_its_end_alone(
     check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+def test_a_step_with_references_that_texts_see_waits_at_its_end_alone(batching: str, folder_of) -> None:
+    case, stacked = RECIPES["minimax-h3"], batching == "bucket"
+    batch = batch_of(replace(case, references=(((1, 64, 96), (1, 128, 64)),) * 3), ("reference",), stacked=stacked)
+    made = (make_step(case, folder_of(case), stacked=stacked, trained="transformer_ref") for _ in range(2))
+    check_step(*made, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+
+
 def check_step(
     step: Step, step_there: Step, batch: Mapping[str, Any], *, named: set[str], limit: float
 ) -> dict[str, float]:
@@ -189,7 +199,7 @@ def make_step(
     *,
     stacked: bool,
     preservation: PreservationConfig | None = None,
-    **trained: bool,
+    **trained: Any,
 ) -> Step:
     """Return a step, which trains adapters if it has a base model to preserve, and what else `Recipe.load` is told."""
     recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, **trained)
@@ -213,17 +223,20 @@ def encode(
 ) -> dict[str, Any]:
     """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate.
 
-    A cache holds the frames of all latent frames. Texts see those that are appended: transformers, which then counts
-    positions in a way that the pretended device lacks, encodes these on the CPU.
+    A cache holds the frames of all latent frames. Texts of MiniMax-H3 see those that are appended, and references:
+    transformers, which then counts positions in a way that the pretended device lacks, encodes these on the CPU.
     """
     shown = on_device({name: batch[name] for name in ("pixel_values", "shown")})
     if any(appended):
         media = media_of(recipe, shown, appended=[range(count) for count in latent_frames_of(batch, recipe.spec)])
         media.pop(KEYFRAME_PLACES)
+    else:
+        media = media_of(recipe, shown)
+    if recipe.keyframe_text_tokens is not None and (any(appended) or REFERENCES in media):
         text = text_of(on_the_cpu, batch, keyframes=recipe.keyframes_at(appended)[KEYFRAMES])
         text = TextEmbeddings(on_device(text.values), text.mask, on_device(dict(text.others)))
     else:
-        media, text = media_of(recipe, shown), text_of(recipe, {**batch, **shown})
+        text = text_of(recipe, {**batch, **shown})
     masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}
     about = {name: batch[name] for name in ("fps", "index", "caption", REGULARIZATION) if name in batch}
     mask = {} if text.mask is None else {"text_mask": on_cpu(text.mask).numpy()}
