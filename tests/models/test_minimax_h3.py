@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -28,6 +29,8 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
 from PIL import Image
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.columns.settings import RowsConfig
+from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.first_frame import pictures
@@ -42,7 +45,11 @@ from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
 from hf_bucketing.packing.layout import PackedLayout
 from hf_bucketing.packing.strips import patchify
+from hf_bucketing.planner.components import read_components
+from hf_bucketing.planner.memory import sample_shape
+from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.randomness import Purpose, integer_seed
+from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import BucketStep, PackStep
 from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference
 from tests.models.families import CASES
@@ -518,6 +525,88 @@ def test_a_step_with_pictures_has_the_loss_of_the_pipelines_call(
     by_hand = torch.stack([case.loss_by_hand(pipeline, row) for row in range(len(case.shown))])
     torch.testing.assert_close(losses.values.double(), by_hand.double(), rtol=1e-6, atol=0)
     assert_same_gradients(gradients(model, by_hand.mean()), packed, 1e-6)
+
+
+@pytest.mark.slow
+def test_samples_with_references_with_sound_and_without_have_the_losses_in_packs_that_they_have_alone(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    case = ReferenceStep(tiny_folder("minimax-h3"), "pack")
+    whole = case.step(case.recipe.transformer, case.batch, epoch=0).values
+    case.batch["shown"]["audio"][1] = torch.zeros(2, 0)
+    packed = case.step(case.recipe.transformer, case.batch, epoch=0).values
+    assert torch.equal(whole != packed, torch.tensor([False, True, False, False]))
+    disable_packing(case.recipe.transformer)
+    step = BucketStep(recipe=case.recipe, objective=case.step.objective, audio_weight=0.5)
+    for row, loss in enumerate(packed):
+        shown = {name: values[row : row + 1] for name, values in case.batch["shown"].items()}
+        alone = {name: values[row : row + 1] for name, values in case.batch.items() if name != "shown"}
+        alone |= {"shown": shown, "pixel_values": torch.stack(alone["pixel_values"])}
+        (expected,) = step(case.recipe.transformer, alone, epoch=0).values
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+def test_each_transformer_is_shown_what_its_workflow_takes_and_other_data_is_refused_by_name(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    folder = str(tiny_folder("minimax-h3"))
+    kind, nothing = recipe_of(folder), Loading(parts=())
+    first, second = (kind.load(folder, loading=nothing, trained=kind.transformer_for(shown)) for shown in NAMES)
+    assert (first.trained, second.trained) == ("transformer", "transformer_ref")
+    for recipe, own, other, why in (
+        (first, *NAMES, r"shown no references.*\(--trained_component transformer_ref\)"),
+        (second, *NAMES[::-1], "prepare it again with --reference_column"),
+    ):
+        recipe.check_conditions(own)
+        recipe.check_renders(references=len(own), trained=recipe.trained)
+        with pytest.raises(BucketingError, match=why):
+            recipe.check_conditions(other)
+        with pytest.raises(BucketingError, match="`trained_component` transformer_ref is the one that is shown some"):
+            recipe.check_renders(references=len(other), trained=recipe.trained)
+    second.check_references(np.array([1, 9]), [0, 1])
+    with pytest.raises(BucketingError, match="such as row 1: It has no references, but the model needs 1"):
+        second.check_references(np.array([2, 0]), [0, 1])
+    with pytest.raises(BucketingError, match="`appended_first_frame`, but a MiniMaxH3"):
+        second.check_drawn(read_condition("appended_first_frame"), NAMES[1], cached=False)
+    rule = kind.reference_rule()
+    assert (rule.short_side, rule.fault(10), rule.shape_fault(10, 41)) == (
+        2048,
+        "It has 10 references, but the model takes at most 9",
+        "41×10 pixels; the model takes references up to 4 to 1",
+    )
+    with pytest.raises(BucketingError, match=r"Omit `reference_pixels` .* shorter side of 2048 pixels"):
+        RowsConfig(dataset="clips", reference_pixels=64).reference_rule(rule)
+
+
+NAMES = ((), ("reference",))
+"""Conditions of data sets without references and with some."""
+
+
+def test_plans_count_references_and_as_much_of_text(tiny_folder: Callable[[str], Path]) -> None:
+    """Which no text exceeds, labels and the tokens around pictures included."""
+    folder = str(tiny_folder("minimax-h3"))
+    config = PlanConfig(trained_component="transformer_ref", sample_size=[22, 64, 32], reference_sizes="64,96;128,64")
+    components = read_components(folder, trained="transformer_ref")
+    shape = sample_shape(components, config, Size(22, 64, 32))
+    own, shown = 7 * 2, 6 + 8
+    assert (shape.tokens, shape.text_tokens) == (own + shown, 512 + shown + 2 * 118)
+    (one,) = sample_shape(components, replace(config, reference_sizes=None), Size(22, 64, 32)).references
+    assert one == (1, 128, 64), "at least one, of the sample's shape"
+    with pytest.raises(BucketingError, match="It has 2 references, but the model takes none"):
+        sample_shape(read_components(folder), replace(config, trained_component="transformer"), Size(22, 64, 32))
+    kind, nothing = recipe_of(folder), Loading(parts=("trained", "text_encoders"))
+    recipe = kind.load(folder, trained="transformer_ref", loading=nothing)
+    rule = kind.reference_rule(components.settings).in_pixels(recipe.spec.multiples)
+    prepared: Any = SimpleNamespace(conditions=NAMES[1], references=rule)
+    counting = ModelTokens.of(recipe).rule_of(prepared)
+    assert counting is not None
+    references = RowReferences.of_lists([[1, 640, 960, 1, 40, 20]], rule=counting)
+    counted = int(references.num_tokens([(22, 64, 32)], spec=recipe.spec)[0])
+    assert counted == 2 * shown + 2 * 118
+    pixels = [torch.rand(3, *size) for size in references.sizes([(22, 64, 32)])[0]]
+    text = recipe.encode_text(["a " * 600], [pixels])
+    assert 512 + 2 * 2 < int(text.mask.sum()) <= shape.text_tokens
+    assert bool(text.others[PICTURE_TOKENS].any())
 
 
 def test_first_and_last_frames_are_read_from_no_cache_as_texts_see_them(tiny_folder: Callable[[str], Path]) -> None:

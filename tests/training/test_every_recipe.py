@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,12 +162,18 @@ def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_wit
 ) -> None:
     case = replace(RECIPES["minimax-h3"], shown=REFERENCE)
     pipeline, out = tiny_folder(case.tiny), tmp_path / "out"
-    settings = {"bucket": {}, "pack": {**PACK, "max_tokens": 1024, "lora_rank": 2}}[batching]
-    settings |= {"max_sequence_length": 16, "trained_component": "transformer_ref"}
-    data = prepare(case, clips, pipeline, tmp_path)[batching]
-    train_and_resume(pipeline, data, out, **settings)
-    card = (out / "README.md").read_text()
-    assert "MiniMaxH3ImageReference.from_file" in card
+    settings = {"bucket": {}, "pack": {**PACK, "max_tokens": 512, "lora_rank": 2}}[batching]
+    settings |= {"max_sequence_length": 64, "trained_component": "transformer_ref"}
+    data = prepare(case, clips, pipeline, tmp_path)
+    train_and_resume(pipeline, data[batching], out, **settings)
+    assert "MiniMaxH3ImageReference.from_file" in (out / "README.md").read_text()
+    with pytest.raises(BucketingError, match=r"\(--trained_component transformer_ref\)"):
+        run(in_process(pipeline, data["bucket"], tmp_path / "refused", max_sequence_length=16))
+    if batching == "pack":
+        once = {**settings, **TWO_EPOCHS, "num_train_epochs": 1}
+        files = run(in_process(pipeline, data["bucket"], tmp_path / "files", **once, random_crop=False))
+        cached = run(in_process(pipeline, data["pack"], tmp_path / "cached-again", **once))
+        assert cached == pytest.approx(files, rel=1e-4)
     lora = {"lora_weights": out} if batching == "pack" else {}
     frames = {}
     for name, source in {"before": (pipeline, {}), "after": (pipeline if lora else out, lora)}.items():
@@ -184,6 +191,21 @@ def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_wit
         )
         frames[name] = (tmp_path / f"{name}.mp4").read_bytes()
     assert frames["before"] != frames["after"]
+
+
+def test_minimax_h3_takes_no_videos_as_references(
+    clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    refused = run_script_here(
+        "prepare_dataset.py",
+        dataset=clips,
+        output_dir=tmp_path,
+        pretrained_model_name_or_path=tiny_folder("minimax-h3"),
+        buckets=RECIPES["minimax-h3"].buckets,
+        reference_column="control",
+        check=False,
+    )
+    assert re.search(r"control\.mp4 is a video, and the model takes pictures alone", refused.stderr)
 
 
 def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path, **cached: str | None) -> dict[str, Path]:
