@@ -165,7 +165,17 @@ def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_wit
     settings = {"bucket": {}, "pack": {**PACK, "max_tokens": 512, "lora_rank": 2}}[batching]
     settings |= {"max_sequence_length": 64, "trained_component": "transformer_ref"}
     data = prepare(case, clips, pipeline, tmp_path)
-    train_and_resume(pipeline, data[batching], out, **settings)
+    picture = clips / "conditions" / "0-reference.png"
+    rendered: dict[str, Any] = {
+        "validation_prompts": [PROMPT],
+        "validation_references": [str(picture)],
+        "validation_sizes": "124,32,64",
+        "validation_fps": 24,
+        "validation_inference_steps": 1,
+        "validation_steps": 2,
+    }
+    train_and_resume(pipeline, data[batching], out, **settings, **(rendered if batching == "bucket" else {}))
+    assert batching == "pack" or [*out.glob("validation/step-2/*.mp4")]
     assert "MiniMaxH3ImageReference.from_file" in (out / "README.md").read_text()
     with pytest.raises(BucketingError, match=r"\(--trained_component transformer_ref\)"):
         run(in_process(pipeline, data["bucket"], tmp_path / "refused", max_sequence_length=16))
@@ -182,7 +192,7 @@ def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_wit
             source[0],
             output=tmp_path / f"{name}.mp4",
             trained_component="transformer_ref",
-            reference=clips / "conditions" / "0-reference.png",
+            reference=picture,
             height=32,
             width=64,
             num_inference_steps=2,
