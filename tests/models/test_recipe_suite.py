@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
@@ -108,8 +108,9 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, shown: tuple[str, ...], f
     packing = enable_packing(recipe.transformer, strip_length=8)
     check_losses(PackStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
     if recipe.family.text.in_sequence:
-        pictures = max((len(references) for references in batch["shown"].get("reference", ())), default=0)
-        counted = recipe.text_tokens(recipe.max_sequence_length, references=pictures)
+        shown = [[Size(*pixels.shape[1:]) for pixels in own] for own in batch["shown"].get("reference", ())]
+        pictures = max((recipe.reference_text(sizes, recipe.spec) for sizes in shown), default=0)
+        counted = recipe.text_tokens(recipe.max_sequence_length) + pictures
         assert max(lengths) <= counted, "max_tokens counts the text"
 
 
