@@ -171,7 +171,7 @@ def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_wit
         "validation_references": [str(picture)],
         "validation_sizes": "124,32,64",
         "validation_fps": 24,
-        "validation_inference_steps": 1,
+        "validation_inference_steps": 2,
         "validation_steps": 2,
     }
     train_and_resume(pipeline, data[batching], out, **settings, **(rendered if batching == "bucket" else {}))
