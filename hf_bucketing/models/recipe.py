@@ -391,9 +391,8 @@ class Recipe(RecipeCalls):
             counts (array of `int`, shape `(n,)`): References of each sample.
             names (sequence): What messages call each sample, such as the number of its row.
         """
-        faults = {
-            number: self.reference_rule(trained=self.trained).fault(number) for number in np.unique(counts).tolist()
-        }
+        rule = self.reference_rule(trained=self.trained)
+        faults = {number: rule.fault(number) for number in np.unique(counts).tolist()}
         rows = np.flatnonzero(np.isin(counts, [number for number, fault in faults.items() if fault]))
         if len(rows):
             raise BucketingError(

@@ -92,9 +92,9 @@ def counting_rule(
     """Return the rule that counts what samples are shown beside themselves, whatever model they were prepared for.
 
     A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`, and
-    `text_factor` times its own. Frames
-    that a run appends are counted as if each sample had the most of them, `appended`, of which its first may be one,
-    and with `appended_text` where the text encoder sees them. None if nothing is shown.
+    `text_factor` times its own. Frames that a run appends are counted as if each sample had the most of them,
+    `appended`, of which its first may be one, and with `appended_text` where the text encoder sees them. None if
+    nothing is shown.
     """
     if REFERENCE not in prepared.conditions and not appended:
         return None
