@@ -189,11 +189,11 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     class MeasuredTrainer(Trainer):
         of_workers = 0.0
 
-        def _finish_step(self, entry: dict[str, Any]) -> None:
+        def _finish_step(self) -> None:
             workers = psutil.Process().children(recursive=True)
             of_workers = sum(worker.memory_full_info().pss for worker in workers) / 2**20
             self.of_workers = max(self.of_workers, of_workers)
-            super()._finish_step(entry)
+            super()._finish_step()
 
         def _finish(self) -> None:  # before anything is saved
             self.highest = memory_in_mb("VmHWM")
