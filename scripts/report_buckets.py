@@ -245,7 +245,7 @@ def write_page(
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns import PreparedDataset, column_array
-    from hf_bucketing.models.conditioning import appends_first, most_appended
+    from hf_bucketing.models.conditioning import appended_by
     from hf_bucketing.models.registry import recipe_of
 
     check_writable(args.json, args.html)
@@ -261,13 +261,9 @@ def main(args: argparse.Namespace) -> None:
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
     max_frames = prepared.open_table.max_frames
     model = args.pretrained_model_name_or_path
-    references = appending(
-        prepared.row_references(),
-        most=most_appended(args.condition),
-        num_rows=len(prepared.dataset),
-        first=appends_first(args.condition),
-        text=None if model is None or args.condition is None else recipe_of(model).keyframe_text_tokens,
-    )
+    seen = None if model is None or args.condition is None else recipe_of(model).keyframe_text_tokens
+    frames = appended_by(args.condition, seen=seen)
+    references = appending(prepared.row_references(), frames, num_rows=len(prepared.dataset))
     report = make_report(
         sizes,
         table,

@@ -22,7 +22,7 @@ from ..command_line.config_file import CONFIG_FILE, read_config_file, write_conf
 from ..errors import BucketingError, explains_arguments
 from ..files import complete_folder
 from ..media.conditions import REFERENCE, all_columns
-from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.references import REFERENCE_SIZES, Appended, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences, appending
@@ -189,8 +189,8 @@ class PreparedDataset:
         if REFERENCE not in self.conditions:
             if rule is None:
                 return None
-            first, text = rule.appended_first, rule.appended_text
-            return appending(None, most=rule.appended, num_rows=len(self.dataset), first=first, text=text)
+            frames = Appended(rule.appended, rule.appended_first, rule.appended_text)
+            return appending(None, frames, num_rows=len(self.dataset))
         cells = list(column_batches(self.dataset, REFERENCE_SIZES))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
         sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,14 @@ from ..errors import BucketingError, explains_arguments
 
 REFERENCE_SIZES = "reference_sizes"
 """Column of the sizes of each row's references as they are stored: frames, height and width of one after another."""
+
+
+class Appended(NamedTuple):
+    """Frames that a run appends to samples; see `appended` of [`ReferenceRule`] and what follows there."""
+
+    most: int = 0
+    first: bool = False
+    text: int | None = None
 
 
 @explains_arguments()
@@ -79,6 +88,10 @@ class ReferenceRule:
                 f"Omit `reference_pixels` and `reference_downscale_factor`: the model is shown references with a "
                 f"shorter side of {self.short_side} pixels."
             )
+
+    def appending(self, frames: Appended) -> ReferenceRule:
+        """Return this rule for a run that appends these frames."""
+        return replace(self, appended=frames.most, appended_first=frames.first, appended_text=frames.text)
 
     @property
     def lie_over(self) -> bool:

@@ -15,7 +15,7 @@ from ..buckets.assignment import has_bucket
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from .references import ReferenceRule
+from .references import Appended, ReferenceRule
 from .row_audio import RowAudio
 
 _COUNTED = 2**20
@@ -160,25 +160,20 @@ class RowReferences:
         return found
 
 
-def appending(
-    references: RowReferences | None, *, most: int, num_rows: int, first: bool = False, text: int | None = None
-) -> RowReferences | None:
+def appending(references: RowReferences | None, frames: Appended, *, num_rows: int) -> RowReferences | None:
     """Return the references of rows, as they are counted in a run that appends frames to its samples.
 
     Args:
         references ([`RowReferences`], *optional*): References of the rows; None where they have none.
-        most (`int`): Most frames that are appended to a sample.
+        frames ([`Appended`]): These frames.
         num_rows (`int`): Number of the rows.
-        first (`bool`): Whether its first frame may be one of them.
-        text (`int`, *optional*): See `appended_text` of [`ReferenceRule`].
     """
-    if not most:
+    if not frames.most:
         return references
     if references is None:
         nothing = np.zeros((0, 3), np.int64)
         references = RowReferences(rule=ReferenceRule(), stored=nothing, offsets=np.zeros(num_rows + 1, np.int64))
-    rule = replace(references.rule, appended=most, appended_first=first, appended_text=text)
-    return replace(references, rule=rule)
+    return replace(references, rule=references.rule.appending(frames))
 
 
 def appended_frames(rule: ReferenceRule, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:

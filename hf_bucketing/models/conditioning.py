@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..errors import BucketingError, quoted
 from ..media.conditions import REFERENCE
+from ..media.references import Appended
 from ..media.row_audio import AUDIO
 from ..randomness import Purpose, generator
 
@@ -359,9 +360,14 @@ def most_appended(text: str | None) -> int:
     return 0 if text is None else read_conditions(text).most_appended
 
 
-def appends_first(text: str | None) -> bool:
-    """Return whether the first frame may be one of these."""
-    return text is not None and read_conditions(text).appends_first
+def appended_by(text: str | None, *, seen: int | None = None) -> Appended:
+    """Return the frames that such a setting appends to samples of a model.
+
+    Args:
+        text (`str`, *optional*): The setting.
+        seen (`int`, *optional*): `keyframe_text_tokens` of the model's recipe.
+    """
+    return Appended(most_appended(text), text is not None and read_conditions(text).appends_first, seen)
 
 
 def draws_parts(text: str | None) -> bool:

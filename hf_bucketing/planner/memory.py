@@ -15,7 +15,7 @@ from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..errors import BucketingError
 from ..media.references import ReferenceRule
 from ..media.row_references import appended_frames, appended_text_tokens
-from ..models.conditioning import appends_first, draws_parts, most_appended
+from ..models.conditioning import appended_by, draws_parts, most_appended
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
@@ -268,11 +268,8 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
 
 def _appending(components: Components, config: PlanConfig) -> ReferenceRule:
     """Return the rule that counts the frames that a run appends."""
-    return ReferenceRule(
-        appended=most_appended(config.condition),
-        appended_first=appends_first(config.condition),
-        appended_text=components.recipe.keyframe_text_tokens,
-    )
+    frames = appended_by(config.condition, seen=components.recipe.keyframe_text_tokens)
+    return ReferenceRule().appending(frames)
 
 
 def keyframe_text(components: Components, config: PlanConfig, size: Size) -> int:

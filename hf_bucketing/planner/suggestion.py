@@ -18,8 +18,9 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..errors import BucketingError
+from ..media.references import Appended
 from ..media.row_references import appending, bucket_parts
-from ..models.conditioning import appends_first, most_appended, read_conditions
+from ..models.conditioning import appended_by, read_conditions
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
@@ -163,13 +164,8 @@ class Suggester:
         num_workers: int = 2,
     ) -> None:
         count = len(rows.sizes.frames)
-        references = appending(
-            rows.references,
-            most=most_appended(base.condition),
-            num_rows=count,
-            first=appends_first(base.condition),
-            text=components.recipe.keyframe_text_tokens,
-        )
+        frames = appended_by(base.condition, seen=components.recipe.keyframe_text_tokens)
+        references = appending(rows.references, frames, num_rows=count)
         self.components, self.rows, self.machine = components, replace(rows, references=references), machine
         self.speed, self.measured = speed, measured
         audio_fps = None if rows.audio is None else rows.audio.slowest
@@ -359,7 +355,7 @@ class Suggester:
         if config.condition is None or self.rows.references is None:
             return targets.all_tokens
         most = {None: 0, "first": 1, "last": 1, "all": sys.maxsize}[read_conditions(config.condition).appended_frames]
-        held = appending(self.rows.references, most=most, num_rows=len(targets.num_tokens))
+        held = appending(self.rows.references, Appended(most), num_rows=len(targets.num_tokens))
         return targets.beside(held, self.rows.audio, spec=self.components.spec).all_tokens
 
     def _cache_bytes(self, targets: Targets, config: PlanConfig) -> int:

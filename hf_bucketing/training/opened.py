@@ -18,6 +18,7 @@ from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError
+from ..media.references import Appended
 from ..media.row_references import sample_sizes
 from ..models.conditioning import most_appended, read_conditions
 from ..models.experts import transformers_of
@@ -188,7 +189,7 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
         ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
         own = prepared.table.num_tokens(ids, spec=prepared.spec)
         for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
-            rule = counting_rule(prepared, in_front=opened.recipe.references_in_front, appended=appended)
+            rule = counting_rule(prepared, in_front=opened.recipe.references_in_front, frames=Appended(appended))
             references = None if rule is None else prepared.row_references(rule)
             tokens = own
             if references is not None:

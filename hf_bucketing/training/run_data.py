@@ -23,8 +23,8 @@ from ..columns.prepared_stream import PreparedStream
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK, REFERENCE
-from ..media.references import ReferenceRule
-from ..models.conditioning import appends_first, most_appended
+from ..media.references import Appended, ReferenceRule
+from ..models.conditioning import appended_by
 from ..models.recipe import Recipe
 from ..models.texts import TextEmbeddings
 from .config import TrainingConfig
@@ -73,9 +73,7 @@ class ModelTokens:
             in_front=self.references_in_front,
             text_tokens=self.reference_text_tokens,
             text_factor=self.reference_text_factor,
-            appended=most_appended(condition),
-            first=appends_first(condition),
-            appended_text=self.keyframe_text_tokens,
+            frames=appended_by(condition, seen=self.keyframe_text_tokens),
         )
 
 
@@ -85,28 +83,18 @@ def counting_rule(
     in_front: bool,
     text_tokens: int = 0,
     text_factor: int = 0,
-    appended: int = 0,
-    first: bool = False,
-    appended_text: int | None = None,
+    frames: Appended,
 ) -> ReferenceRule | None:
     """Return the rule that counts what samples are shown beside themselves, whatever model they were prepared for.
 
     A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`, and
-    `text_factor` times its own. Frames that a run appends are counted as if each sample had the most of them,
-    `appended`, of which its first may be one, and with `appended_text` where the text encoder sees them. None if
-    nothing is shown.
+    `text_factor` times its own. `frames` that a run appends are counted as if each sample had the most of them. None
+    if nothing is shown.
     """
-    if REFERENCE not in prepared.conditions and not appended:
+    if REFERENCE not in prepared.conditions and not frames.most:
         return None
-    return replace(
-        prepared.references,
-        in_front=in_front,
-        text_tokens=text_tokens,
-        text_factor=text_factor,
-        appended=appended,
-        appended_first=first,
-        appended_text=appended_text,
-    ).counted
+    rule = replace(prepared.references, in_front=in_front, text_tokens=text_tokens, text_factor=text_factor)
+    return rule.appending(frames).counted
 
 
 class StepRows(NamedTuple):

@@ -201,7 +201,7 @@ def make_step(
     preservation: PreservationConfig | None = None,
     **trained: Any,
 ) -> Step:
-    """Return a step, which trains adapters if it has a base model to preserve, and what else `Recipe.load` is told."""
+    """Return a step, of adapters where a base model is preserved; `trained` goes to `Recipe.load`."""
     recipe = recipe_of(str(folder)).load(str(folder), max_sequence_length=case.max_sequence_length, **trained)
     common: dict[str, Any] = {
         "recipe": recipe,
