@@ -243,9 +243,12 @@ def test_base_predictions_are_targets_of_both_modalities(
     check_base_predictions(audio_run.predict, recipe, config, batch, audio_level=audio_run.audio_level)
 
 
-def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, recipe: Recipe) -> None:
+def test_audio_latents_are_as_many_as_the_pipeline_makes(
+    audio_run: AudioRun, pipeline: Path, recipe: Recipe
+) -> None:
     heard = audio_run.tokens[1]
-    sound = torch.rand(2, audio_run.rule.num_samples(heard)) * 2 - 1
+    generator = torch.Generator().manual_seed(0)
+    sound = torch.rand(2, audio_run.rule.num_samples(heard), generator=generator) * 2 - 1
     latents = recipe.encode_audio(sound)
     assert len(latents) == heard
     assert len(recipe.encode_audio(sound[:, :0])) == 0
@@ -253,8 +256,11 @@ def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, re
         recipe.encode_audio(sound.flip(0)),
         latents.roll(heard // 2, 0) if audio_run.rule.tokens_at_once == 2 else latents,
     )
-    recipe.pipeline.audio_vae.to(torch.bfloat16)
-    assert torch.allclose(recipe.encode_audio(sound).float(), latents.float(), atol=0.1)
+    # Loaded as people load it: diffusers keeps modules in float32 that a cast of the whole would round.
+    vae = recipe.pipeline.audio_vae
+    recipe.pipeline.audio_vae = type(vae).from_pretrained(pipeline, subfolder="audio_vae", torch_dtype=torch.bfloat16)
+    error = recipe.encode_audio(sound).float() - latents
+    assert error.norm() < 0.1 * latents.norm()
 
 
 @pytest.mark.slow
