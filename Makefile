@@ -10,7 +10,7 @@ TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_pat
 	--dataset_dir $(DEMO)/prepared --learning_rate 5e-4 --lr_scheduler cosine --lr_warmup_steps 10 \
 	--num_train_epochs 20 --max_sequence_length 32 --caption_dropout 0.1 --dataloader_num_workers 1
 
-.PHONY: demo test test-slow docs docs-serve notebooks quality style clean
+.PHONY: demo test test-slow test-every docs docs-serve notebooks quality style clean
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
@@ -29,10 +29,13 @@ demo: $(VENV)/installed
 		--html $(DEMO)/run.html
 
 test: $(VENV)/tested
-	$(BIN)/python -m pytest $(TWO) -m "not slow"
+	$(BIN)/python -m pytest $(TWO) -m "not slow and not every"
 
 test-slow: $(VENV)/tested
-	$(BIN)/python -m pytest $(TWO) -m slow
+	$(BIN)/python -m pytest $(TWO) -m "slow and not every" --durations 20
+
+test-every: $(VENV)/tested
+	$(BIN)/python -m pytest $(TWO) -m every --durations 20
 
 # mkdocs-material prints at each start that a future MkDocs 2 will not work with it; setup.cfg excludes that.
 docs: $(VENV)/tested

@@ -23,6 +23,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples
 from hf_bucketing.training.steps import media_of, text_of
 from tests.models.families import RECIPES
+from tests.models.kin import one_per_kin
 from tests.models.pipeline_calls import record_call
 from tests.models.recipe_cases import RecipeCase, draw_shown, stock_pipeline
 from tests.models.test_recipe_suite import folder_of, load
@@ -194,8 +195,7 @@ def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "randn_tensor", zeros)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in (*EDITING, *MODULAR)])
+@pytest.mark.parametrize("name", one_per_kin(name for name in RECIPES if name not in (*EDITING, *MODULAR)))
 def test_a_recipe_passes_what_its_pipeline_passes(
     name: str, folder_of: Callable[[RecipeCase], Path], request: pytest.FixtureRequest
 ) -> None:

@@ -17,6 +17,7 @@ from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
+from tests.models.kin import KIN
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
 
 FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
@@ -119,6 +120,10 @@ def check_losses(step: Step, batch: dict[str, Any], case: RecipeCase, *, by_hand
     expected = by_hand or losses_by_hand(case, step.recipe, step.objective, batch)
     losses = step(step.recipe.transformer, batch, epoch=1).values
     assert losses.tolist() == pytest.approx(expected, abs=case.tolerance, rel=case.tolerance)
+
+
+def test_every_recipe_belongs_to_one_kin() -> None:
+    assert sorted(name for names in KIN for name in names) == sorted(RECIPES)
 
 
 @pytest.mark.parametrize("name", ["flux", "flux-control", "flux2", "hunyuan-video", "hunyuan-image"])

@@ -25,6 +25,7 @@ from hf_bucketing.planner import MemoryParts, PlanConfig, encoding, memory as pl
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.options import plan_options
 from tests.models.families import RECIPES
+from tests.models.kin import one_per_kin
 
 CASES = {case.tiny: case for case in RECIPES.values()}
 FAST = ("mochi", "hunyuan-image")
@@ -54,9 +55,7 @@ def bytes_of(*modules: torch.nn.Module) -> int:
     return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in tiny_pipelines()]
-)
+@pytest.mark.parametrize("name", one_per_kin(CASES, fast=FAST))
 def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
     name: str, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -28,10 +28,9 @@ from hf_bucketing.settings import changed
 from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
+from tests.models.kin import one_per_kin
 from tests.models.recipe_cases import REFERENCE, RecipeCase, stock_pipeline
 from tests.training.training_cases import in_process, run
-
-pytestmark = pytest.mark.slow
 
 PROMPT = "a red square moving right"
 
@@ -80,7 +79,7 @@ def add_conditions(folder: Path, clips: Sequence[Clip]) -> None:
     metadata.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", one_per_kin(RECIPES))
 def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
     name: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -116,6 +115,7 @@ def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
             assert distances[0] <= distances[1] + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_kandinsky_6_trains_on_first_frames_from_files_and_caches_resumes_and_renders_from_one(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -144,6 +144,7 @@ def test_kandinsky_6_trains_on_first_frames_from_files_and_caches_resumes_and_re
     assert rendered["image"] != rendered["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -156,6 +157,7 @@ def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
     train_and_resume(pipeline, data["bucket"], tmp_path / "out", condition=shares, max_sequence_length=16, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_with_one(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -203,6 +205,7 @@ def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_wit
     assert frames["before"] != frames["after"]
 
 
+@pytest.mark.slow
 def test_minimax_h3_takes_no_videos_as_references(
     clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ from hf_bucketing.training.run_data import StepRows
 from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, latent_frames_of, media_of, text_of
 from tests.models.families import RECIPES
+from tests.models.kin import one_per_kin
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
 from tests.packing.test_packing_devices import FIRST_WAITS, STOCK_WAITS, WAITS_OF
@@ -79,14 +80,8 @@ LIMITS = {"kandinsky5": 1e-2}
 """Largest error of a gradient relative to it, where it is not the default: Kandinsky rotates in bfloat16."""
 
 
-@pytest.mark.parametrize(
-    ("name", "batching"),
-    [
-        pytest.param(name, batching, marks=() if name in FAST else pytest.mark.slow)
-        for name in RECIPES
-        for batching in ("bucket", "pack")
-    ],
-)
+@pytest.mark.parametrize("batching", ["bucket", "pack"])
+@pytest.mark.parametrize("name", one_per_kin(RECIPES, fast=FAST))
 def test_a_training_step_waits_for_its_device_at_the_end_alone(name: str, batching: str, folder_of) -> None:
     case, stacked = RECIPES[name], batching == "bucket"
     batch = batch_of(case, case.shown[-1] if case.shown else (), stacked=stacked)
