@@ -243,9 +243,7 @@ def test_base_predictions_are_targets_of_both_modalities(
     check_base_predictions(audio_run.predict, recipe, config, batch, audio_level=audio_run.audio_level)
 
 
-def test_audio_latents_are_as_many_as_the_pipeline_makes(
-    audio_run: AudioRun, pipeline: Path, recipe: Recipe
-) -> None:
+def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, pipeline: Path, recipe: Recipe) -> None:
     heard = audio_run.tokens[1]
     generator = torch.Generator().manual_seed(0)
     sound = torch.rand(2, audio_run.rule.num_samples(heard), generator=generator) * 2 - 1
