@@ -31,7 +31,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "flux": {"guidance_scale": 3.5},
     "qwen-image": {"true_cfg_scale": 3.0, "negative_prompt": "grey"},
 }
-SLOW: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "auraflow": {"guidance_scale": 3.0},
     "bria": {"guidance_scale": 3.0},
     "chronoedit": {"guidance_scale": 3.0},
@@ -129,7 +129,8 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*TOGETHER.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+    ("name", "options"),
+    [*TOGETHER.items(), *(pytest.param(*case, marks=pytest.mark.every) for case in OTHERS.items())],
 )
 def test_calls_together_give_what_they_give_alone(
     name: str, options: dict[str, Any], tiny_folder: Callable[[str], Path], packs: list[int], caplog: Any
@@ -163,7 +164,7 @@ def test_packs_hold_at_most_max_tokens(tiny_folder: Callable[[str], Path], packs
     ("name", "reason", "options"),
     [
         ("z-image", "passes no", {}),
-        *(pytest.param(name, *case, marks=pytest.mark.slow) for name, case in ONE_BY_ONE.items()),
+        *(pytest.param(name, *case, marks=pytest.mark.every) for name, case in ONE_BY_ONE.items()),
     ],
 )
 def test_a_pipeline_that_does_more_renders_one_by_one(

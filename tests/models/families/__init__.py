@@ -16,9 +16,9 @@ CASES: dict[str, FamilyCase] = {
     **{name: case for module in _modules for name, case in getattr(module, "CASES", {}).items()},
 }
 each_family = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if " " in name else ()) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.every if " " in name else ()) for name in CASES]
 )
-"""A test of all cases, which is slow for those with other settings of a family, `FAMILY SETTINGS`."""
+"""A test of all cases; those with other settings of a family, `FAMILY SETTINGS`, run with `-m every`."""
 RECIPES: dict[str, RecipeCase] = {
     name: case for module in _modules for name, case in getattr(module, "RECIPES", {}).items()
 }
