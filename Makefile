@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
-TWO := --numprocesses 2 --dist worksteal
+TWO := --numprocesses 2 --dist worksteal --durations 20
 LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
 	--mixed_precision no --dynamo_backend no
 TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_path $(DEMO)/tiny-wan \
@@ -32,10 +32,10 @@ test: $(VENV)/tested
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not every"
 
 test-slow: $(VENV)/tested
-	$(BIN)/python -m pytest $(TWO) -m "slow and not every" --durations 20
+	$(BIN)/python -m pytest $(TWO) -m "slow and not every"
 
 test-every: $(VENV)/tested
-	$(BIN)/python -m pytest $(TWO) -m every --durations 20
+	$(BIN)/python -m pytest $(TWO) -m every
 
 # mkdocs-material prints at each start that a future MkDocs 2 will not work with it; setup.cfg excludes that.
 docs: $(VENV)/tested
