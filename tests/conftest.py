@@ -128,7 +128,10 @@ def columns_read_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]
     """Record how columns of data sets are read; fail if one is read row by row, which takes seconds per million."""
     from datasets.arrow_dataset import Column
 
-    read, get, each = [], Column.__getitem__, Column.__iter__
+    from hf_bucketing.buckets import arrays
+
+    read, get, each, stored = [], Column.__getitem__, Column.__iter__, arrays.stored_column
+    monkeypatch.setattr(arrays, "stored_column", lambda rows, name: read.append(name) or stored(rows, name))
     monkeypatch.setattr(Column, "__getitem__", lambda column, key: read.append(key) or get(column, key))
     monkeypatch.setattr(Column, "__iter__", lambda column: read.append(0) or each(column))
     yield read

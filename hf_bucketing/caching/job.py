@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from ..buckets.arrays import stored_column
 from ..buckets.assignment import Rejection
 from ..buckets.sizes import Size
 from ..columns.apply import map_columns, with_columns
@@ -170,7 +171,7 @@ def _encode_share(
 def _with_keys(dataset: Dataset, keyed: Dataset, bucket_ids: np.ndarray) -> Dataset:
     """Add the keys; rows that turned out to be unreadable get the values that unreadable rows have."""
     unreadable = ~has_latents(keyed) & (bucket_ids >= 0)
-    keys = keyed.select_columns(["latents_key"]).with_format("arrow")[:]["latents_key"]
+    keys = stored_column(keyed, "latents_key")
     columns: dict[str, Any] = {"latents_key": keys.combine_chunks()}
     if unreadable.any():
         marks = {"width": -1, "height": -1, "num_frames": -1, "bucket_id": -1, "num_tokens": 0}

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ..buckets.arrays import BoolArray
+from ..buckets.arrays import BoolArray, stored_column
 from ..columns.arrays import is_list_type
 from ..columns.prepared import PreparedDataset
 from ..units import format_bytes
@@ -18,7 +18,7 @@ _MEASURED = 200
 
 def has_latents(rows: Dataset) -> BoolArray:
     """Return whether each row has cached latents, `(n,)`; rejected and unreadable ones have none."""
-    keys = rows.select_columns(["latents_key"]).with_format("arrow")[:]["latents_key"]
+    keys = stored_column(rows, "latents_key")
     first = pc.list_element(keys, 0) if is_list_type(keys.type) else keys
     has: BoolArray = pc.not_equal(first, "").to_numpy()
     return has

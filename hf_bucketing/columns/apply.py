@@ -25,7 +25,7 @@ from datasets.fingerprint import Hasher
 from datasets.table import ConcatenationTable, InMemoryTable
 
 from ..errors import ColumnError
-from .arrays import cell_of_list
+from .arrays import cell_of_list, column_table
 
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
@@ -94,8 +94,10 @@ def map_columns(
         reuse = {"load_from_cache_file": False, "keep_in_memory": True, "new_fingerprint": uuid.uuid4().hex}
     elif not _can_cache(dataset):
         reuse = {"keep_in_memory": True}
+    # Only what is read: processes would be sent the other columns too.
+    read = _narrowed(dataset.with_format(None), list(dict.fromkeys(inputs)))
     new: Dataset = (
-        _narrowed(dataset.with_format(None), list(dict.fromkeys(inputs)))  # else processes would be sent all columns
+        (_gathered(read) if function.vectorised else read)
         .with_format("arrow" if function.vectorised else None)
         .map(
             function,
@@ -152,6 +154,14 @@ def _narrowed(dataset: Dataset, columns: list[str]) -> Dataset:
     blocks = [[block for block in row if block.num_columns] for row in chosen.data.blocks]
     table = ConcatenationTable.from_blocks(blocks)
     return Dataset(table, chosen.info, chosen.split, chosen._indices, chosen._fingerprint)
+
+
+def _gathered(dataset: Dataset) -> Dataset:
+    """Return columns of numbers in memory if indices choose their rows, which datasets would gather one by one."""
+    if dataset._indices is None:
+        return dataset
+    table = InMemoryTable(column_table(dataset, dataset.column_names))
+    return Dataset(table, dataset.info, dataset.split, fingerprint=dataset._fingerprint)
 
 
 def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:

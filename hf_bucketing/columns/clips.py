@@ -14,7 +14,7 @@ from datasets import Dataset
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, stored_column
 from ..buckets.assignment import CLIP_SIZE
 from ..errors import ColumnError
 from ..media.rows import CLIP_END, CLIP_START
@@ -178,7 +178,7 @@ def cut_clips(
     if rule.mode == "scenes":
         batch |= {name: _scene_column(dataset, name) for name in (SCENE_START, SCENE_END)}
         if caption_column is not None:
-            batch[caption_column] = dataset.select_columns([caption_column]).with_format("arrow")[:][caption_column]
+            batch[caption_column] = stored_column(dataset, caption_column)
     clips, columns, problem = function.cut(batch, report, path=lambda row: paths_of(dataset, [row], media_column)[0])
     if problem and on_error == "raise":
         report(ColumnError(problem, advice=_ADVICE))
@@ -305,7 +305,7 @@ def _scene_column(dataset: Dataset, name: str) -> pa.ChunkedArray:
             f"`clips` scenes reads the columns {SCENE_START} and {SCENE_END}, in seconds, but the data set has "
             f"{dataset.column_names}."
         )
-    column: pa.ChunkedArray = dataset.select_columns([name]).with_format("arrow")[:][name]
+    column: pa.ChunkedArray = stored_column(dataset, name)
     kind = column.type.value_type if is_list_type(column.type) else column.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
         raise ColumnError(f"The column {name} must hold seconds, numbers or lists of numbers; it is {column.type}.")

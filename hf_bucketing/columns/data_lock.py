@@ -28,7 +28,7 @@ from ..media.references import REFERENCE_SIZES
 from ..media.row_audio import HAS_AUDIO
 from ..media.row_references import sample_sizes
 from ..media.rows import CLIP_END, CLIP_START, MediaColumns
-from .arrays import SIZE_COLUMNS, cell_of_list, is_list_type, media_kind, numbers, whole_numbers
+from .arrays import SIZE_COLUMNS, cell_of_list, is_list_type, media_kind, numbers, table_batches, whole_numbers
 from .faults import path_of
 
 LOCK_FILE = "data_lock.arrow"
@@ -149,7 +149,7 @@ class LockRule:
         size = _ROWS if kinds <= {"path", None} else _ROWS_WITH_BYTES
         parts: dict[str, list[Hashes]] = {name: [np.zeros(0, np.uint32)] for name in LOCKED}
         parts["name"] = [np.zeros(0, np.uint64)]
-        for batch in present.with_format("arrow").iter(batch_size=size):
+        for batch in table_batches(present, present.column_names, size):
             for name, hashes in self._hashes(batch).items():
                 parts[name].append(hashes.astype(parts[name][0].dtype))
         return DataLock(**{name: np.concatenate(hashes) for name, hashes in parts.items()})

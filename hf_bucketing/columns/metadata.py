@@ -18,7 +18,7 @@ from ..media.probe import FPS_TOLERANCE, MAX_PIXELS, MediaInfo, frames_at_fps, p
 from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
-from .arrays import column_array, column_batches, is_text, numbers, whole_numbers
+from .arrays import column_array, column_batches, column_table, is_text, numbers, whole_numbers
 from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
 from .layouts import STILL_IMAGES
 from .settings import SIDES, TIMES, OnFileError, SizesFrom
@@ -313,7 +313,7 @@ def add_sizes(
         present = [name for name in (*SIDES, *TIMES) if name in dataset.column_names]
         unused = f", instead of the columns {', '.join(present)}: {reason}" if present else ""
         return SizedDataset(sized, f"Sizes are read from the headers of the files{unused}.")
-    batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
+    batch = column_table(dataset, names.values())
     columns = _sizes(batch, names, target_fps=metadata.target_fps)
     sized = with_columns(undecoded(dataset, [metadata.column]), columns)
     return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names)
@@ -361,7 +361,7 @@ def _usable_columns(
         if not _all_still_images(dataset, metadata.column):
             return {}, "videos need num_frames and fps too"
         names = {name: names[name] for name in SIDES}
-    batch = dataset.select_columns(list(names.values())).with_format("arrow")[:]
+    batch = column_table(dataset, names.values())
     try:
         sizes = _sizes(batch, names)
     except ColumnError as error:
@@ -399,7 +399,7 @@ def _compare_with_files(
     sample = undecoded(dataset.select_columns([metadata.column, *names.values()]).select(rows), [metadata.column])
     cells = sample[metadata.column][:]
     found = replace(metadata, target_fps=None, on_error="reject")({metadata.column: cells})
-    given = _sizes(sample.select_columns(list(names.values())).with_format("arrow")[:], names)
+    given = _sizes(column_table(sample, names.values()), names)
     compared = [*SIDES, *(TIMES if "fps" in names else ())]
     unreadable = 0
     differing = []

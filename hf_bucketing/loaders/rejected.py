@@ -12,7 +12,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from datasets.arrow_dataset import Column
 
-from ..buckets.arrays import BoolArray
+from ..buckets.arrays import BoolArray, whole_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 
@@ -47,8 +47,7 @@ def warn_of_rejected(
     if rejection is None:
         why = 'pass rejection=dataset["rejection"] to see why'
     else:
-        reasons = rejection[rejected.tolist()] if isinstance(rejection, Column) else np.asarray(rejection)[rejected]
-        counts = count_rejections(np.asarray(reasons))
+        counts = count_rejections(whole_column(rejection)[rejected])
         why = (
             ", ".join(f"{count:,} {label}" for label, count in counts.items())
             or "the rejection column names no reason"

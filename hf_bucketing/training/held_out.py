@@ -11,12 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ..buckets.arrays import IntArray
+from ..buckets.arrays import IntArray, stored_column
 from ..columns.arrays import column_array
 from ..columns.faults import NAMED_ROWS
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
 from ..randomness import Purpose, generator
+
+_MAY_BE_SPELLED_OTHERWISE = r"^/|^$|/$|//|(^|/)\.\.?(/|$)"
+"""Paths that are not below the root as they are written: absolute ones, and those with `.`, `..` or `//`."""
 
 
 class Files(NamedTuple):
@@ -43,7 +46,11 @@ def files_of(prepared: PreparedDataset) -> Files:
     root = "" if prepared.root is None else os.path.abspath(prepared.root)
     encoded = paths.dictionary_encode().combine_chunks()
     numbers: dict[str, int] = {}
-    spelled = (os.path.normpath(os.path.join(root, path)) for path in encoded.dictionary.to_pylist())
+    spelled = encoded.dictionary
+    if pc.any(pc.match_substring_regex(spelled, _MAY_BE_SPELLED_OTHERWISE)).as_py():
+        spelled = [os.path.normpath(os.path.join(root, path)) for path in spelled.to_pylist()]
+    else:
+        spelled = pc.binary_join_element_wise(os.path.join(root, ""), spelled, "").to_pylist()
     number = np.array([numbers.setdefault(path, len(numbers)) for path in spelled], np.int64)
     named = paths.is_valid().to_numpy()
     of_row = np.empty(len(paths), np.int64)
@@ -125,7 +132,7 @@ def _check_caches(training: CacheInfo | None, validation: CacheInfo | None) -> N
 
 def _on_disk(prepared: PreparedDataset) -> set[str]:
     """Return the paths of the files that are not part of the data set: names of bytes say nothing about others."""
-    cells = _cells(prepared.dataset, prepared.column)
+    cells = stored_column(prepared.dataset, prepared.column)
     if pa.types.is_struct(cells.type):
         alone = np.flatnonzero(pc.struct_field(cells, "bytes").is_null().to_numpy())
         prepared = dataclasses.replace(prepared, dataset=prepared.dataset.select(alone))
@@ -134,12 +141,8 @@ def _on_disk(prepared: PreparedDataset) -> set[str]:
 
 def _paths(dataset: Dataset, column: str) -> pa.ChunkedArray:
     """Return the paths of a media column, null for bytes without one."""
-    cells = _cells(dataset, column)
+    cells = stored_column(dataset, column)
     if pa.types.is_struct(cells.type):
         cells = pc.struct_field(cells, "path")
     text = pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
     return cells if text else pa.chunked_array([pa.nulls(len(cells), pa.string())])
-
-
-def _cells(dataset: Dataset, column: str) -> pa.ChunkedArray:
-    return dataset.select_columns([column]).with_format("arrow")[:][column]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import shutil
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, Video, concatenate_datasets, load_dataset
+from datasets.table import IndexedTableMixin
 from synthetic.media import DEMO_CLIPS
 
 from hf_bucketing import (
     AssignmentRule,
+    BucketBatchSampler,
     BucketingError,
     BucketTable,
     ColumnError,
@@ -22,7 +25,9 @@ from hf_bucketing import (
     Size,
     open_table,
 )
+from hf_bucketing.buckets.arrays import whole_column
 from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, load_source, map_columns
+from hf_bucketing.columns.arrays import column_batches
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(9, 64, 96), Size(9, 96, 64)))
@@ -240,3 +245,35 @@ def test_a_whole_column_is_an_array_of_the_rows_as_they_are_chosen_and_formatted
             assert column.tolist() == rows.with_format(None)[name][:]
     with pytest.raises(ColumnError, match="no column 'depth', only"):
         column_array(dataset, "depth")
+
+
+def test_rows_that_indices_choose_are_not_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    count = 2000
+    sides = {name: rng.integers(64, 900, count) for name in ("width", "height")}
+    rows = sized(**sides, num_frames=[9] * count, file_name=["a"] * count)
+    gathered, gather = [], IndexedTableMixin.fast_gather
+    monkeypatch.setattr(
+        IndexedTableMixin, "fast_gather", lambda table, rows: gathered.append(len(rows)) or gather(table, rows)
+    )
+    chosen = rows.shuffle(seed=0).select(range(0, count, 2))
+    mapped, plain = (
+        map_columns(chosen, BucketColumns(TABLE, WAN)),
+        map_columns(chosen.flatten_indices(), BucketColumns(TABLE, WAN)),
+    )
+    gathered.clear()  # by `flatten_indices`
+    for name in mapped.column_names:
+        assert column_array(mapped, name).tolist() == column_array(plain, name).tolist()
+        assert [*itertools.chain(*(cells.to_pylist() for cells in column_batches(mapped, name)))] == plain[name][:]
+    sampler, expected = (
+        BucketBatchSampler(dataset["bucket_id"], table=TABLE, batch_size=2, num_processes=1)
+        for dataset in (mapped, plain)
+    )
+    assert list(sampler) == list(expected)
+    assert not gathered
+
+
+def test_a_column_with_missing_values_is_no_column_of_whole_numbers() -> None:
+    dataset = Dataset.from_dict({"bucket_id": [0, None, 1]})
+    with pytest.raises(TypeError):
+        whole_column(dataset["bucket_id"], np.int64)
