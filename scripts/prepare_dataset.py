@@ -28,7 +28,7 @@ from hf_bucketing.report.text import NO_BUCKET
 from hf_bucketing.training.script_settings import settings_of_scripts
 
 SIZES = ("num_frames", "height", "width")
-OWN = ("pretrained_model_name_or_path", "num_proc", "overwrite", "output_dir")
+OWN = ("pretrained_model_name_or_path", "num_proc", "overwrite", "streaming", "output_dir")
 
 
 def make_parser() -> FlagParser:
@@ -80,9 +80,11 @@ def main(args: argparse.Namespace) -> None:
     shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}
     if len(sources) == 1 and sources[0].table.table is None:
         shared["table_of_frames"] = table_of_frames
+    given = {name: value for name, value in vars(args).items() if name in OWN}
+    settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
     if args.streaming:
         stream, columns = prepare_stream(sources, spec=spec, **of_model, say=print)
-        stream.save(args.output_dir)
+        replace(stream, settings=settings).save(args.output_dir)
         print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
         named = columns["file"]
         print(
@@ -94,8 +96,6 @@ def main(args: argparse.Namespace) -> None:
         print(f"Saved the description of the stream to {args.output_dir}")
         return
     prepared = prepare(sources, spec=spec, **of_model, num_proc=args.num_proc, overwrite=args.overwrite)
-    given = {name: value for name, value in vars(args).items() if name in OWN}
-    settings = {"prepare_dataset": given, SOURCES: settings_of_sources(sources)}
     replace(prepared, settings=settings).save(args.output_dir)
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
     print(describe_assignment(columns, table=prepared.table, name_rows=prepared.file_names, **shared))

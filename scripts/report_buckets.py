@@ -247,10 +247,12 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns import PreparedDataset, column_array
     from hf_bucketing.models.conditioning import appended_by
     from hf_bucketing.models.registry import recipe_of
+    from hf_bucketing.training.prepared_settings import check_same_settings
 
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)
     prepared = PreparedDataset.load(args.dataset)
+    check_same_settings(args.config, args.dataset, settings=prepared.settings)
     table = choose_table(args, prepared)
     chosen = {} if args.compare is None else choose_peers(args.compare, table=table, spec=prepared.spec)
     measured = None if args.cost_model is None else read_cost_model(args.cost_model)

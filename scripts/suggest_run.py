@@ -65,9 +65,17 @@ def read_prepared(
     from hf_bucketing.columns.prepared_stream import PreparedStream, holds_stream
     from hf_bucketing.planner.rows import DataRows
     from hf_bucketing.planner.ways import ways_of
+    from hf_bucketing.settings import settings_in
+    from hf_bucketing.training.prepared_settings import check_same_settings
 
     stream = PreparedStream.load(folder) if holds_stream(folder) else None
     prepared = stream or PreparedDataset.load(folder)
+    given = {
+        setting.name: value
+        for setting in settings_in(SourceConfig)  # those of tables are no flags here
+        if setting.name != "dataset" and (value := getattr(args, setting.name, setting.default)) != setting.default
+    }
+    check_same_settings(args.config, folder, settings=prepared.settings, flags=given)
     if prepared.spec != components.spec:
         raise BucketingError(f"{folder} was prepared for {prepared.spec}, and the model has {components.spec}.")
     cache = None

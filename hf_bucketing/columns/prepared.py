@@ -242,8 +242,7 @@ class PreparedDataset:
             dataset.save_to_disk(str(partial))
             self.lock_rule.lock(load_from_disk(str(partial))).save(partial / LOCK_FILE)
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-            if self.settings:
-                (partial / CONFIG_FILE).write_text(write_config(self.settings), encoding="utf-8")
+            write_settings(partial, self.settings)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedDataset:
@@ -259,7 +258,7 @@ class PreparedDataset:
                 f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
                 "from it with `streaming=True`, or prepare its rows without --streaming."
             )
-        cache, audio, config = manifest["cache"], manifest.get("audio"), path / CONFIG_FILE
+        cache, audio = manifest["cache"], manifest.get("audio")
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
@@ -272,8 +271,20 @@ class PreparedDataset:
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
             cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
-            settings=read_config_file(str(config)).plain() if config.is_file() else {},
+            settings=read_settings(path),
         )
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings by which a folder is made to its config.yaml, if there are any."""
+    if settings:
+        (folder / CONFIG_FILE).write_text(write_config(settings), encoding="utf-8")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings by which a folder was made; none if it does not hold them."""
+    file = folder / CONFIG_FILE
+    return read_config_file(str(file)).plain() if file.is_file() else {}
 
 
 def root_from(root: str, folder: Path) -> str:

@@ -47,7 +47,9 @@ from .prepared import (
     read_open_table,
     read_root,
     read_rule,
+    read_settings,
     root_from,
+    write_settings,
 )
 from .settings import RowsConfig, SourceConfig
 from .shares import given_shares
@@ -158,6 +160,8 @@ class PreparedStream:
             have, and the sizes in which they are shown.
         audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
+        settings (mapping): Settings of the script that made it, as a YAML file holds them: `save` writes them to
+            config.yaml.
     """
 
     parts: tuple[StreamPart, ...]
@@ -167,6 +171,7 @@ class PreparedStream:
     sample: StreamSample
     references: ReferenceRule = field(default_factory=ReferenceRule)
     audio: AudioRule | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     column = MEDIA
     caption_column = CAPTION
@@ -273,6 +278,7 @@ class PreparedStream:
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            write_settings(partial, self.settings)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> PreparedStream:
@@ -296,6 +302,7 @@ class PreparedStream:
             ),
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
+            settings=read_settings(Path(folder)),
         )
 
 

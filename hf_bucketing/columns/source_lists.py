@@ -40,6 +40,18 @@ def sources_from(values: Mapping[str, Any], file: ConfigFile | None = None) -> l
         raise FlagError(f"{file.where(entry)}: the file names both a dataset and {SOURCES}; keep one of them.")
     if datasets:
         return make_sources(common, [{"dataset": dataset} for dataset in datasets])
+    return make_sources(common, read_listed(file))
+
+
+def read_listed(file: ConfigFile) -> list[dict[str, Any]]:
+    """Return the settings by name of each source that a file of settings lists; none if it has no list.
+
+    Raises:
+        FlagError: If the list is none, or has a wrong setting or a source without a dataset.
+    """
+    entry = file.entries.get(SOURCES)
+    if entry is None:
+        return []
     if not isinstance(entry.value, list) or not all(isinstance(item, dict) for item in entry.value) or not entry.value:
         raise FlagError(f"{file.where(entry)}: {SOURCES} must be a list of mappings, each with a dataset.")
     parser = FlagParser(None)
@@ -50,7 +62,7 @@ def sources_from(values: Mapping[str, Any], file: ConfigFile | None = None) -> l
         if sources[-1].get("dataset") is None:
             line = min((inner.line for inner in settings.values()), default=entry.line)
             raise FlagError(f"{file.path}, line {line}: this source has no dataset.")
-    return make_sources(common, sources)
+    return sources
 
 
 def make_sources(
@@ -62,8 +74,15 @@ def make_sources(
     folders such as `10_a fox`, stands for the sources that it lists; `say` is called with a sentence about each of its
     keys that has no effect.
     """
+    return [build(SourceConfig, settings) for settings in complete_settings(common, sources, say=say)]
+
+
+def complete_settings(
+    common: Mapping[str, Any], sources: Sequence[Mapping[str, Any]], *, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return the settings of sources by name as [`make_sources`] takes them, with those of `common`."""
     listed = (settings for source in sources for settings in _listed(source, say))
-    return [build(SourceConfig, {**_inherited(common, settings), **settings}) for settings in listed]
+    return [{**_inherited(common, settings), **settings} for settings in listed]
 
 
 def settings_of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:

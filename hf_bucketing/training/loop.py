@@ -60,6 +60,7 @@ from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from .opened import OpenedRun, check_settings, open_run
+from .prepared_settings import check_same_settings
 from .reporting import OpenStep, RunReport
 from .run_data import ModelTokens, RunData
 from .run_log import Status, write_cost_model
@@ -117,6 +118,7 @@ class Trainer:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
         set_seed(config.seed)
         opened = open_run(self._find_checkpoint(config), self.accelerator)
+        check_same_settings(file, config.dataset_dir, settings=opened.made_with)
         if self.accelerator.is_main_process:
             for line in describe_changes(opened.config, opened.prepared, resumed=self.checkpoint is not None):
                 logger.warning(line)
@@ -322,6 +324,7 @@ class Trainer:
         settings = settings_to_repeat(
             self.config,
             self.file,
+            made_with=self.opened.made_with,
             mixed_precision=self.accelerator.mixed_precision,
             init_from_adapters=self.given.adapters.init_from_adapters,
             resume_from_checkpoint=None,

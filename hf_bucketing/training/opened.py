@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -90,11 +91,20 @@ class OpenedRun:
     @cached_property
     def trains_audio(self) -> bool:
         """Whether audio is trained with video: the data set has some."""
-        if self.prepared is not None:
-            return self.prepared.audio is not None
+        return self._folder.audio is not None
+
+    @property
+    def made_with(self) -> Mapping[str, Any]:
+        """Settings by which the rows were prepared and cached; none where their folder does not hold them."""
+        return self._folder.settings
+
+    @cached_property
+    def _folder(self) -> PreparedDataset | PreparedStream:
+        """What the folder holds that is trained."""
         folder = self.config.dataset_dir
-        stream = PreparedStream.load(folder) if holds_stream(folder) else PreparedDataset.load(folder)
-        return stream.audio is not None
+        if self.prepared is not None:
+            return self.prepared
+        return PreparedStream.load(folder) if holds_stream(folder) else PreparedDataset.load(folder)
 
     @property
     def renders(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..caching.settings import CacheConfig
@@ -59,24 +61,32 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
     return {script: frozenset(settings) for script, settings in names.items()}
 
 
-def settings_to_repeat(config: TrainingConfig, file: ConfigFile | None, **chosen: Any) -> dict[str, Any]:
+def settings_to_repeat(
+    config: TrainingConfig,
+    file: ConfigFile | None,
+    *,
+    made_with: Mapping[str, Any] = MappingProxyType({}),
+    **chosen: Any,
+) -> dict[str, Any]:
     """Return the settings of a training run as a YAML file holds them, with what a file says about other scripts.
 
     The run's own settings stand under its script's name, all of them, so that other scripts which have settings of
-    the same names keep those of the file.
+    the same names keep those of the file. Settings of preparing and of caching are those of the folder that was
+    trained, where it holds them, and not those of the file.
 
     Args:
         config ([`TrainingConfig`]): Settings of the run, with everything that it chose itself.
         file ([`ConfigFile`], *optional*): File that the run was started with.
+        made_with (mapping): Settings by which its rows were prepared and cached, as its `dataset_dir` holds them.
         **chosen: Settings that differ from those in `config`.
     """
     scripts, own = settings_of_scripts(), "train_text_to_video"
-    own_names = (own, "suggest_run")  # which comes before a run
-    others = {SOURCES, *scripts, *TRAINED_ON}.union(
-        *(scripts[script] for script in scripts if script not in own_names)
-    )
+    left = {own, "suggest_run", *(["prepare_dataset"] if SOURCES in made_with else [])}  # a suggestion precedes a run
+    others = {SOURCES, *scripts, *TRAINED_ON}.union(*(scripts[script] for script in scripts if script not in left))
+    if SOURCES in made_with:  # another script has some of them too, for tables that it tries
+        others -= scripts["prepare_dataset"] - scripts["cache_latents"]
     kept = {} if file is None else {name: value for name, value in file.plain().items() if name in others}
-    return {**kept, own: {**config.flat(), **chosen}}
+    return {**kept, **made_with, own: {**config.flat(), **chosen}}
 
 
 def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
