@@ -68,6 +68,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.models.loading import Loading, Part
     from hf_bucketing.models.registry import recipe_of
     from hf_bucketing.training.agreement import check_shared
+    from hf_bucketing.training.data_changes import describe_edited_texts
     from hf_bucketing.training.prepared_settings import check_same_settings
 
     on_disk = not is_url(args.cache_dir)
@@ -82,6 +83,8 @@ def main(args: argparse.Namespace) -> None:
         check_shared(accelerator, cache_dir, advice=advice)
     prepared = PreparedDataset.load(args.dataset_dir)
     check_same_settings(args.config, args.dataset_dir, settings=prepared.settings, cached=False)
+    for sentence in describe_edited_texts(prepared, args.dataset_dir) if accelerator.is_main_process else ():
+        print(sentence)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     if prepared.spec != recipe.read_spec(args.pretrained_model_name_or_path):
         raise BucketingError(

@@ -19,6 +19,7 @@ from datasets import IterableDataset
 from ..errors import MediaError
 from ..media.conditions import REFERENCE
 from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, listed_rows
+from .text_files import TextFiles
 
 _NUMBERED = re.compile(r"(.+)_(\d+)", re.DOTALL)
 """Stem of one of several references of a file: its own stem, and a number."""
@@ -95,6 +96,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         + "".join(missing),
         choose=f'give `caption_extension="{extension}"`',
         root=above,
+        texts=TextFiles() if request.streaming else TextFiles.beside([*captions.values()], extension=extension),
     )
 
 

@@ -26,6 +26,7 @@ from ..hub import from_hub
 from ..media.remote import HOW_TO_REACH, is_url, reason_of
 from .apply import undecoded
 from .settings import RowsConfig
+from .text_files import TextFiles
 
 STILL_IMAGES = frozenset(
     {".avif", ".bmp", ".heic", ".heif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff"}
@@ -132,6 +133,7 @@ class SourceRows:
         choose (`str`): Clause that says how to ask for this layout, if another one could be meant as well.
         root (`str`, *optional*): Folder or URL of relative paths.
         media_column (`str`, *optional*): Media column, if the layout fixes it.
+        texts ([`TextFiles`][hf_bucketing.columns.text_files.TextFiles]): Local files with the captions.
     """
 
     dataset: Rows
@@ -139,6 +141,7 @@ class SourceRows:
     choose: str = ""
     root: str | None = None
     media_column: str | None = None
+    texts: TextFiles = field(default_factory=TextFiles)
 
 
 Layout = Callable[[SourceRequest], "SourceRows | None"]
@@ -159,7 +162,13 @@ def loaded_by_datasets(request: SourceRequest) -> SourceRows:
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise MediaError(f"The folder {path} does not exist; pass a folder or the name of a hub data set.")
     dataset = load(request, name, request.config_name)
-    return SourceRows(dataset=dataset, layout=f"{count_rows(dataset)}, loaded by datasets", root=default_root(name))
+    tables = [str(file) for file in path.rglob("*") if file.suffix.lower() in TABLES] if path.is_dir() else []
+    return SourceRows(
+        dataset=dataset,
+        layout=f"{count_rows(dataset)}, loaded by datasets",
+        root=default_root(name),
+        texts=TextFiles.of_many(tables),
+    )
 
 
 def default_root(name: str) -> str:

@@ -78,6 +78,7 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
         other_roots=roots[1:],
         layout=f"{len(parts)} sources: {', '.join(sources)}",
         conditions=conditions,
+        texts=tuple(texts for part in sources.values() for texts in part.texts),
     )
 
 

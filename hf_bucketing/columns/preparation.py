@@ -324,6 +324,7 @@ def prepare(
         conditions=rows.conditions,
         references=shared_rule(configs, spec, taken),
         audio=audio,
+        texts=rows.texts,
     )
 
 

@@ -31,6 +31,7 @@ from .apply import undecoded
 from .arrays import column_array, column_batches
 from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
+from .text_files import TextFiles
 
 MANIFEST = "bucketing.json"
 
@@ -107,6 +108,8 @@ class PreparedDataset:
         audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
+        texts (`tuple` of [`TextFiles`][hf_bucketing.columns.text_files.TextFiles]): Local files that the captions of
+            each source were read from.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
     """
@@ -122,6 +125,7 @@ class PreparedDataset:
     references: ReferenceRule = field(default_factory=ReferenceRule)
     audio: AudioRule | None = None
     cache: CacheInfo | None = None
+    texts: tuple[TextFiles, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -237,6 +241,10 @@ class PreparedDataset:
             "cache": None
             if self.cache is None
             else asdict(self.cache.with_folders(lambda folder: root_from(folder, target))),
+            "texts": [
+                asdict(replace(texts, files=tuple(root_from(file, target) for file in texts.files)))
+                for texts in self.texts
+            ],
         }
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
@@ -271,6 +279,10 @@ class PreparedDataset:
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
             cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
+            texts=tuple(
+                TextFiles(**{**texts, "files": tuple(read_root(file, path) for file in texts["files"])})
+                for texts in manifest.get("texts", ())
+            ),
             settings=read_settings(path),
         )
 

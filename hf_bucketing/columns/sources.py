@@ -26,6 +26,7 @@ from .layouts import (
 )
 from .nested import has_column, nested_names, with_nested
 from .tables import LAYOUTS
+from .text_files import TextFiles
 
 SAMPLED_ROWS = 64
 """Rows of a stream that are read to find its columns and to check it."""
@@ -54,6 +55,8 @@ class MediaDataset:
         layout (`str`): Description of what was read and how many files were ignored, for messages.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         first_rows (`Dataset`, *optional*): First rows of a stream; None for a data set of rows.
+        texts (`tuple` of [`TextFiles`][hf_bucketing.columns.text_files.TextFiles]): Local files with the captions of
+            each source.
     """
 
     dataset: Any
@@ -64,6 +67,7 @@ class MediaDataset:
     layout: str
     conditions: Mapping[str, str] = field(default_factory=dict)
     first_rows: Dataset | None = None
+    texts: tuple[TextFiles, ...] = ()
 
     def describe(self) -> str:
         """Return two lines: the layout that was read, and the columns with the first row as an example."""
@@ -180,6 +184,7 @@ def load_rows(request: SourceRequest) -> MediaDataset:
         root=rows.root,
         layout=f"{name}: {rows.layout}",
         first_rows=with_nested(sample, columns) if request.streaming else None,
+        texts=(rows.texts,),
     )
 
 

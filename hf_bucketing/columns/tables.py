@@ -32,6 +32,7 @@ from .layouts import (
     listed_rows,
     load,
 )
+from .text_files import TextFiles
 
 _FASTVIDEO = "videos2caption.json"
 _MAPPING = "captions.json"
@@ -102,7 +103,12 @@ def tars(request: SourceRequest) -> SourceRows | None:
         return None
     dataset = load(request, "webdataset", data_files=data_files(files))
     count = f"{len(files)} tars" if len(files) > 1 else os.path.basename(files[0])
-    return SourceRows(dataset=dataset, layout=f"{count_rows(dataset)} of {count}", choose=f"name {files[0]}")
+    return SourceRows(
+        dataset=dataset,
+        layout=f"{count_rows(dataset)} of {count}",
+        choose=f"name {files[0]}",
+        texts=TextFiles.of_many([file for file in files if not is_url(file)]),
+    )
 
 
 def listed_folder(request: SourceRequest) -> SourceRows | None:
@@ -167,6 +173,7 @@ def _read_mapping(path: Path, request: SourceRequest) -> SourceRows | None:
         layout=f"{len(captions)} files of {path.name}",
         choose=f"name {path}",
         root=str(path.parent),
+        texts=TextFiles.of_many([str(path)]),
     )
 
 
@@ -195,6 +202,7 @@ def _read_lines(path: Path, request: SourceRequest) -> SourceRows:
         layout=f"{len(files)} lines of {path.name} with the captions of {found[0].name}",
         choose=f"name {path}",
         root=_root(path.parent, files[0].decode() if files else ""),
+        texts=TextFiles.of_many([str(found[0])]),
     )
 
 
@@ -235,6 +243,7 @@ def _read_table(files: Sequence[str], request: SourceRequest, *, media_column: s
         choose=f"name {path}",
         root=root,
         media_column=media_column,
+        texts=TextFiles.of_many([] if url else files),
     )
 
 

@@ -1,23 +1,25 @@
-"""What changed in the data of a run: since it began, since it was cached, and the lock by which a run knows it."""
+"""What changed in the data of a run: since it was prepared, cached or begun, and the lock by which a run knows it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from ..buckets.arrays import IntArray
 from ..caching.keys import has_latents
 from ..columns.data_changes import compare_locks
 from ..columns.data_lock import LOCK_FILE, DataLock, read_lock
-from ..columns.faults import NAMED_ROWS, listed
+from ..columns.faults import NAMED_ROWS, listed, paths_of
 from ..columns.prepared import PreparedDataset
 from ..files import complete_file
 from .config import TrainingConfig
 
 _LOOKED_AT = 10_000
-"""Files of a cache that a run looks at before it starts, spread evenly over its rows."""
+"""Files of a cache, and of captions, that a run looks at before it starts, spread evenly over its rows."""
 
 
 def keep_lock(config: TrainingConfig) -> None:
@@ -30,18 +32,52 @@ def keep_lock(config: TrainingConfig) -> None:
 
 
 def describe_changes(config: TrainingConfig, prepared: PreparedDataset | None, *, resumed: bool) -> list[str]:
-    """Return sentences on what changed in the rows of a run since it began, and in those of its cache.
+    """Return sentences on what changed in the rows of a run since it began, in those of its cache, and in captions.
 
     A stream has no rows that are known before they come.
     """
-    lock = None if prepared is None else read_lock(config.dataset_dir)
-    if prepared is None or lock is None:
+    if prepared is None:
         return []
-    sentences = []
+    sentences = describe_edited_texts(prepared, config.dataset_dir)
+    lock = read_lock(config.dataset_dir)
+    if lock is None:
+        return sentences
     began = read_lock(config.output_dir) if resumed else None
     if began is not None and (changes := compare_locks(began, lock).describe()):
         sentences.append(f"{config.dataset_dir} is not as it was when the run began. {changes}")
     return sentences if prepared.cache is None else sentences + _describe_cache(prepared, lock, config.dataset_dir)
+
+
+def describe_edited_texts(prepared: PreparedDataset, folder: str) -> list[str]:
+    """Return a sentence on files of captions that were edited after rows were prepared from them, if there are any.
+
+    Of files beside media, up to 10,000 are looked at.
+    """
+    edited: list[str] = []
+    looked_at = 0
+    for number, texts in enumerate(prepared.texts):
+        files = [*texts.files]
+        if texts.extension is not None:
+            ids = prepared.source_ids
+            rows = np.arange(len(prepared.dataset)) if ids is None else np.flatnonzero(ids == number)
+            media = paths_of(prepared.dataset, _spread(rows).tolist(), prepared.column)
+            stems = dict.fromkeys(os.path.splitext(file)[0] for file in media if file is not None)  # of clips, one
+            files = [os.path.join(prepared.root or "", stem + texts.extension) for stem in stems]
+        looked_at += len(files)
+        edited += texts.edited(files)
+    if not edited:
+        return []
+    names = listed(edited[:NAMED_ROWS], total=len(edited), separator=", ")
+    return [
+        f"Of {looked_at:,} files of captions looked at, {len(edited):,} were edited after {folder} was prepared from "
+        f"them: {names}. The captions are as they were then; run scripts/prepare_dataset.py again"
+        f"{' and scripts/cache_latents.py' if prepared.cache is not None else ''} to use others."
+    ]
+
+
+def _spread(rows: IntArray) -> IntArray:
+    """Return as many of some rows as are looked at, spread evenly over them."""
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _LOOKED_AT)).astype(np.int64))]
 
 
 def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> list[str]:
@@ -59,8 +95,7 @@ def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> l
         changes = replace(changes, removed=removed, was=changes.was[kept], now=changes.now[kept], fields=fields)
         if said := changes.describe():
             sentences.append(f"{source} was prepared again since {folder} was cached from it. {said} {again}")
-    rows = np.flatnonzero(usable)
-    rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _LOOKED_AT)).astype(np.int64))]
+    rows = _spread(np.flatnonzero(usable))
     present = prepared.lock_rule.lock(prepared.dataset.select(rows))
     stale = rows[(present.file != lock.file[rows]) | (present.conditions != lock.conditions[rows])]
     if len(stale):

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from hf_bucketing import LatentSpec
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.columns.apply import with_columns
 from hf_bucketing.columns.data_lock import LOCK_FILE, read_lock
+from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data_changes import describe_changes, keep_lock
+from hf_bucketing.training.data_changes import describe_changes, describe_edited_texts, keep_lock
 from hf_bucketing.training.loop import Trainer
 from tests.columns.test_data_lock import NAMES, prepared_of
 from tests.conftest import run_script_here
@@ -111,3 +115,47 @@ def test_a_run_keeps_the_lock_of_its_data_with_which_a_script_compares_folders(
 
 def compared(was: Path, now: Path, *flags: object) -> str:
     return run_script_here("compare_data.py", was, now, *flags).stdout
+
+
+def test_captions_that_were_edited_after_preparing_are_named(tmp_path: Path) -> None:
+    """In every layout of local files, also of several sources, and where all was moved since."""
+    names = ["a.png", "b.png"]
+    texts = {
+        "beside/a.TXT": "red",
+        "beside/b.txt": "blue",
+        "csv/metadata.csv": "file_name,text\na.png,red\nb.png,blue\n",
+        "jsonl/metadata.jsonl": '{"file_name": "a.png", "text": "red"}\n{"file_name": "b.png", "text": "blue"}\n',
+        "mapping/captions.json": '{"a.png": "red", "b.png": "blue"}',
+        "lines/images.txt": "a.png\nb.png\n",
+        "lines/prompts.txt": "red\nblue\n",
+    }
+    for file, text in texts.items():
+        (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / file).write_text(text)
+    layouts = sorted({file.partition("/")[0] for file in texts})
+    for layout in layouts:
+        for name in names:
+            Image.new("RGB", (64, 64)).save(tmp_path / "data" / layout / name)
+    table = TableConfig(buckets="64,64", bucket_frames=[1])
+    sources = [SourceConfig(dataset=str(tmp_path / "data" / layout), table=table) for layout in layouts]
+    spec = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
+    prepare(sources, spec=spec, say=lambda sentence: None).save(tmp_path / "data" / "prepared")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    folder = tmp_path / "moved" / "prepared"
+    prepared = PreparedDataset.load(folder)
+    assert describe_edited_texts(prepared, "prepared") == []
+    (tmp_path / "moved" / "csv" / "a.txt").write_text("of no caption")
+    ahead = max(texts.newest for texts in prepared.texts) + 10**9
+    for edited in ("beside/b.txt", "csv/metadata.csv", "jsonl/metadata.jsonl", "mapping/captions.json", "csv/a.txt"):
+        os.utime(tmp_path / "moved" / edited, ns=(ahead, ahead))
+    os.utime(tmp_path / "moved" / "lines" / "prompts.txt", ns=(ahead, ahead))
+    (sentence,) = describe_edited_texts(prepared, "prepared")
+    assert sentence.startswith(
+        "Of 6 files of captions looked at, 5 were edited after prepared was prepared from them: "
+    )
+    assert str(tmp_path / "moved" / "beside" / "b.txt") in sentence
+    assert sentence.endswith("run scripts/prepare_dataset.py again to use others.")
+    manifest = json.loads((folder / "bucketing.json").read_text())
+    del manifest["texts"]
+    (folder / "bucketing.json").write_text(json.dumps(manifest))
+    assert describe_edited_texts(PreparedDataset.load(folder), "prepared") == [], "an earlier version did not say"
