@@ -64,6 +64,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.caching.store import TensorCache
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.models.caption_lengths import describe_caption_lengths
     from hf_bucketing.models.conditioning import read_conditions
     from hf_bucketing.models.loading import Loading, Part
     from hf_bucketing.models.registry import recipe_of
@@ -105,6 +106,10 @@ def main(args: argparse.Namespace) -> None:
     )
     for shares in () if conditions is None else conditions.all:
         loaded.check_drawn(shares, prepared.shown, cached=True)
+    model, length = args.pretrained_model_name_or_path, loaded.max_sequence_length
+    if accelerator.is_main_process:
+        for sentence in describe_caption_lengths(prepared, recipe, model, max_sequence_length=length):
+            print(sentence)
     loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:

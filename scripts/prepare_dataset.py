@@ -36,7 +36,8 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--pretrained_model_name_or_path",
         required=True,
-        help="Pipeline to prepare for, on the hub or in a folder; only its configuration is read.",
+        help="Pipeline to prepare for, on the hub or in a folder; only its configuration is read, and its tokenizer "
+        "where captions are long.",
     )
     parser.add_argument("--num_proc", type=int, help="Processes that read file headers (default: this one).")
     parser.add_argument(
@@ -59,6 +60,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns.preparation import prepare
     from hf_bucketing.columns.prepared_stream import prepare_stream
     from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
+    from hf_bucketing.models.caption_lengths import describe_caption_lengths
     from hf_bucketing.models.index import read_index
     from hf_bucketing.models.registry import recipe_of
 
@@ -109,6 +111,8 @@ def main(args: argparse.Namespace) -> None:
     )
     if shown is not None:
         print(describe_references(shown))
+    for sentence in describe_caption_lengths(prepared, recipe, args.pretrained_model_name_or_path):
+        print(sentence)
     if prepared.sources:
         print(describe_sources(count_sources(**prepared.source_columns())))
     print(f"Saved to {args.output_dir}")

@@ -56,13 +56,10 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def spread(rows: IntArray, most: int) -> IntArray:
-    """Return at most so many of the rows, spread evenly."""
-    return rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64))]
-
-
 def choose_rows(num_rows: int, changed: IntArray, most: int) -> IntArray:
     """Return the rows to show: as many changed ones as fit, and others spread evenly."""
+    from hf_bucketing.columns.arrays import spread
+
     first = changed[:most]
     others = np.setdiff1d(np.arange(num_rows), changed)
     return np.sort(np.concatenate([first, spread(others, most - len(first))]))
@@ -202,6 +199,7 @@ def main(args: argparse.Namespace) -> None:
 
     from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.columns.arrays import spread
     from hf_bucketing.models.conditioning import read_conditions
 
     check_at_least(0, args, "max_rows", "max_thumbnails", "seed")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset, Features, LargeList, List, Value
 
-from ..buckets.arrays import stored_column
+from ..buckets.arrays import IntArray, stored_column
 from ..errors import ColumnError
 
 SIZE_COLUMNS = ("width", "height", "num_frames")
@@ -80,6 +80,11 @@ def table_batches(dataset: Dataset, names: Sequence[str], size: int) -> Iterator
     table, indices = dataset.data.table.select(names), dataset._indices
     for start in range(0, len(dataset), size):
         yield table.slice(start, size) if indices is None else table.take(indices.column(0).slice(start, size))
+
+
+def spread(rows: IntArray, most: int) -> IntArray:
+    """Return at most so many of some rows, spread evenly over them."""
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64))]
 
 
 def numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray[Any]:

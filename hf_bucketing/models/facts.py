@@ -30,6 +30,8 @@ class RecipeFacts:
     """Class of the objective of models trained by flow matching."""
     default_sequence_length: ClassVar[int]
     """Text tokens per caption by default, as in the pipeline's own call."""
+    caption_tokenizer: ClassVar[str] = "tokenizer"
+    """Component of the pipeline whose tokens these are."""
     added_text_tokens: ClassVar[int] = 0
     """Tokens that stand beside these in the sequence of a sample, such as those of a second text encoder."""
     image_vae: ClassVar[bool] = False
@@ -132,6 +134,11 @@ class RecipeFacts:
             spatial_stride=spatial,
             patch=cls.family.patch(transformer),
         )
+
+    @classmethod
+    def read_sequence_length(cls, name_or_path: str) -> int:
+        """Return the pipeline's own number of text tokens per caption, where it needs one from the configurations."""
+        return cls.default_sequence_length
 
     @classmethod
     def makes_audio(cls) -> bool:

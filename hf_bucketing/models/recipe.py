@@ -93,7 +93,7 @@ class Recipe(RecipeCalls):
             BucketingError: If the pipeline has no such transformer, cannot be loaded, or takes captions of another
                 length.
         """
-        names, length = transformers_of(trained), max_sequence_length or cls.default_sequence_length
+        names, length = transformers_of(trained), max_sequence_length or cls.read_sequence_length(name_or_path)
         config = read_trained_config(name_or_path, names[0])
         if (fixed := cls.family.text_length(config)) not in (None, length):
             raise BucketingError(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..buckets.arrays import IntArray
 from ..caching.keys import has_latents
+from ..columns.arrays import spread
 from ..columns.data_changes import compare_locks
 from ..columns.data_lock import LOCK_FILE, DataLock, read_lock
 from ..columns.faults import NAMED_ROWS, listed, paths_of
@@ -18,8 +18,8 @@ from ..columns.prepared import PreparedDataset
 from ..files import complete_file
 from .config import TrainingConfig
 
-_LOOKED_AT = 10_000
-"""Files of a cache, and of captions, that a run looks at before it starts, spread evenly over its rows."""
+LOOKED_AT = 10_000
+"""Files of a cache and of captions, and captions, that a run looks at before it starts, spread evenly over rows."""
 
 
 def keep_lock(config: TrainingConfig) -> None:
@@ -60,7 +60,7 @@ def describe_edited_texts(prepared: PreparedDataset, folder: str) -> list[str]:
         if texts.extension is not None:
             ids = prepared.source_ids
             rows = np.arange(len(prepared.dataset)) if ids is None else np.flatnonzero(ids == number)
-            media = paths_of(prepared.dataset, _spread(rows).tolist(), prepared.column)
+            media = paths_of(prepared.dataset, spread(rows, LOOKED_AT).tolist(), prepared.column)
             stems = dict.fromkeys(os.path.splitext(file)[0] for file in media if file is not None)  # of clips, one
             files = [os.path.join(prepared.root or "", stem + texts.extension) for stem in stems]
         looked_at += len(files)
@@ -73,11 +73,6 @@ def describe_edited_texts(prepared: PreparedDataset, folder: str) -> list[str]:
         f"them: {names}. The captions are as they were then; run scripts/prepare_dataset.py again"
         f"{' and scripts/cache_latents.py' if prepared.cache is not None else ''} to use others."
     ]
-
-
-def _spread(rows: IntArray) -> IntArray:
-    """Return as many of some rows as are looked at, spread evenly over them."""
-    return rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _LOOKED_AT)).astype(np.int64))]
 
 
 def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> list[str]:
@@ -95,7 +90,7 @@ def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> l
         changes = replace(changes, removed=removed, was=changes.was[kept], now=changes.now[kept], fields=fields)
         if said := changes.describe():
             sentences.append(f"{source} was prepared again since {folder} was cached from it. {said} {again}")
-    rows = _spread(np.flatnonzero(usable))
+    rows = spread(np.flatnonzero(usable), LOOKED_AT)
     present = prepared.lock_rule.lock(prepared.dataset.select(rows))
     stale = rows[(present.file != lock.file[rows]) | (present.conditions != lock.conditions[rows])]
     if len(stale):

@@ -31,6 +31,7 @@ from ..loaders.planned import StepCount
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
+from ..models.caption_lengths import describe_caption_lengths
 from ..models.conditioning import most_appended
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
@@ -51,7 +52,7 @@ from .checkpoint import (
 from .collation import unreadable_log
 from .config import TrainingConfig
 from .data import make_data, make_held_out_data
-from .data_changes import describe_changes
+from .data_changes import LOOKED_AT, describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
@@ -175,7 +176,7 @@ class Trainer:
         return changed(config, init_from_adapters=None)  # the checkpoint holds the adapters
 
     def _load(self, opened: OpenedRun) -> None:
-        """Load the pipeline, and check that a resumed run began with the same weights."""
+        """Load the pipeline, check that a resumed run began with the same weights, and name too long captions."""
         config = opened.config
         if self.checkpoint is not None:
             check_references(self.checkpoint.progress.settings, config, opened.recipe.family)
@@ -194,6 +195,12 @@ class Trainer:
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
             check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
+        if self.accelerator.is_main_process and opened.prepared is not None:
+            model, length = config.pretrained_model_name_or_path, self.recipe.max_sequence_length
+            for line in describe_caption_lengths(
+                opened.prepared, opened.recipe, model, rows=LOOKED_AT, max_sequence_length=length
+            ):
+                logger.warning(line)
 
     def _make_data(self, stream: OpenedStream | None) -> HeldOutLoss | None:
         """Make the loaders of trained and of held-out samples, and check that the model takes their samples."""

@@ -41,10 +41,10 @@ class CogVideoXRecipe(Recipe):
     """The sizes of 1.0 and 1.5."""
 
     @classmethod
-    def load(cls, name_or_path: str, *, max_sequence_length: int | None = None, **options: Any) -> Recipe:
-        """Load a pipeline, see [`Recipe.load`], by default with texts of the length that its transformer names."""
-        default = read_config(name_or_path, "transformer").get("max_text_seq_length")
-        return super().load(name_or_path, max_sequence_length=max_sequence_length or default, **options)
+    def read_sequence_length(cls, name_or_path: str) -> int:
+        """Return the length of texts that the transformer names."""
+        named = read_config(name_or_path, "transformer").get("max_text_seq_length")
+        return named or cls.default_sequence_length
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:

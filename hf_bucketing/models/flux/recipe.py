@@ -19,6 +19,7 @@ class FluxRecipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 512
+    caption_tokenizer = "tokenizer_2"
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((1024, 1024),)
     guidance_factor: ClassVar[float | None] = 1.0
     prompt_outputs: ClassVar[tuple[str, ...]] = ("values", "pooled_projections")

@@ -36,6 +36,7 @@ class QwenImage21Recipe(Recipe):
     pipeline_class = "QwenImage21Pipeline"
     family = FAMILY
     default_sequence_length = 512
+    caption_tokenizer = "processor"
     trims_text = True
     native_sizes = ((1024, 1024),)
     max_references = UNLIMITED

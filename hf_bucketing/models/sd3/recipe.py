@@ -23,6 +23,7 @@ class SD3Recipe(Recipe):
     family = FAMILY
     image_vae = True
     default_sequence_length = 256
+    caption_tokenizer = "tokenizer_3"
     added_text_tokens = 77
     """Those of CLIP."""
     prompt_outputs = ("values", "", "pooled_projections")
