@@ -68,13 +68,13 @@ def test_a_run_repeats_exactly_from_the_settings_that_it_saved(run_file: Path, t
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     saved = [read_config_file(str(folder / "config.yaml")).plain() for folder in (first, second)]
-    assert saved[0]["sources"] == saved[1]["sources"] == read_config_file(str(run_file)).plain()["sources"]
+    prepared = PreparedDataset.load(run_file.parent / "prepared")
+    assert saved[0]["sources"] == saved[1]["sources"] == prepared.settings["sources"]
     own = [line["train_text_to_video"] for line in saved]
     assert {**own[0], "output_dir": ""} == {**own[1], "output_dir": ""}
     assert own[0]["lora_targets"] is not None
 
     # Every source is drawn as often as planned, and its loss is logged.
-    prepared = PreparedDataset.load(run_file.parent / "prepared")
     assert prepared.sources
     for epoch, plan in Logs(first).first_plans.items():
         lines = [line for log in read_sample_logs(first) for line in log if line["epoch"] == epoch]
