@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
-from hf_bucketing.columns.source_lists import settings_of_sources
+from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
 from hf_bucketing.command_line.config_file import read_config_file, write_config
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.prepared_settings import check_same_settings
 from hf_bucketing.training.script_settings import settings_to_repeat
-from tests.conftest import run_script_here
+from tests.conftest import ROOT, run_script_here
 
 
 @pytest.fixture
@@ -140,3 +141,20 @@ def test_every_script_that_reads_a_folder_refuses_a_file_of_other_settings(
         "suggest_run.py", dataset=prepared_dir, target_fps=4, gpu_memory=24, check=False, **model, **out
     )
     assert "target_fps is 4 and was 8" in said.stderr
+
+
+def test_every_preset_fits_a_folder_that_was_prepared_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    presets = sorted((ROOT / "configs").glob("*/*.yaml"))
+    assert presets
+    monkeypatch.chdir(tmp_path)
+    parser = runpy.run_path(str(ROOT / "scripts" / "prepare_dataset.py"))["make_parser"]()
+    for preset in presets:
+        args = parser.parse_args(["--config", str(preset), "--dataset", "clips", "--output_dir", "prepared"])
+        made_with = write_config({"sources": settings_of_sources(sources_from(vars(args), args.config))})
+        (tmp_path / "config.yaml").write_text(made_with)
+        check_same_settings(args.config, "prepared", settings=read_config_file("config.yaml").plain())
+        other = {"sources": [{"dataset": "clips", "bucket_tokens": ["1"]}]}
+        with pytest.raises(
+            BucketingError, match=f"{preset.name}: bucket_tokens is .* and was 1[.;].* --dataset clips"
+        ):
+            check_same_settings(args.config, "prepared", settings=other)
