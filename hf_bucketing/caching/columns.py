@@ -20,6 +20,7 @@ from ..errors import MediaError
 from ..loaders.captions import texts_of
 from ..loaders.random_resize import RandomResize
 from ..media.conditions import REFERENCE
+from ..media.probe import read_header
 from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
@@ -72,7 +73,8 @@ class LatentColumns(_CachedColumns):
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
     below `root`, length and modification time, or its bytes), the model, and the whole geometry: size, frame rate,
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
-    differ, and on the files of its conditions and the rule of its audio. For a URL it is the URL, the length, and the
+    differ, on the files of its conditions and the rule of its audio, and where one of these files can hold
+    transparent parts, as their headers say, on the background. For a URL it is the URL, the length, and the
     ETag or other version that its server tells. So after any change, exactly the samples that it affects are encoded
     again. Rows without a bucket get empty keys. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
     collator.
@@ -160,6 +162,7 @@ class LatentColumns(_CachedColumns):
             conditions = {
                 name: _identities(source, self.files.root) for name, source in sorted(sample.conditions.items())
             }
+            background = {"background": sample.view.background} if _may_be_transparent(sample) else {}
         except MediaError:
             if self.config.on_error == "raise":
                 raise
@@ -167,6 +170,7 @@ class LatentColumns(_CachedColumns):
         view = sample.view
         resized, crop = view.crop(int(row["height"]), int(row["width"]))
         geometry: dict[str, Any] = {"size": view.size, "fps": view.fps, "start": view.start, "flip": view.flip}
+        geometry |= background
         if view.offset:
             geometry["offset"] = view.offset
         # Images have one decoder. Keys for PyAV do not name it: older caches had no other decoder.
@@ -388,6 +392,14 @@ class SeeingTextColumns(_TextEntries):
 def _cell(views: Sequence[Any]) -> Any:
     """Return the cell of a row: what its only view has, or a list with what each of several has."""
     return views[0] if len(views) == 1 else views
+
+
+def _may_be_transparent(sample: FileSample) -> bool:
+    """Return whether any file of a sample can hold transparent parts, so that its latents depend on the background."""
+    files = [sample.source]
+    for source in sample.conditions.values():
+        files += source if isinstance(source, tuple) else [] if source is None else [source]
+    return any(read_header(file).may_be_transparent for file in files)
 
 
 def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | None) -> list[Any] | None:

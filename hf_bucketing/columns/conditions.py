@@ -25,7 +25,7 @@ from ..media.conditions import (
     check_shape,
     columns_of,
 )
-from ..media.probe import MediaInfo, probe
+from ..media.probe import FileHeader, read_header
 from ..media.references import REFERENCE_SIZES
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
@@ -39,6 +39,9 @@ _ADVICE = ["correct these files or their paths", 'reject the rows with `on_error
 CONDITION_FAULT = "condition_fault"
 """Column that says what is wrong with the conditions of a row."""
 
+TRANSPARENT_CONDITIONS = "transparent_conditions"
+"""Column of how many files of a row's conditions can hold transparent parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConditionColumns:
@@ -49,7 +52,8 @@ class ConditionColumns:
     of a row that does not pass become `CONDITION_SIZE`, which every table gives the rejection `CONDITION`, and
     `condition_fault` says why; it is empty for all others. Rows that are already marked are not checked. Where
     samples have references, `reference_sizes` lists the frames, height and width of one after another, as the headers
-    state them; it is empty for rows without references, and for those that do not pass.
+    state them; it is empty for rows without references, and for those that do not pass. `transparent_conditions`
+    counts the files of a row that can hold transparent parts.
 
     A condition must have its sample's aspect ratio, but for rounding each side by a pixel; a face may have any, and so
     may references, unless they lie over their sample. `first_frame` and `last_frame` are images, the others also
@@ -89,12 +93,13 @@ class ConditionColumns:
     @property
     def features(self) -> Features:
         """Types of these columns."""
-        types = {**{name: Value("int64") for name in SIZE_COLUMNS}, CONDITION_FAULT: Value("string")}
+        types = {name: Value("int64") for name in (*SIZE_COLUMNS, TRANSPARENT_CONDITIONS)}
+        types[CONDITION_FAULT] = Value("string")
         shown = {REFERENCE_SIZES: List(Value("int32"))} if REFERENCE in self.files.conditions else {}
         return Features(types | shown)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
-        """Return the marked sizes, what is wrong with each row, and the sizes of references.
+        """Return the marked sizes, what is wrong with each row, its transparent files, and the sizes of references.
 
         Args:
             batch (mapping of sequences of length `n`): Columns.
@@ -105,9 +110,9 @@ class ConditionColumns:
                 first.
         """
         columns = {name: list(batch[name]) for name in SIZE_COLUMNS}
-        headers: dict[str, MediaInfo] = {}
+        headers: dict[str, FileHeader] = {}
         found = [self._read(batch, row, headers) for row in range(len(columns["width"]))]
-        faults = [fault for fault, _ in found]
+        faults = [fault for fault, _, _ in found]
         rows = [row for row, fault in enumerate(faults) if fault]
         if rows and self.on_error == "raise":
             first = rows[:NAMED_ROWS]
@@ -117,51 +122,55 @@ class ConditionColumns:
         for row, fault in enumerate(faults):
             for sizes in columns.values():
                 sizes[row] = CONDITION_SIZE if fault else sizes[row]
-        shown = {REFERENCE_SIZES: [sizes for _, sizes in found]} if REFERENCE in self.files.conditions else {}
+        columns[TRANSPARENT_CONDITIONS] = [transparent for _, _, transparent in found]
+        shown = {REFERENCE_SIZES: [sizes for _, sizes, _ in found]} if REFERENCE in self.files.conditions else {}
         return {**columns, CONDITION_FAULT: faults, **shown}
 
     def _read(
-        self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]
-    ) -> tuple[str, list[int]]:
-        """Return what is wrong with the conditions of a row, or "", and the sizes of its references.
+        self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, FileHeader]
+    ) -> tuple[str, list[int], int]:
+        """Return what is wrong with a row's conditions, or "", the sizes of its references, and its transparent files.
 
         `headers` are those of files that were already read.
         """
         if min(batch[name][row] for name in SIZE_COLUMNS) < 1:
-            return "", []
+            return "", [], 0
         cells = {column: batch[column][row] for column in all_columns(self.files.conditions)}
         sizes: list[int] = []
+        transparent = 0
         for name, columns in self.files.conditions.items():
             files = list(self.files.cells(name, cells))
             rule = self.files.references
             if name == REFERENCE and (fault := rule.fault(len(files))):
                 column, cell = files[rule.most] if len(files) > rule.most else (columns, None)
-                return _in_column(": ".join(filter(None, (fault, path_of(cell)))), column), []
+                return _in_column(": ".join(filter(None, (fault, path_of(cell)))), column), [], 0
             if not files:
                 try:
                     self.files.condition(name, cells, name="it")
                 except MediaError as error:
-                    return _in_column(str(error), columns), []
+                    return _in_column(str(error), columns), [], 0
             for column, cell in files:
                 try:
-                    found = self._check(name, cell, batch, row, headers)
+                    found, may_be_transparent = self._check(name, cell, batch, row, headers)
                 except MediaError as error:
-                    return _in_column(str(error), column), []
+                    return _in_column(str(error), column), [], 0
+                transparent += may_be_transparent
                 if name == REFERENCE:
                     sizes += [found.num_frames, found.height, found.width]
-        return "", sizes
+        return "", sizes, transparent
 
     def _check(
-        self, name: str, cell: Any, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, MediaInfo]
-    ) -> MediaInfo:
-        """Return what the header of a condition's file says, after a check that it fits the sample of a row."""
+        self, name: str, cell: Any, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, FileHeader]
+    ) -> FileHeader:
+        """Return the header of a condition's file, after a check that it fits the sample of a row."""
         source = self.files.source(cell, name=f"{name} of it")
         if source.data is not None:
-            found = probe(source)
+            header = read_header(source)
         elif (known := headers.get(source.path)) is not None:  # clips of one video share its conditions
-            found = known
+            header = known
         else:
-            found = headers[source.path] = probe(source)
+            header = headers[source.path] = read_header(source)
+        found = header.info
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
         check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
         if name == REFERENCE and found.fps and self.files.references.pictures_only:
@@ -184,7 +193,7 @@ class ConditionColumns:
                 step=1 / fps,
                 longer=start is not None or apart,
             )
-        return found
+        return header
 
 
 def _in_column(fault: str, column: str) -> str:
@@ -268,6 +277,11 @@ def check_conditions(
     if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):
         words += f"; {missing} {'row has' if missing == 1 else 'rows have'} no mask: all of the sample is learned"
     said = [f"Conditions: {words}."]
+    if transparent := sum(pc.sum(cells).as_py() or 0 for cells in column_batches(marked, TRANSPARENT_CONDITIONS)):
+        said.append(
+            f"{transparent} files of conditions can hold transparent parts: those of masks are not learned, others "
+            "are laid on white, or on the --background of training and caching."
+        )
     if REFERENCE in given:
         said.append(describe_stored_references(list(column_batches(marked, REFERENCE_SIZES))))
     return marked.select_columns(list(dict.fromkeys(order))), [*said, *sentences]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Image
 
 from ..errors import ColumnError, MediaError
-from ..media.probe import FPS_TOLERANCE, MAX_PIXELS, MediaInfo, frames_at_fps, probe
+from ..media.probe import FPS_TOLERANCE, MAX_PIXELS, FileHeader, MediaInfo, frames_at_fps, read_header
 from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
@@ -23,10 +23,13 @@ from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
 from .layouts import STILL_IMAGES
 from .settings import SIDES, TIMES, OnFileError, SizesFrom
 
-_UNREADABLE = MediaInfo(-1, -1, -1, 0.0)
+_UNREADABLE = FileHeader(MediaInfo(-1, -1, -1, 0.0), False)
 _SAMPLED_FILES = 16
 SIZES = (*SIDES, *TIMES)
 """Columns of the size of each row."""
+
+MAY_BE_TRANSPARENT = "may_be_transparent"
+"""Column of whether the file of a row can hold transparent parts."""
 
 _ROUNDED_FRAMES = 0.01
 """Frames by which a duration may be too short, since its decimals are rounded."""
@@ -91,22 +94,40 @@ class MediaMetadata:
         Raises:
             MediaError: Under `on_error="raise"`, for unreadable files; the message counts them and names the first.
         """
-        found = [self.read(cell) for cell in batch[self.column]]
-        faults = {row: str(info) for row, info in enumerate(found) if isinstance(info, MediaError)}
+        found = [self._header(cell) for cell in batch[self.column]]
+        faults = {row: str(header) for row, header in enumerate(found) if isinstance(header, MediaError)}
         if faults and self.on_error == "raise":
             report(_unreadable_files(faults, count=len(faults), total=len(found), sentence=OF_BATCH))
-        infos = [_UNREADABLE if isinstance(info, MediaError) else info for info in found]
-        columns = {name: [getattr(info, name) for info in infos] for name in self.output_columns}
+        headers = [_UNREADABLE if isinstance(header, MediaError) else header for header in found]
+        columns = {name: [getattr(header.info, name) for header in headers] for name in MediaInfo._fields}
         num_frames, fps = frames_at_fps(columns["num_frames"], columns["fps"], self.target_fps)
-        return {**columns, "num_frames": num_frames.tolist(), "fps": fps.tolist()}
+        columns |= {"num_frames": num_frames.tolist(), "fps": fps.tolist()}
+        columns[MAY_BE_TRANSPARENT] = [header.may_be_transparent for header in headers]
+        return {name: columns[name] for name in self.output_columns}
 
     def read(self, cell: Any) -> MediaInfo | MediaError:
         """Return what the header of a cell's file says, at its own frame rate, or why it cannot be read."""
+        header = self._header(cell)
+        return header if isinstance(header, MediaError) else header.info
+
+    def _header(self, cell: Any) -> FileHeader | MediaError:
         try:
             source = MediaSource.from_cell(cell, root=self.root, name="its file")
-            return probe(source, exact=self.exact, max_pixels=self.max_pixels)
+            return read_header(source, exact=self.exact, max_pixels=self.max_pixels)
         except MediaError as error:
             return error
+
+
+@dataclass(frozen=True, slots=True)
+class _WithTransparency(MediaMetadata):
+    """Also mark the files that can hold transparent parts; unreadable ones are rejected."""
+
+    output_columns = (*MediaMetadata.output_columns, MAY_BE_TRANSPARENT)
+
+    @classmethod
+    def of(cls, metadata: MediaMetadata, **changes: Any) -> _WithTransparency:
+        settings = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.init}
+        return cls(**{**settings, "on_error": "reject", **changes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +268,14 @@ class SizedDataset(NamedTuple):
         origin (`str`): Sentence that says where the sizes come from.
         columns (mapping of `str` to `str`): Columns that held the sizes, by what they hold, such as
             `{"num_frames": "frame"}`; none if headers were read.
+        transparency (`str`): Sentence on files that can hold transparent parts; `""` if none of those that were opened
+            can.
     """
 
     dataset: Dataset
     origin: str
     columns: Mapping[str, str] = MappingProxyType({})
+    transparency: str = ""
 
 
 def add_sizes(
@@ -301,22 +325,32 @@ def add_sizes(
                 f"The sizes cannot be taken from columns: {reason}; the data set has {dataset.column_names}.",
                 advice=["name columns as `size_columns`", 'read the files with `sizes_from="headers"`'],
             )
-    checks = "no file was opened"
+    checks, transparency = "no file was opened", ""
     if names and sizes_from == "auto":
-        unreadable, checks = _compare_with_files(dataset, names, metadata, report)
+        unreadable, checks, transparency = _compare_with_files(dataset, names, metadata, report)
         if unreadable:
             names, reason = {}, f"{unreadable} of the files that were checked cannot be read"
     if not names:
-        sized = map_columns(dataset, replace(metadata, on_error="reject"), num_proc=num_proc, overwrite=True)
+        sized = map_columns(dataset, _WithTransparency.of(metadata), num_proc=num_proc, overwrite=True)
         if metadata.on_error == "raise":
             _check_readable(sized, metadata, report)
         present = [name for name in (*SIDES, *TIMES) if name in dataset.column_names]
+        count = int(column_array(sized, MAY_BE_TRANSPARENT).sum())
+        transparency = _describe_transparency(count, len(sized))
+        sized = sized.remove_columns([MAY_BE_TRANSPARENT])
         unused = f", instead of the columns {', '.join(present)}: {reason}" if present else ""
-        return SizedDataset(sized, f"Sizes are read from the headers of the files{unused}.")
+        origin = f"Sizes are read from the headers of the files{unused}."
+        return SizedDataset(sized, origin, transparency=transparency)
     batch = column_table(dataset, names.values())
     columns = _sizes(batch, names, target_fps=metadata.target_fps)
     sized = with_columns(undecoded(dataset, [metadata.column]), columns)
-    return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names)
+    return SizedDataset(sized, f"Sizes are the columns {', '.join(names.values())}; {checks}.", names, transparency)
+
+
+def _describe_transparency(count: int, total: int) -> str:
+    """Return a sentence on files that can hold transparent parts, `""` for none."""
+    laid = "which training and caching lay on white, or on their --background"
+    return f"{count} of {total} files can hold transparent parts, {laid}." if count else ""
 
 
 def _check_readable(sized: Dataset, metadata: MediaMetadata, report: Report) -> None:
@@ -389,16 +423,16 @@ def _all_still_images(dataset: Dataset, column: str) -> bool:
 
 def _compare_with_files(
     dataset: Dataset, names: Mapping[str, str], metadata: MediaMetadata, report: Report
-) -> tuple[int, str]:
-    """Read some headers, report those that differ from the columns, and return how many cannot be read, and a summary.
+) -> tuple[int, str, str]:
+    """Read some headers, report those that differ from the columns, return how many cannot be read, and two texts.
 
-    Frames are those of the file, before any `target_fps`. A frame rate may be rounded, and a number of frames that was
-    computed from the duration may be off by a few.
+    These are a summary, and a sentence on transparency. Frames are those of the file, before any `target_fps`. A frame
+    rate may be rounded, and a number of frames that was computed from the duration may be off by a few.
     """
     rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_FILES).astype(int)).tolist()
     sample = undecoded(dataset.select_columns([metadata.column, *names.values()]).select(rows), [metadata.column])
     cells = sample[metadata.column][:]
-    found = replace(metadata, target_fps=None, on_error="reject")({metadata.column: cells})
+    found = _WithTransparency.of(metadata, target_fps=None)({metadata.column: cells})
     given = _sizes(column_table(sample, names.values()), names)
     compared = [*SIDES, *(TIMES if "fps" in names else ())]
     unreadable = 0
@@ -424,7 +458,8 @@ def _compare_with_files(
             )
         )
     outcome = f"{len(differing)} of {len(rows)} files differ" if differing else f"{len(rows)} files agree"
-    return unreadable, f"the headers of {outcome}"
+    transparency = _describe_transparency(sum(found[MAY_BE_TRANSPARENT]), len(rows))
+    return unreadable, f"the headers of {outcome}", transparency
 
 
 def _agrees(name: str, given: float, file: Mapping[str, Any]) -> bool:

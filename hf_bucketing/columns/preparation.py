@@ -204,6 +204,8 @@ def _check_rows(
     if captions.summary and treatment.captions != "raise":
         say(captions.summary)
     say(sized.origin)
+    if sized.transparency:
+        say(sized.transparency)
     if clips is not None:
         dataset, summary = cut_clips(
             dataset,

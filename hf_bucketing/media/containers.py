@@ -25,8 +25,18 @@ _MAX_ELEMENTS = 10_000
 At worst a rotation is missed, which decoding notices.
 """
 
+_MAX_TABLE = 2**16
+"""Largest table of the items of a picture that is read, in bytes."""
+
 _MOV_STARTS = {b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"}
-_IMAGE_BRANDS = {b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis"}
+_HEIF_BRANDS = {b"mif1", b"heic", b"heix", b"heim", b"heis"}
+_IMAGE_BRANDS = {b"avif", b"avis", b"msf1", *_HEIF_BRANDS}
+_COMPOSED = {
+    b"irot": "is turned",
+    b"imir": "is mirrored",
+    b"clap": "is cropped",
+    b"auxC": "has a plane beside its colours",
+}
 _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT, _TRACKS, _TRACK, _TRACK_TYPE = 0x18538067, 0x1654AE6B, 0xAE, 0x83
 _VIDEO, _PROJECTION, _YAW, _ROLL = 0xE0, 0x7670, 0x7673, 0x7675
@@ -47,6 +57,51 @@ def container_of(head: bytes) -> ContainerName | None:
     if head[4:8] in _MOV_STARTS and head[8:12] not in _IMAGE_BRANDS:
         return "mov"
     return None
+
+
+def is_heif(head: bytes) -> bool:
+    """Return whether a file is a HEIF picture, such as HEIC, from its first 12 bytes."""
+    return head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS
+
+
+def picture_changes(file: BinaryIO) -> list[str]:
+    """Return what a HEIF or AVIF picture does with its stored pixels that FFmpeg does not, in words."""
+    head = _read_span(file, (0, 12), 12)
+    if head[4:8] != b"ftyp" or head[8:12] not in _IMAGE_BRANDS:
+        return []
+    end = file.seek(0, 2)
+    start, stop = next(_descend(_boxes, file, (0, end), b"meta"), (0, 0))
+    meta = start + 4, stop  # after its version
+    listed = [box for span in _descend(_boxes, file, meta, b"iprp", b"ipco") for box in _boxes(file, *span)]
+    of_picture = _primary_properties(file, meta)
+    kinds = {
+        kind
+        for number, (kind, *span) in enumerate(listed, start=1)
+        if number in of_picture or kind == b"auxC"  # a plane is an item of its own
+        if not (kind == b"irot" and _read_span(file, (span[0], span[1]), 1) == b"\0")  # turned by 0°
+    }
+    return [words for kind, words in _COMPOSED.items() if kind in kinds]
+
+
+def _primary_properties(file: BinaryIO, meta: _Span) -> set[int]:
+    """Return the numbers, from 1, of the properties of the item that a HEIF file shows (its boxes pitm and ipma)."""
+    paths = (b"pitm",), (b"iprp", b"ipma")
+    primary, table = (
+        _read_span(file, next(_descend(_boxes, file, meta, *path), (0, 0)), _MAX_TABLE) for path in paths
+    )
+    id_length, number_length = 4 if table[:1] > b"\0" else 2, 1 + (table[3:4] > b"\0")
+    at = 8
+    while at + id_length < len(table):
+        numbers = at + id_length + 1
+        end = numbers + table[numbers - 1] * number_length
+        if int.from_bytes(table[at : numbers - 1], "big") == int.from_bytes(primary[4:], "big"):
+            essential = 1 << 8 * number_length - 1  # a flag beside each number
+            return {
+                int.from_bytes(table[place : place + number_length], "big") & ~essential
+                for place in range(numbers, end, number_length)
+            }
+        at = end
+    return set()
 
 
 def read_turn(file: BinaryIO, container: ContainerName | None, *, track_id: int, position: int) -> Turn:
@@ -82,7 +137,7 @@ def _descend(walk: _Walk, file: BinaryIO, span: _Span, *path: Any) -> Iterator[_
 
 def _read_span(file: BinaryIO, span: _Span, limit: int) -> bytes:
     file.seek(span[0])
-    return file.read(min(span[1] - span[0], limit))
+    return file.read(max(0, min(span[1] - span[0], limit)))
 
 
 def _mov_matrix(file: BinaryIO, end: int, track_id: int) -> _Matrix:

@@ -14,13 +14,14 @@ from typing import Any, BinaryIO, Literal, get_args
 import av
 import numpy as np
 import numpy.typing as npt
+from av.codec import CodecContext
 from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, explains_arguments
-from .images import exif_orientation, open_image, rgb_array
+from .images import WHITE, exif_orientation, laid_on, open_image, rgb_array
 from .probe import (
     MAX_REORDERED,
     MediaInfo,
@@ -28,9 +29,11 @@ from .probe import (
     check_unchanged,
     display_stamps,
     frame_rate,
+    opacity_decoder,
     open_video,
     read_video_header,
     video_stream,
+    with_opacity,
 )
 from .source import MediaSource
 
@@ -74,6 +77,7 @@ def iter_frames(
     *,
     video_decoder: DecoderName = "pyav",
     row: MediaInfo | None = None,
+    background: str | None = WHITE,
 ) -> Iterator[Frame]:
     """Yield the frame on display at each time, counted from the first frame.
 
@@ -85,6 +89,8 @@ def iter_frames(
             for a few frames late in a file, slower for many. It raises for files that it cannot seek in, such as
             MPEG-TS. The colours of the two decoders may differ by a few levels.
         row ([`MediaInfo`], *optional*): What a row of a data set says of the file, to compare with its header.
+        background (`str`, *optional*): Colour on which transparent parts are laid; None for a mask, whose transparent
+            parts are black, and whose shape may lie in its opacity alone, see `laid_on`.
 
     Yields:
         `uint8` array of shape `(height, width, 3)`, RGB, of the size that `probe` reads: EXIF orientation or display
@@ -96,9 +102,9 @@ def iter_frames(
     """
     check_decoder(video_decoder)
     source = source.opened()
-    frame = _image(source)
+    frame = _image(source, background)
     if frame is None:
-        yield from _iter_video(source, times, video_decoder, row=row)
+        yield from _iter_video(source, times, video_decoder, row=row, background=background)
         return
     if row is not None:
         check_unchanged(source, MediaInfo(frame.shape[1], frame.shape[0], 1, 0.0), row=row)
@@ -107,16 +113,21 @@ def iter_frames(
     yield frame
 
 
-def _image(source: MediaSource) -> Frame | None:
+def _image(source: MediaSource, background: str | None) -> Frame | None:
     with open_image(source) as image:
         if image is None:
             return None
         upright = image if exif_orientation(image) == 1 else ImageOps.exif_transpose(image)
-        return rgb_array(upright)
+        return rgb_array(upright, background=background)
 
 
 def _iter_video(
-    source: MediaSource, times: Sequence[float], video_decoder: DecoderName, *, row: MediaInfo | None
+    source: MediaSource,
+    times: Sequence[float],
+    video_decoder: DecoderName,
+    *,
+    row: MediaInfo | None,
+    background: str | None,
 ) -> Iterator[Frame]:
     header = read_video_header(source)
     if row is not None:
@@ -136,7 +147,7 @@ def _iter_video(
                 tolerance = _tolerance(stream)
                 for frame, second in decoder(source, container, stream, header):
                     while waiting and shown is not None and second > waiting[0] + tolerance:
-                        yield _upright(*shown(), header=header, source=source)
+                        yield _upright(*shown(), header=header, source=source, background=background)
                         waiting.popleft()
                     if not waiting:
                         return
@@ -161,8 +172,10 @@ _TimedFrame = tuple[Callable[[], _StoredFrame] | None, float]
 _Decoder = Callable[[MediaSource, InputContainer, VideoStream, VideoHeader], Iterator[_TimedFrame]]
 
 
-def _upright(frame: av.VideoFrame, rotation: float, *, header: VideoHeader, source: MediaSource) -> Frame:
-    """Stretch and rotate a frame as its file's header says."""
+def _upright(
+    frame: av.VideoFrame, rotation: float, *, header: VideoHeader, source: MediaSource, background: str | None
+) -> Frame:
+    """Stretch and rotate a frame as its file's header says, and lay it on a colour where it is transparent."""
     if round(rotation / 90) % 2 != header.turn.transposed:
         raise MediaError(
             f"{source.path} turns its frames by {rotation:g}°, which its header does not say; write the file again, "
@@ -172,7 +185,10 @@ def _upright(frame: av.VideoFrame, rotation: float, *, header: VideoHeader, sour
     shape: dict[str, Any] = {"width": width, "height": height, "interpolation": "BICUBIC"}
     stretch = {} if (frame.width, frame.height) == header.stretched else shape
     # PyAV 19 keeps the threads of `frame.reformat` alive, which a forked process then waits for forever.
-    pixels = VideoReformatter().reformat(frame, format="rgb24", **stretch).to_ndarray()
+    transparent = with_opacity(frame.format)
+    form = "rgba" if transparent else "rgb24"
+    pixels = VideoReformatter().reformat(frame, format=form, **stretch).to_ndarray()
+    pixels = laid_on(pixels, background) if transparent else pixels
     if header.turn.transposed:
         pixels = pixels.transpose(1, 0, 2)
     rows, columns = (-1 if reverse else 1 for reverse in header.turn[1:])
@@ -188,6 +204,10 @@ def _by_pyav(
     the end of the video is then remains uncertain, as packets are not counted.
     """
     stream.thread_type = "AUTO"
+    codec: CodecContext = stream.codec_context
+    if name := opacity_decoder(stream):
+        codec = CodecContext.create(name, "r")
+        codec.extradata = stream.codec_context.extradata
     rate = frame_rate(stream) or 1.0
     position, packets, second = 0, 0, 0.0
     first = _seek(container, stream, start - MAX_REORDERED / rate) if start else None
@@ -195,7 +215,7 @@ def _by_pyav(
         return
     for packet in container.demux(stream):
         packets += packet.size > 0
-        for frame in packet.decode():
+        for frame in codec.decode(packet):
             time = frame.time if frame.time is not None else position / rate
             if start and not position and (frame.time is None or first is None or time - first > start):
                 return
@@ -232,6 +252,11 @@ def _by_torchcodec(
     variable frame rate, and then returns the next frame.
     """
     library = _torchcodec()
+    if header.may_be_transparent:
+        raise MediaError(
+            f"{source.path} may have transparent parts, which torchcodec leaves out; decode it with PyAV "
+            '(`video_decoder="pyav"`), or write the file again without them.'
+        )
     stamps = sorted(display_stamps(container, stream))
     if not stamps or not stream.time_base:
         raise MediaError(

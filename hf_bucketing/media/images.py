@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageColor, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from ..buckets.sizes import CropBox
-from ..errors import MediaError
-from .containers import container_of
+from ..errors import BucketingError, MediaError
+from .containers import container_of, is_heif
 from .source import MediaSource
+
+WHITE = "white"
+"""Colour on which transparent parts are laid by default."""
+
+_OPAQUE = 128
+"""Least opacity, of 255, of the pixels whose colours tell whether a mask has one colour."""
+
+_SAME_COLOUR = 8
+"""Levels by which these colours may differ, as lossy files and small opacities round them."""
 
 _ANIMATED = {"GIF", "PNG", "WEBP", "AVIF"}
 """Formats whose frames are shown one after the other, unlike those of TIFF and MPO."""
@@ -28,13 +39,17 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
     """Open an image for a `with` block without decoding it; yield `None` for a file that is not an image."""
     try:
         with source.open_binary() as file:
-            if container_of(file.read(12)) is not None:
+            head = file.read(12)
+            if container_of(head) is not None:
                 yield None
                 return
             file.seek(0)
             try:
                 image = Image.open(file)
             except UnidentifiedImageError:
+                file.seek(0)
+                image = _open_heif(file) if is_heif(head) else None
+            if image is None:
                 yield None
                 return
             _check_still(image, source)
@@ -46,6 +61,15 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
             f"{source.path} cannot be decoded ({error}); the image may be corrupt or cut off. Remove the row or write "
             "the file again."
         ) from error
+
+
+def _open_heif(file: BinaryIO) -> ImageFile.ImageFile | None:
+    """Open a HEIF picture with pillow-heif; return None where it is not installed, or its library does not load."""
+    try:
+        image: ImageFile.ImageFile = importlib.import_module("pillow_heif").HeifImageFile(file)
+    except ImportError:  # which pillow-heif raises when it is called, if its library does not load
+        return None
+    return image
 
 
 def is_image(source: MediaSource) -> bool:
@@ -82,12 +106,63 @@ def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:
         )
 
 
-def rgb_array(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """Return the pixels of an image, of shape `(height, width, 3)`; 16-bit grey becomes 8 bits per colour."""
+def check_colour(name: str, colour: str) -> None:
+    """Raise unless a text is a colour without transparency, as Pillow and CSS write it.
+
+    Raises:
+        BucketingError: If it is not; the message calls it by `name`.
+    """
+    try:
+        known = len(ImageColor.getrgb(colour)) == 3
+    except ValueError:
+        known = False
+    if not known:
+        raise BucketingError(f"`{name}` must be a colour, such as white, #808080 or rgb(0,128,0); got {colour!r}.")
+
+
+def rgb_array(image: Image.Image, *, background: str | None = WHITE) -> npt.NDArray[np.uint8]:
+    """Return the pixels of an image, of shape `(height, width, 3)`; 16-bit grey becomes 8 bits per colour.
+
+    Transparent parts are laid on a colour; None stands for a mask, see [`laid_on`].
+    """
     if not image.mode.startswith("I"):
-        return np.array(image.convert("RGB"))
+        transparent = image.has_transparency_data
+        pixels = np.array(image.convert("RGBA" if transparent else "RGB"))
+        return laid_on(pixels, background) if transparent else pixels
     grey = np.asarray(image).astype(np.uint32)  # 16-bit PNG, which Pillow would clip at 255
-    return np.repeat(((grey + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
+    pixels = np.repeat(((grey + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
+    if (clear := image.info.get("transparency")) is None:
+        return pixels
+    opacity = np.where(grey == clear, 0, 255).astype(np.uint8)
+    return laid_on(np.dstack([pixels, opacity]), background)
+
+
+def laid_on(pixels: npt.NDArray[np.uint8], background: str | None) -> npt.NDArray[np.uint8]:
+    """Lay pixels `(height, width, 4)` with opacity on a colour, or read a mask of them, to `(height, width, 3)`.
+
+    Transparent parts of a mask are black, and a shape of one colour is white as far as it is opaque, whatever its
+    colour: a mask that a person cuts out lies in its opacity.
+
+    Args:
+        pixels (`uint8` array of shape `(height, width, 4)`): Red, green, blue and opacity.
+        background (`str`, *optional*): Colour; None for a mask.
+
+    Example:
+        >>> laid_on(np.array([[[255, 0, 0, 255], [0, 0, 9, 0]]], np.uint8), "white").tolist()
+        [[[255, 0, 0], [255, 255, 255]]]
+        >>> laid_on(np.array([[[0, 0, 0, 255], [0, 0, 0, 0]]], np.uint8), None).tolist()
+        [[[255, 255, 255], [0, 0, 0]]]
+    """
+    colours, opacity = pixels[..., :3], pixels[..., 3:]
+    if background is None:
+        shape = colours[opacity[..., 0] >= _OPAQUE]
+        if len(shape) and np.ptp(shape, axis=0).max() <= _SAME_COLOUR and np.ptp(opacity) > 0:
+            return np.repeat(opacity, 3, axis=2)
+        background = "black"
+    picture = Image.fromarray(pixels)
+    laid = Image.new("RGB", picture.size, background)
+    laid.paste(picture, mask=picture)
+    return np.array(laid)
 
 
 def upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import av
 import numpy as np
 import numpy.typing as npt
 from av.container import InputContainer
 from av.stream import Disposition
+from av.video.format import VideoFormat
 from av.video.stream import VideoStream
 
 from ..errors import MediaError
-from .containers import ContainerName, Turn, container_of, read_turn
+from .containers import ContainerName, Turn, container_of, picture_changes, read_turn
 from .images import open_image, upright_size
 from .source import MediaSource
 
@@ -37,6 +38,9 @@ _HEADERS_SUFFICE = {"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"}
 
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContainer, "metadata_errors") else {}
 """Accept titles and comments that are not UTF-8, as PyAV 19 and newer always do."""
+
+_COVERS = Disposition.attached_pic | Disposition.timed_thumbnails
+"""Streams that are no video, but pictures of one: covers of sound files, and thumbnails."""
 
 FPS_TOLERANCE = 0.01
 """Share by which a frame rate in a column may differ from its file's, since data sets round it."""
@@ -64,7 +68,24 @@ class MediaInfo(NamedTuple):
     num_frames_estimated: bool = False
 
 
+class FileHeader(NamedTuple):
+    """Header of an image or video.
+
+    Attributes:
+        info ([`MediaInfo`]): Size, frames and frame rate.
+        may_be_transparent (`bool`): Whether the file can hold transparent parts; it may have none.
+    """
+
+    info: MediaInfo
+    may_be_transparent: bool
+
+
 def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIXELS) -> MediaInfo:
+    """Read size, frames and frame rate from a file's header; arguments and errors are those of [`read_header`]."""
+    return read_header(source, exact=exact, max_pixels=max_pixels).info
+
+
+def read_header(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIXELS) -> FileHeader:
     """Read the header of an image (with Pillow) or a video (with PyAV).
 
     Sizes are those of the frames that `iter_frames` yields: EXIF orientation and display rotation are applied, and
@@ -85,8 +106,9 @@ def probe(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIX
         if image is not None:
             width, height = upright_size(image)
             check_pixels(source, width, height, max_pixels=max_pixels)
-            return MediaInfo(width, height, 1, 0.0)
-    return read_video_header(source, exact=exact, max_pixels=max_pixels).info
+            return FileHeader(MediaInfo(width, height, 1, 0.0), image.has_transparency_data)
+    header = read_video_header(source, exact=exact, max_pixels=max_pixels)
+    return FileHeader(header.info, header.may_be_transparent)
 
 
 def check_unchanged(source: MediaSource, info: MediaInfo, *, row: MediaInfo) -> None:
@@ -107,8 +129,8 @@ def check_unchanged(source: MediaSource, info: MediaInfo, *, row: MediaInfo) -> 
     same_size = (info.width, info.height) == (row.width, row.height)
     if same_size and bool(row.fps) == bool(info.fps) and _fast_enough(info, row):
         return
-    if same_size and not row.fps and info.num_frames == 1:  # columns of sizes know no rate of a single frame
-        return
+    if same_size and row.num_frames == info.num_frames == 1 and 0.0 in (row.fps, info.fps):
+        return  # columns know no rate of a single frame, and without pillow-heif a HEIC picture has one
     if same_size and row.fps and info.fps and _fast_enough(read_video_header(source, exact=True).info, row):
         return  # the header's rate is wrong, and the row's was counted
     raise MediaError(
@@ -163,24 +185,30 @@ class VideoHeader(NamedTuple):
         seconds (`float`): Duration from the first frame to the end of the last; 0.0 if it is not certain.
         stretched (`tuple[int, int]`): Width and height of a frame with square pixels, before rotation.
         turn ([`Turn`]): Rotation and mirroring that then make the frame upright.
+        may_be_transparent (`bool`): Whether frames have an opacity beside their colours.
     """
 
     info: MediaInfo
     seconds: float
     stretched: tuple[int, int]
     turn: Turn
+    may_be_transparent: bool
 
 
 def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIXELS) -> VideoHeader:
-    """Read a video's headers; no frame is decoded, unless FFmpeg needs some for a rare codec. Raises as `probe`."""
+    """Read a video's headers; raises as `read_header`.
+
+    No frame is decoded, unless FFmpeg needs some for a rare codec.
+    """
     try:
         with source.open_binary() as file:
             name = container_of(file.read(12))
             with _open_headers(source, name) as container:
-                stream = _usable_stream(source, container)
+                stream = _usable_stream(source, container, file)
                 stretched = _stretched(stream)
                 check_pixels(source, max(stream.width, stretched[0]), stream.height, max_pixels=max_pixels)
                 position = container.streams.video.index(stream)
+                transparent = _has_opacity(stream)
                 turn = read_turn(file, name, track_id=stream.id, position=position)
                 count = _count_packets(container, stream) if exact else _read_count(container, stream, name)
     except (av.error.FFmpegError, EOFError) as error:
@@ -195,7 +223,7 @@ def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: i
             advice=["write the file again with ffmpeg", "count its packets with `exact=True`", "remove the row"],
         )
     size = stretched[::-1] if turn.transposed else stretched
-    return VideoHeader(MediaInfo(*size, num_frames, fps, estimated), seconds, stretched, turn)
+    return VideoHeader(MediaInfo(*size, num_frames, fps, estimated), seconds, stretched, turn, transparent)
 
 
 def check_pixels(source: MediaSource, width: int, height: int, *, max_pixels: int) -> None:
@@ -214,18 +242,59 @@ def open_video(
 
 
 def video_stream(container: InputContainer) -> VideoStream | None:
-    """Return the first video stream that is not the cover picture of a sound file."""
-    streams = (stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic)
-    return next(streams, None)
+    """Return the video stream that players show: the first default one, or the first; never a cover picture."""
+    streams = [stream for stream in container.streams.video if not stream.disposition & _COVERS]
+    defaults = (stream for stream in streams if stream.disposition & Disposition.default)
+    return next(defaults, next(iter(streams), None))
 
 
-def _usable_stream(source: MediaSource, container: InputContainer) -> VideoStream:
+def _has_opacity(stream: VideoStream) -> bool:
+    """Return whether frames of a stream have an opacity beside their colours, by its header."""
+    codec = stream.codec_context
+    return bool(opacity_decoder(stream)) or (
+        codec is not None and codec.format is not None and with_opacity(codec.format)
+    )
+
+
+def opacity_decoder(stream: VideoStream) -> str:
+    """Return the decoder of a stream's colours and opacity where FFmpeg's own leaves out the latter, else `""`."""
+    codec = stream.codec_context
+    if codec is None or stream.metadata.get("alpha_mode") != "1":
+        return ""
+    return {"vp8": "libvpx", "vp9": "libvpx-vp9"}.get(codec.name, "")
+
+
+def with_opacity(frame_format: VideoFormat) -> bool:
+    """Return whether pixels of a format have an opacity beside their colours."""
+    return any(component.is_alpha for component in frame_format.components)
+
+
+def _usable_stream(source: MediaSource, container: InputContainer, file: BinaryIO) -> VideoStream:
     stream = video_stream(container)
     if stream is None:
         raise MediaError(f"{source.path} holds no video stream; remove the row.")
+    if container.format.name.startswith("jpegxl") and stream.codec_context is None:
+        raise MediaError(
+            f"{source.path} is a JPEG XL picture, which neither Pillow nor PyAV reads; convert it, for example with "
+            "djxl to PNG, or remove the row."
+        )
     if stream.codec_context is None or min(stream.width, stream.height) < 1:
         raise MediaError(f"{source.path} names no codec and size that FFmpeg knows; write the file again with ffmpeg.")
+    _check_complete(source, container, stream, file)
     return stream
+
+
+def _check_complete(source: MediaSource, container: InputContainer, stream: VideoStream, file: BinaryIO) -> None:
+    """Raise for a picture of which a stream is only a part: PyAV yields tiles one by one, and none of them turned."""
+    tiles = sum(bool(other.disposition & Disposition.dependent) for other in container.streams.video)
+    changes = picture_changes(file)
+    if tiles and not stream.disposition & Disposition.default:
+        changes.insert(0, f"consists of {tiles} tiles")
+    if changes:
+        raise MediaError(
+            f"{source.path} is a picture that {' and '.join(changes)}, which PyAV does not show as a whole.",
+            advice=['install pillow-heif, which reads HEIC: pip install "hf_bucketing[heic]"', "convert it to JPEG"],
+        )
 
 
 def _open_headers(source: MediaSource, name: ContainerName | None) -> InputContainer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from ..devices import to_device
 from ..errors import BucketingError, MediaError
 from .audio import CHANNELS, read_audio
 from .conditions import FACE, FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
-from .decode import iter_frames
-from .images import is_image, shown_part
+from .decode import Frame, iter_frames
+from .images import WHITE, is_image, shown_part
+from .probe import MediaInfo
 from .references import ReferenceRule
 from .row_audio import AUDIO
 from .rows import FileSample
@@ -77,7 +78,7 @@ def load(sample: FileSample) -> LoadedSample:
     sample = replace(sample, source=sample.source.opened())  # a URL once, for its frames and its sound
     view, stored = sample.view, None
     frames = []
-    for frame in iter_frames(sample.source, view.times, video_decoder=view.video_decoder, row=sample.row):
+    for frame in _frames(sample.source, view, row=sample.row):
         stored = frame.shape[:2]
         frames.append(_placed(_channels_first(frame), *view.crop(*stored)))
     assert stored is not None, "iter_frames yields as many frames as times, or raises"
@@ -114,7 +115,7 @@ def _load_condition(name: str, sample: FileSample, *, stored: tuple[int, int]) -
     assert isinstance(source, MediaSource), "only references are several files"
     source, still = _opened(name, source, view)
     frames = []
-    for frame in iter_frames(source, [0.0] if still else view.times, video_decoder=view.video_decoder):
+    for frame in _frames(source, view, still=still, is_mask=name == MASK):
         pixels = _channels_first(frame)
         if name == FACE:
             frames.append(pixels[0])
@@ -153,7 +154,7 @@ def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[in
     source, still = _opened(REFERENCE, source, view)
     num_frames = 1 if still else view.size.frames
     frames = []
-    for frame in iter_frames(source, [0.0] if still else view.times, video_decoder=view.video_decoder):
+    for frame in _frames(source, view, still=still):
         _, height, width = rule.sizes((num_frames, *frame.shape[:2]), view.size)[0].tolist()
         if rule.lie_over:
             check_shape(REFERENCE, source.path, size=frame.shape[:2], sample=stored)
@@ -170,6 +171,15 @@ def _opened(name: str, source: MediaSource, view: View) -> tuple[MediaSource, bo
     still = is_image(source)
     check_kind(name, source.path, still=still, sample_is_image=not view.fps)
     return source, still
+
+
+def _frames(
+    source: MediaSource, view: View, *, still: bool = False, is_mask: bool = False, row: MediaInfo | None = None
+) -> Iterator[Frame]:
+    """Yield the frames that a view picks of a file, or its only one; its row says what it is expected to be."""
+    times = [0.0] if still else view.times
+    background = None if is_mask else view.background
+    return iter_frames(source, times, video_decoder=view.video_decoder, row=row, background=background)
 
 
 def _channels_first(frame: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -194,12 +204,13 @@ def _in_range(stack: torch.Tensor) -> torch.Tensor:
     return stack.float() / 127.5 - 1
 
 
-def load_first_frame(source: MediaSource, size: Size) -> Image.Image:
+def load_first_frame(source: MediaSource, size: Size, *, background: str = WHITE) -> Image.Image:
     """Return the first frame of a file, or an image, resized to cover a size and cropped around its centre.
 
-    The pixels are those that training has of that frame in a bucket of that size.
+    The pixels are those that training has of that frame in a bucket of that size, transparent parts laid on
+    `background`.
     """
-    pixels, _ = load_sample(source, View(size=size._replace(frames=1), fps=0.0))
+    pixels, _ = load_sample(source, View(size=size._replace(frames=1), fps=0.0, background=background))
     return Image.fromarray(((pixels[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
 
 
@@ -222,7 +233,7 @@ def load_face(source: MediaSource, size: Size, *, fps: float) -> torch.Tensor:
 
 
 def load_references(
-    sources: Sequence[MediaSource], size: Size, rule: ReferenceRule, *, fps: float
+    sources: Sequence[MediaSource], size: Size, rule: ReferenceRule, *, fps: float, background: str = WHITE
 ) -> tuple[torch.Tensor, ...]:
     """Load the references of a sample that is rendered, as [`load`] does those of a sample with a file.
 
@@ -231,6 +242,7 @@ def load_references(
         size ([`Size`][hf_bucketing.Size]): Frames, height and width of the sample.
         rule ([`ReferenceRule`]): The sizes in which they are shown.
         fps (`float`): Frames per second of the sample; 0 for an image.
+        background (`str`): Colour on which transparent parts are laid.
 
     Returns:
         `tuple` of `torch.Tensor`: `(3, frames, h, w)` each, in [−1, 1].
@@ -238,7 +250,7 @@ def load_references(
     Raises:
         MediaError: As [`load`].
     """
-    view = View(size=size, fps=fps)
+    view = View(size=size, fps=fps, background=background)
     return tuple(
         _load_reference(
             source, FileSample(source=source, view=view, references=rule), stored=(size.height, size.width)

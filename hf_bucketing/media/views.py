@@ -13,6 +13,7 @@ from ..errors import MediaError, explains_arguments
 from ..randomness import Purpose, generator, sample_key
 from ..settings import check_literals, check_shares, marked, setting
 from .decode import DecoderName, check_decoder, frame_times
+from .images import WHITE, check_colour
 
 FramePicking = Literal["start", "uniform", "random"]
 
@@ -33,6 +34,7 @@ class View:
         position (`tuple[float, float]`): Place of the crop from top to bottom and from left to right, in [0, 1].
         flip (`bool`): Whether left and right are swapped, after the crop.
         video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos; their pixels may differ by a few levels.
+        background (`str`): Colour on which transparent parts are laid.
     """
 
     size: Size
@@ -42,6 +44,7 @@ class View:
     position: tuple[float, float] = (0.5, 0.5)
     flip: bool = False
     video_decoder: DecoderName = "pyav"
+    background: str = WHITE
 
     @property
     def times(self) -> list[float]:
@@ -71,21 +74,25 @@ class ViewRule:
         flip_probability (`float`): Probability of mirroring a sample left to right, from 0 to 1.
         video_decoder (`"pyav"` or `"torchcodec"`): Library that decodes videos. torchcodec must be installed together
             with the shared libraries of FFmpeg.
+        background (`str`): Colour on which transparent parts of pictures are laid, such as white, black or #808080.
+            Those of a mask are not learned, and a mask of one colour is read from its opacity.
 
     Raises:
-        BucketingError: If the way to pick frames is unknown, the probability is outside [0, 1], or the decoder is
-            unknown or cannot be loaded.
+        BucketingError: If the way to pick frames is unknown, the probability is outside [0, 1], the decoder is unknown
+            or cannot be loaded, or the background is no colour.
     """
 
     random_crop: bool = setting(True, held_out=False)
     frame_picking: FramePicking | None = None
     flip_probability: float = setting(0.0, held_out=0.0)
     video_decoder: DecoderName = "pyav"
+    background: str = WHITE
 
     def __post_init__(self) -> None:
         check_literals(self)
         check_shares(self, "flip_probability")
         check_decoder(self.video_decoder)
+        check_colour("background", self.background)
 
     @property
     def num_draws(self) -> int:
@@ -142,6 +149,7 @@ class ViewRule:
             position=(y, x) if self.random_crop else (0.5, 0.5),
             flip=flip < self.flip_probability,
             video_decoder=self.video_decoder,
+            background=self.background,
         )
 
 

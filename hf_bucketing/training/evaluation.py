@@ -45,6 +45,7 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
         recipe.sound_arguments(config.validation.validation_fps)  # raises before the first step
     component = transformers_of(config.trained_component)[0]
     each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))
+    cached = {} if prepared.cache is None else prepared.cache.views
     return Validation(
         config=config.validation,
         images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
@@ -53,6 +54,7 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
         sizes=sizes,
         seed=config.seed,
         folder=Path(config.output_dir) / "validation",
+        background=cached.get("background", config.views.background),
     )
 
 

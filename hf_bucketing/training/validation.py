@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from ..media.conditions import REFERENCE
+from ..media.images import WHITE
 from ..media.probe import probe
 from ..media.references import ReferenceRule
 from ..media.sample import load_first_frame, load_references
@@ -35,7 +36,8 @@ class Validation:
 
     The noise of all renderings is that of one seed; `folder` receives `step-{n}/{size}-{prompt}.mp4`, or `.png` at
     sizes of one frame. `images` holds those of each prompt: none, a first frame, or a first and a last one;
-    `references` those of each prompt, which are shown at the sizes of the data set's `rule`.
+    `references` those of each prompt, which are shown at the sizes of the data set's `rule`. Transparent parts of both
+    are laid on the `background` of training.
     """
 
     config: ValidationConfig
@@ -45,6 +47,7 @@ class Validation:
     sizes: Sequence[Size]
     seed: int
     folder: Path
+    background: str = WHITE
 
     def render(self, recipe: Recipe, accelerator: Accelerator, *, step: int) -> None:
         """Write one file per prompt and size, and give it to the trackers.
@@ -116,12 +119,16 @@ class Validation:
         """Return frames of 8 bits, and their sound where audio is trained."""
         prompt = (self.config.validation_prompts or [])[number]
         images, references = self.images[number], self.references[number]
-        shown = {name: load_first_frame(image, size) for name, image in zip(IMAGES, images, strict=False)}
+        shown = {
+            name: load_first_frame(image, size, background=self.background)
+            for name, image in zip(IMAGES, images, strict=False)
+        }
         fps = self.config.validation_fps if size.frames > 1 else 0.0
         options = {
             **shown,
             "references": [
-                pictures(pixels.transpose(0, 1)) for pixels in load_references(references, size, self.rule, fps=fps)
+                pictures(pixels.transpose(0, 1))
+                for pixels in load_references(references, size, self.rule, fps=fps, background=self.background)
             ],
             "num_inference_steps": self.config.validation_inference_steps,
             "guidance_scale": self.config.validation_guidance_scale,

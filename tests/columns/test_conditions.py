@@ -60,8 +60,8 @@ def marked(media: Path, conditions: dict[str, Any], **row: Any) -> str:
     columns = ConditionColumns(MediaColumns(column="file", root=str(media), conditions=names), on_error="reject")
     batch = {name: [cell] for name, cell in {"file": "clip.mp4", **sizes, **conditions, **row}.items()}
     result = columns(batch)
-    (fault,) = result.pop("condition_fault")
-    assert all(sizes == [CONDITION_SIZE] for sizes in result.values()) == bool(fault)
+    (fault,) = result["condition_fault"]
+    assert all(result[name] == [CONDITION_SIZE] for name in ("width", "height", "num_frames")) == bool(fault)
     return fault
 
 
