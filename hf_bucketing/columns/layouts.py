@@ -29,7 +29,7 @@ from .settings import RowsConfig
 from .text_files import TextFiles
 
 STILL_IMAGES = frozenset(
-    {".avif", ".bmp", ".heic", ".heif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff"}
+    {".avif", ".bmp", ".heic", ".heif", ".hif", ".jfif", ".jpe", ".jpeg", ".jpg", ".jxl", ".png", ".tif", ".tiff"}
 )
 """Endings of files that usually hold a single image."""
 

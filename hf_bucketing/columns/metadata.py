@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ class MediaMetadata:
     rule_version: int = field(default=2, init=False)
 
     optional_columns = ()
-    output_columns = ("width", "height", "num_frames", "fps", "num_frames_estimated")
+    output_columns: ClassVar[tuple[str, ...]] = ("width", "height", "num_frames", "fps", "num_frames_estimated")
     vectorised = False
     reusable = False
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from av.codec import CodecContext
 from av.container import InputContainer
+from av.video.codeccontext import VideoCodecContext
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from PIL import ImageOps
@@ -187,7 +188,7 @@ def _upright(
     # PyAV 19 keeps the threads of `frame.reformat` alive, which a forked process then waits for forever.
     transparent = with_opacity(frame.format)
     form = "rgba" if transparent else "rgb24"
-    pixels = VideoReformatter().reformat(frame, format=form, **stretch).to_ndarray()
+    pixels: npt.NDArray[Any] = VideoReformatter().reformat(frame, format=form, **stretch).to_ndarray()
     pixels = laid_on(pixels, background) if transparent else pixels
     if header.turn.transposed:
         pixels = pixels.transpose(1, 0, 2)
@@ -204,10 +205,11 @@ def _by_pyav(
     the end of the video is then remains uncertain, as packets are not counted.
     """
     stream.thread_type = "AUTO"
-    codec: CodecContext = stream.codec_context
+    codec = stream.codec_context
     if name := opacity_decoder(stream):
-        codec = CodecContext.create(name, "r")
-        codec.extradata = stream.codec_context.extradata
+        other = CodecContext.create(name, "r")
+        assert isinstance(other, VideoCodecContext), "it decodes VP8 or VP9"
+        other.extradata, codec = codec.extradata, other
     rate = frame_rate(stream) or 1.0
     position, packets, second = 0, 0, 0.0
     first = _seek(container, stream, start - MAX_REORDERED / rate) if start else None

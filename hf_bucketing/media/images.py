@@ -44,6 +44,7 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
                 yield None
                 return
             file.seek(0)
+            image: ImageFile.ImageFile | None
             try:
                 image = Image.open(file)
             except UnidentifiedImageError:

@@ -40,7 +40,7 @@ _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContain
 """Accept titles and comments that are not UTF-8, as PyAV 19 and newer always do."""
 
 _COVERS = Disposition.attached_pic | Disposition.timed_thumbnails
-"""Streams that are no video, but pictures of one: covers of sound files, and thumbnails."""
+"""Streams of still pictures beside sound or video: covers and thumbnails."""
 
 FPS_TOLERANCE = 0.01
 """Share by which a frame rate in a column may differ from its file's, since data sets round it."""

@@ -67,8 +67,8 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
     view = sample.view
     places = sorted({0, view.size.frames // 2, view.size.frames - 1})
     times = [view.times[place] for place in places]
-    shown = {"video_decoder": view.video_decoder, "background": view.background}
-    frames = [*iter_frames(sample.source, times, row=sample.row, **shown)]
+    decoder, background = view.video_decoder, view.background
+    frames = [*iter_frames(sample.source, times, video_decoder=decoder, row=sample.row, background=background)]
     scale = min(1.0, max_side / max(view.size[1:]))
     size = round(view.size.height * scale), round(view.size.width * scale)
 
@@ -85,8 +85,12 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
         for number, source in enumerate(sources, start=1):
             source = source.opened()
             moving = name in MOVING and not is_image(source)
-            of_mask = {"background": None} if name == MASK else {}
-            (frame,) = iter_frames(source, times[:1] if moving else [0.0], **shown | of_mask)
+            (frame,) = iter_frames(
+                source,
+                times[:1] if moving else [0.0],
+                video_decoder=decoder,
+                background=None if name == MASK else background,
+            )
             label = f"{name} {number}" if name == REFERENCE else name
             whole = name == FACE or (name == REFERENCE and not sample.references.lie_over)
             pictures[label] = (

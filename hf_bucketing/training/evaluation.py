@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
+from ..media.images import WHITE
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
@@ -45,7 +46,7 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
         recipe.sound_arguments(config.validation.validation_fps)  # raises before the first step
     component = transformers_of(config.trained_component)[0]
     each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))
-    cached = {} if prepared.cache is None else prepared.cache.views
+    cache = prepared.cache if isinstance(prepared, PreparedDataset) else None
     return Validation(
         config=config.validation,
         images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
@@ -54,7 +55,7 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
         sizes=sizes,
         seed=config.seed,
         folder=Path(config.output_dir) / "validation",
-        background=cached.get("background", config.views.background),
+        background=config.views.background if cache is None else cache.views.get("background", WHITE),
     )
 
 

@@ -10,11 +10,13 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
+import numpy as np
 import pytest
 
-from hf_bucketing import BucketingError
+from hf_bucketing import BucketingError, MediaError
 from hf_bucketing.media import MediaSource, ViewRule, iter_frames, write_video
 from hf_bucketing.training import TrainingConfig
 from tests.conftest import ROOT, run, run_script_here
@@ -104,6 +106,17 @@ def test_the_script_of_caches_refuses_it_too(
     assert result.returncode == 1
     assert "apt-get install ffmpeg" in result.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "cached").exists()
+
+
+def test_a_video_with_transparency_is_refused_with_torchcodec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would show the colours that are hidden."""
+    monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(ffmpeg_major_version=7))
+    with av.open(str(tmp_path / "clip.mov"), "w") as container:
+        stream = container.add_stream("qtrle", rate=8, width=48, height=32, pix_fmt="argb")
+        frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 4), np.uint8), format="rgba")
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    with pytest.raises(MediaError, match=r'may have transparent parts.*video_decoder="pyav"'):
+        list(iter_frames(MediaSource.from_cell(str(tmp_path / "clip.mov")), [0.0], video_decoder="torchcodec"))
 
 
 @pytest.mark.parametrize("name", ["ffmpeg", "", None])

@@ -111,9 +111,9 @@ def test_a_mask_whose_shape_is_transparency_is_read_from_there(tmp_path: Path) -
     right = [0.0, 1.0]
     cases = {
         "white, cut out": (pixels(WHITE, WHITE), right), "black, cut out": (pixels(BLACK, BLACK), right),
-        "white over hidden black": (pixels(BLACK, WHITE), right), "black over hidden white": (pixels(WHITE, BLACK), right),
-        "drawn": (drawn, right), "all transparent": (pixels(WHITE) * np.array([1, 1, 1, 0], np.uint8), [0.0, 0.0]),
-        "all opaque": (drawn | np.array([255, 255, 255, 255], np.uint8), [1.0, 1.0]),
+        "white over hidden black": (pixels(BLACK, WHITE), right), "drawn": (drawn, right),
+        "black over hidden white": (pixels(WHITE, BLACK), right), "all opaque": (np.full_like(drawn, 255), [1.0, 1.0]),
+        "all transparent": (np.full_like(drawn, 255) * np.array([1, 1, 1, 0], np.uint8), [0.0, 0.0]),
     }  # fmt: skip
     for name, (picture, wanted) in cases.items():
         mask = save(tmp_path / "mask.png", picture)
