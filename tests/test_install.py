@@ -27,7 +27,7 @@ ALONE = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }
 TEST_TOOLS = ["pytest", "hypothesis", "psutil"]
-MEDIA_TESTS = ["media/test_media.py", "media/test_video.py", "columns/test_metadata.py"]
+MEDIA_TESTS = ["media/test_media.py", "media/test_video.py", "media/test_colours.py", "columns/test_metadata.py"]
 MODEL_TESTS = [
     "models/test_families.py",
     "models/test_recipes.py",

@@ -20,7 +20,7 @@ from ..errors import MediaError
 from ..loaders.captions import texts_of
 from ..loaders.random_resize import RandomResize
 from ..media.conditions import REFERENCE
-from ..media.probe import read_header
+from ..media.probe import decoding_rules, read_header
 from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns
 from ..media.sample import LoadedSample, load
@@ -73,9 +73,10 @@ class LatentColumns(_CachedColumns):
     one size are encoded together, and entries that exist are not encoded again. A key depends on the file (its path
     below `root`, length and modification time, or its bytes), the model, and the whole geometry: size, frame rate,
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
-    differ, on the files of its conditions and the rule of its audio, and where one of these files can hold
-    transparent parts, as their headers say, on the background. For a URL it is the URL, the length, and the
-    ETag or other version that its server tells. So after any change, exactly the samples that it affects are encoded
+    differ, on the rules by which it is decoded (`decoding_rules` in `media/probe.py`), on the files of its conditions
+    and the rule of its audio, and where one of these files can hold transparent parts, as their headers say, on the
+    background. For a URL it is the URL, the length, and the ETag or other version that its server tells. So after any
+    change, exactly the samples that it affects are encoded
     again. Rows without a bucket get empty keys. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
     collator.
 
@@ -410,8 +411,9 @@ def _identities(source: MediaSource | Sequence[MediaSource] | None, root: str | 
 
 
 def _identity(source: MediaSource, root: str | None) -> list[Any]:
-    """Return what identifies a file's content, unchanged when the folder of all files is moved."""
+    """Return what identifies a file's content and decoding, unchanged when the folder of all files is moved."""
+    content = [*source.version(), *decoding_rules(source)]
     if source.data is not None:
-        return source.version()
+        return content
     whole = root is None or is_url(root) or is_url(source.path)
-    return [source.path if whole else os.path.relpath(source.path, root), *source.version()]
+    return [source.path if whole else os.path.relpath(source.path, root), *content]

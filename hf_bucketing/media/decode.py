@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from types import ModuleType
-from typing import Any, BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal, get_args
 
 import av
 import numpy as np
 import numpy.typing as npt
 from av.codec import CodecContext
 from av.container import InputContainer
+from av.packet import Packet
 from av.video.codeccontext import VideoCodecContext
-from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, explains_arguments
+from .colours import Colours, corrected_to_bt709, is_untagged_hd, rgb_pixels
 from .images import WHITE, exif_orientation, laid_on, open_image, rgb_array
 from .probe import (
     MAX_REORDERED,
     MediaInfo,
     VideoHeader,
+    are_times_of_decoding,
     check_unchanged,
-    display_stamps,
     frame_rate,
+    next_time,
     opacity_decoder,
     open_video,
     read_video_header,
+    stamps_of,
     video_stream,
-    with_opacity,
 )
 from .source import MediaSource
 
@@ -88,14 +91,14 @@ def iter_frames(
         video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos. torchcodec must be installed. It reads the
             packets of the whole file first and decodes from the last key frame before the frames asked for: faster
             for a few frames late in a file, slower for many. It raises for files that it cannot seek in, such as
-            MPEG-TS. The colours of the two decoders may differ by a few levels.
+            MPEG-TS and AVI with B-frames. The colours of the two decoders may differ by a few levels.
         row ([`MediaInfo`], *optional*): What a row of a data set says of the file, to compare with its header.
         background (`str`, *optional*): Colour on which transparent parts are laid; None for a mask, whose transparent
             parts are black, and whose shape may lie in its opacity alone, see `laid_on`.
 
     Yields:
-        `uint8` array of shape `(height, width, 3)`, RGB, of the size that `probe` reads: EXIF orientation or display
-        rotation applied, pixels square.
+        `uint8` array of shape `(height, width, 3)`, RGB of BT.709, of the size that `probe` reads: EXIF orientation or
+        display rotation applied, pixels square, HDR mapped to SDR.
 
     Raises:
         MediaError: If the file cannot be decoded, ends before the last time, or is not as its row says.
@@ -130,7 +133,7 @@ def _iter_video(
     row: MediaInfo | None,
     background: str | None,
 ) -> Iterator[Frame]:
-    header = read_video_header(source)
+    header = read_video_header(source, quick=True)
     if row is not None:
         check_unchanged(source, header.info, row=row)
     waiting = deque(times)
@@ -145,10 +148,11 @@ def _iter_video(
             with open_video(source) as container:
                 stream = video_stream(container)
                 assert stream is not None, "read_video_header found one"
-                tolerance = _tolerance(stream)
+                tolerance, colours = _tolerance(stream), Colours.of(stream.codec_context)
+                upright = partial(_upright, header=header, colours=colours, source=source, background=background)
                 for frame, second in decoder(source, container, stream, header):
                     while waiting and shown is not None and second > waiting[0] + tolerance:
-                        yield _upright(*shown(), header=header, source=source, background=background)
+                        yield upright(*shown())
                         waiting.popleft()
                     if not waiting:
                         return
@@ -174,22 +178,23 @@ _Decoder = Callable[[MediaSource, InputContainer, VideoStream, VideoHeader], Ite
 
 
 def _upright(
-    frame: av.VideoFrame, rotation: float, *, header: VideoHeader, source: MediaSource, background: str | None
+    frame: av.VideoFrame,
+    rotation: float,
+    *,
+    header: VideoHeader,
+    colours: Colours,
+    source: MediaSource,
+    background: str | None,
 ) -> Frame:
-    """Stretch and rotate a frame as its file's header says, and lay it on a colour where it is transparent."""
+    """Stretch and rotate a frame as its file's header says, in RGB, and lay it on a colour where it is transparent."""
     if round(rotation / 90) % 2 != header.turn.transposed:
         raise MediaError(
             f"{source.path} turns its frames by {rotation:g}°, which its header does not say; write the file again, "
             "for example with ffmpeg."
         )
-    width, height = header.stretched
-    shape: dict[str, Any] = {"width": width, "height": height, "interpolation": "BICUBIC"}
-    stretch = {} if (frame.width, frame.height) == header.stretched else shape
-    # PyAV 19 keeps the threads of `frame.reformat` alive, which a forked process then waits for forever.
-    transparent = with_opacity(frame.format)
-    form = "rgba" if transparent else "rgb24"
-    pixels: npt.NDArray[Any] = VideoReformatter().reformat(frame, format=form, **stretch).to_ndarray()
-    pixels = laid_on(pixels, background) if transparent else pixels
+    pixels = rgb_pixels(frame, colours, size=header.stretched)
+    if pixels.shape[-1] == 4:
+        pixels = laid_on(pixels, background)
     if header.turn.transposed:
         pixels = pixels.transpose(1, 0, 2)
     rows, columns = (-1 if reverse else 1 for reverse in header.turn[1:])
@@ -211,29 +216,59 @@ def _by_pyav(
         assert isinstance(other, VideoCodecContext), "it decodes VP8 or VP9"
         other.extradata, codec = codec.extradata, other
     rate = frame_rate(stream) or 1.0
-    position, packets, second = 0, 0, 0.0
-    first = _seek(container, stream, start - MAX_REORDERED / rate) if start else None
-    if start and first is None:
-        return
-    for packet in container.demux(stream):
-        packets += packet.size > 0
-        for frame in codec.decode(packet):
-            time = frame.time if frame.time is not None else position / rate
-            if start and not position and (frame.time is None or first is None or time - first > start):
-                return
-            first = time if first is None else first
-            second = time - first
-            yield partial(_stored, frame), second
-            position += 1
-    yield None, _end(second, stream, header, packets=packets)
+    packets = container.demux(stream)
+    head = [*islice(packets, MAX_REORDERED)]
+    reordered = are_times_of_decoding(container, stream, head)
+    first = None
+    if start:
+        first = None if reordered else _seek(container, stream, start - MAX_REORDERED / rate, head=head)
+        if first is None:
+            return
+        head, packets = [], container.demux(stream)
+    number, time = 0, None
+
+    def counted() -> Iterator[Packet]:
+        nonlocal number
+        for packet in chain(head, packets):
+            number += packet.size > 0
+            yield packet
+
+    frames = _timed(counted(), codec, window=MAX_REORDERED if reordered else 0)
+    for frame, stated in frames:
+        if start and time is None and (stated is None or first is None or stated - first > start):
+            return
+        time = next_time(stated, time, rate=rate)
+        first = time if first is None else first
+        yield partial(_stored, frame), time - first
+    yield None, _end((time or 0.0) - (first or 0.0), stream, header, packets=number)
 
 
-def _seek(container: InputContainer, stream: VideoStream, second: float) -> float | None:
+def _timed(
+    packets: Iterable[Packet], codec: VideoCodecContext, *, window: int
+) -> Iterator[tuple[av.VideoFrame, float | None]]:
+    """Decode packets, and yield frames with the seconds that the file states.
+
+    Times of decoding are a permutation of those of display, over no more than a `window` of frames: in ascending order
+    they are right, at any rate.
+    """
+    waiting: deque[av.VideoFrame] = deque()
+    times: list[float] = []
+    for frame in (frame for packet in packets for frame in codec.decode(packet)):
+        waiting.append(frame)
+        if frame.time is not None:
+            heapq.heappush(times, frame.time)
+        if len(waiting) > window:
+            yield waiting.popleft(), heapq.heappop(times) if times else None
+    for frame in waiting:
+        yield frame, heapq.heappop(times) if times else None
+
+
+def _seek(container: InputContainer, stream: VideoStream, second: float, *, head: Sequence[Packet]) -> float | None:
     """Go to the last key frame before a second of the video and return the time stamp of its first frame, in seconds.
 
-    Return None for containers whose time stamps may be inexact after that.
+    Return None for containers whose time stamps may be inexact after that. `head` are the first packets.
     """
-    stamps = list(islice(display_stamps(container, stream), MAX_REORDERED))
+    stamps = stamps_of(head)
     if not stamps or not stream.time_base or not {"mp4", "matroska"} & set(container.format.name.split(",")):
         return None
     first = min(stamps)
@@ -259,10 +294,11 @@ def _by_torchcodec(
             f"{source.path} may have transparent parts, which torchcodec leaves out; decode it with PyAV "
             '(`video_decoder="pyav"`), or write the file again without them.'
         )
-    stamps = sorted(display_stamps(container, stream))
-    if not stamps or not stream.time_base:
+    packets = [*container.demux(stream)]
+    stamps = sorted(stamps_of(packets))
+    if not stamps or not stream.time_base or are_times_of_decoding(container, stream, packets[:MAX_REORDERED]):
         raise MediaError(
-            f"{source.path} has no time stamps, by which torchcodec finds frames; decode it with PyAV "
+            f"{source.path} has no times of display, by which torchcodec finds frames; decode it with PyAV "
             '(`video_decoder="pyav"`), or write the file again.'
         )
     try:
@@ -277,6 +313,7 @@ def _by_torchcodec(
         raise _undecodable(source, error) from error
     rotation = float(video.metadata.rotation or 0)
     unit = float(stream.time_base)
+    untagged = is_untagged_hd(stream.codec_context) and not Colours.of(stream.codec_context).mapped
 
     @lru_cache(maxsize=1)  # a frame that is shown at several times is decoded once
     def read(position: int, time: float) -> Frame:
@@ -290,7 +327,8 @@ def _by_torchcodec(
                 f"torchcodec finds the frame at {frame.pts_seconds:.3f} s of {source.path} instead of the one at "
                 f'{time:.3f} s; decode the file with PyAV (`video_decoder="pyav"`), or write it again as mp4.'
             )
-        return np.ascontiguousarray(np.rot90(frame.data.numpy(), -round(rotation / 90)))
+        pixels = corrected_to_bt709(frame.data.numpy()) if untagged else frame.data.numpy()
+        return np.ascontiguousarray(np.rot90(pixels, -round(rotation / 90)))
 
     def stored(position: int, time: float) -> _StoredFrame:
         return av.VideoFrame.from_ndarray(read(position, time), format="rgb24"), rotation

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any, BinaryIO, NamedTuple
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import av
 import numpy as np
 import numpy.typing as npt
 from av.container import InputContainer
+from av.packet import Packet
 from av.stream import Disposition
-from av.video.format import VideoFormat
 from av.video.stream import VideoStream
 
 from ..errors import MediaError
+from .colours import Colours, is_untagged_hd, with_opacity
 from .containers import ContainerName, Turn, container_of, picture_changes, read_turn
 from .images import open_image, upright_size
 from .source import MediaSource
@@ -47,6 +49,15 @@ FPS_TOLERANCE = 0.01
 
 MAX_REORDERED = 17
 """Number of packets that hold the first frame shown: H.264 and HEVC store at most 16 frames before it."""
+
+_INSTANT = 1e-6
+"""Seconds by which times of frames differ at least, beyond rounding."""
+
+_WITHOUT_DISPLAY_TIMES = {"avi", "asf"}
+"""Containers, by FFmpeg's names, that store one time per packet, in ascending order."""
+
+DecodingRule = Literal["BT.709 without tags", "mapped to SDR", "times in ascending order"]
+"""A rule, beyond FFmpeg's own, that decides the frames of some videos."""
 
 
 class MediaInfo(NamedTuple):
@@ -195,10 +206,13 @@ class VideoHeader(NamedTuple):
     may_be_transparent: bool
 
 
-def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: int = MAX_PIXELS) -> VideoHeader:
+def read_video_header(
+    source: MediaSource, *, exact: bool = False, quick: bool = False, max_pixels: int = MAX_PIXELS
+) -> VideoHeader:
     """Read a video's headers; raises as `read_header`.
 
-    No frame is decoded, unless FFmpeg needs some for a rare codec.
+    No frame is decoded, unless FFmpeg needs some for a rare codec. With `quick`, a number of frames may be a guess
+    where `probe` would read the whole file to count them.
     """
     try:
         with source.open_binary() as file:
@@ -210,12 +224,12 @@ def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: i
                 position = container.streams.video.index(stream)
                 transparent = _has_opacity(stream)
                 turn = read_turn(file, name, track_id=stream.id, position=position)
-                count = _count_packets(container, stream) if exact else _read_count(container, stream, name)
+                if exact:
+                    count = _count_packets(container, stream)
+                else:
+                    count = _read_count(container, stream, name, quick=quick)
     except (av.error.FFmpegError, EOFError) as error:
-        raise MediaError(
-            f"{source.path} is neither an image nor a video that can be opened ({error}); it may be corrupt or cut "
-            "off. Remove the row or write the file again."
-        ) from error
+        raise _unopenable(source, error) from error
     num_frames, fps, estimated, seconds = count
     if not (0 < num_frames < 2**31 and fps > 0):
         raise MediaError(
@@ -224,6 +238,50 @@ def read_video_header(source: MediaSource, *, exact: bool = False, max_pixels: i
         )
     size = stretched[::-1] if turn.transposed else stretched
     return VideoHeader(MediaInfo(*size, num_frames, fps, estimated), seconds, stretched, turn, transparent)
+
+
+def _unopenable(source: MediaSource, error: Exception) -> MediaError:
+    return MediaError(
+        f"{source.path} is neither an image nor a video that can be opened ({error}); it may be corrupt or cut off. "
+        "Remove the row or write the file again."
+    )
+
+
+def decoding_rules(source: MediaSource) -> list[DecodingRule]:
+    """Return the rules, beyond FFmpeg's own, by which a video is decoded; none for an image.
+
+    Keys of caches name them, so that entries which older releases made of such videos are not taken for theirs.
+
+    Raises:
+        MediaError: If the file cannot be opened.
+    """
+    source = source.opened(headers=True)
+    with open_image(source) as image:
+        if image is not None:
+            return []
+    try:
+        with source.open_binary() as file:
+            name = container_of(file.read(12))
+            with _open_headers(source, name) as container:
+                rules = _rules_of(container, _usable_stream(source, container, file))
+            if name is not None and "BT.709 without tags" in rules:  # FFmpeg may have to decode a frame for the tags
+                with open_video(source) as container:
+                    rules = _rules_of(container, _usable_stream(source, container, file))
+    except (av.error.FFmpegError, EOFError) as error:
+        raise _unopenable(source, error) from error
+    return rules
+
+
+def _rules_of(container: InputContainer, stream: VideoStream) -> list[DecodingRule]:
+    context = stream.codec_context
+    rules: list[DecodingRule] = []
+    if Colours.of(context).mapped:
+        rules.append("mapped to SDR")
+    elif is_untagged_hd(context):
+        rules.append("BT.709 without tags")
+    if are_times_of_decoding(container, stream, [*islice(container.demux(stream), MAX_REORDERED)]):
+        rules.append("times in ascending order")
+    return rules
 
 
 def check_pixels(source: MediaSource, width: int, height: int, *, max_pixels: int) -> None:
@@ -262,11 +320,6 @@ def opacity_decoder(stream: VideoStream) -> str:
     if codec is None or stream.metadata.get("alpha_mode") != "1":
         return ""
     return {"vp8": "libvpx", "vp9": "libvpx-vp9"}.get(codec.name, "")
-
-
-def with_opacity(frame_format: VideoFormat) -> bool:
-    """Return whether pixels of a format have an opacity beside their colours."""
-    return any(component.is_alpha for component in frame_format.components)
 
 
 def _usable_stream(source: MediaSource, container: InputContainer, file: BinaryIO) -> VideoStream:
@@ -324,21 +377,23 @@ def frame_rate(stream: VideoStream) -> float:
     return float(stream.average_rate or stream.guessed_rate or 0)
 
 
-def _read_count(container: InputContainer, stream: VideoStream, name: ContainerName | None) -> _Count:
+def _read_count(container: InputContainer, stream: VideoStream, name: ContainerName | None, *, quick: bool) -> _Count:
     """Take the number of frames from the header if its duration agrees, otherwise from the last frame's time.
 
     The two disagree if an edit list hides frames, or if a fragmented file counts only its first fragment. The duration
-    of the whole file cannot be used, because it may be that of the sound. If nothing else helps, count the packets.
+    of the whole file cannot be used, because it may be that of the sound. Other containers than mp4 and Matroska state
+    durations that are guesses (MPEG-PS, MPEG-TS) or begin elsewhere (ASF), so that their packets are counted.
     """
     fps = frame_rate(stream)
     seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
     if stream.frames and (seconds <= 0 or abs(seconds * fps - stream.frames) < 0.5):
         return stream.frames, fps, False, max(seconds, 0.0)
+    last = -1.0
     if name is not None:
         last = _last_time(container, stream)
         container.seek(0)
-    else:
-        last = seconds - 1 / fps if fps else -1.0
+    elif quick and fps:
+        last = seconds - 1 / fps
     if last >= 0:
         return round(last * fps) + 1, fps, True, 0.0
     return _count_packets(container, stream)
@@ -357,17 +412,82 @@ def _last_time(container: InputContainer, stream: VideoStream) -> float:
 def display_stamps(container: InputContainer, stream: VideoStream) -> Iterator[int]:
     """Yield the display times of packets in decoding order, without those that an edit list hides."""
     for packet in container.demux(stream):
-        if packet.size and packet.pts is not None and not packet.is_discard:
-            yield packet.pts
+        yield from stamps_of([packet])
+
+
+def stamps_of(packets: Sequence[Packet]) -> list[int]:
+    """Return the display times of packets, without those that an edit list hides."""
+    return [packet.pts for packet in packets if packet.size and packet.pts is not None and not packet.is_discard]
+
+
+def are_times_of_decoding(container: InputContainer, stream: VideoStream, packets: Sequence[Packet]) -> bool:
+    """Return whether the display times of a video are times of decoding, though its codec reorders frames.
+
+    AVI and ASF store no others, and an mp4 may have lost them. Where early frames are in order, both are the same.
+
+    Args:
+        container (`InputContainer`): The file.
+        stream (`VideoStream`): Its video, opened with its decoder.
+        packets (sequence of `Packet`): The first packets.
+    """
+    stamps = stamps_of(packets)
+    ascending = all(early < late for early, late in pairwise(stamps))
+    alike = all(packet.dts in (None, packet.pts) for packet in packets)
+    may_differ = bool(stream.codec_context.has_b_frames) and len(stamps) > 1
+    return may_differ and ascending and (alike or container.format.name in _WITHOUT_DISPLAY_TIMES)
+
+
+def next_time(time: float | None, previous: float | None, *, rate: float) -> float:
+    """Return when a frame is shown that a decoder returns after another, in seconds.
+
+    Frames leave a decoder in the order of display. A time that contradicts it, or is missing, is that of a constant
+    rate.
+
+    Args:
+        time (`float`, *optional*): Time that the file states, in seconds.
+        previous (`float`, *optional*): Time of the frame before it.
+        rate (`float`): Frames per second.
+    """
+    if time is not None and (previous is None or time > previous + _INSTANT):
+        return time
+    return 0.0 if previous is None else previous + 1 / rate
 
 
 def _count_packets(container: InputContainer, stream: VideoStream) -> _Count:
-    """Count the packets that are shown; correct the header's frame rate if it does not fit their times."""
+    """Count the packets that are shown; correct the header's frame rate if it does not fit their times.
+
+    A file that was cut out of another may begin with frames that refer to missing ones, which no decoder shows: those
+    before the first key frame, in the order of decoding or of display.
+    """
     fps = frame_rate(stream)
-    stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
+    packets = [
+        (packet.pts, packet.is_keyframe, packet.is_discard) for packet in container.demux(stream) if packet.size
+    ]
+    first = next((place for place, (_, is_key, _) in enumerate(packets) if is_key), 0)
+    start = packets[first][0] if packets else None
+    stamps = [
+        stamp
+        for stamp, _, is_discarded in packets[first:]
+        if not is_discarded and (stamp is None or start is None or stamp >= start)
+    ]
     count = len(stamps)
-    times = [stamp for stamp in stamps if stamp is not None]
-    last = float((max(times) - min(times)) * stream.time_base) if times and stream.time_base else 0.0
+    last = _last_shown([stamp for stamp in stamps if stamp is not None], stream)
     if last > 0 and abs(last * fps - (count - 1)) > 0.25:
         fps = (count - 1) / last
     return count, fps, False, last
+
+
+def _last_shown(stamps: Iterable[int], stream: VideoStream) -> float:
+    """Return the seconds from the first to the last frame of packets; times that jump back continue at its rate."""
+    waiting: list[int] = []
+    ordered: list[int] = []
+    for stamp in stamps:
+        heapq.heappush(waiting, stamp)
+        if len(waiting) > MAX_REORDERED:
+            ordered.append(heapq.heappop(waiting))
+    first: float | None = None
+    time: float | None = None
+    for stamp in [*ordered, *sorted(waiting)]:
+        time = next_time(float(stamp * (stream.time_base or 0)), time, rate=frame_rate(stream) or 1.0)
+        first = time if first is None else first
+    return 0.0 if time is None or first is None else time - first

@@ -17,6 +17,8 @@ from hf_bucketing.caching import CacheConfig, LatentColumns, TextColumns
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
 from hf_bucketing.media import MediaColumns, ViewRule, write_video
+from tests.media.test_media import numbered_frames
+from tests.media.test_video import B_FRAMES, encode
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable(sizes=(Size(1, 32, 48), Size(5, 32, 32)))
@@ -102,6 +104,20 @@ def test_an_entry_holds_the_latents_of_its_sample_and_its_geometry(media: Path) 
     resized = torch.nn.functional.interpolate(picture, (34, 48), mode="bicubic", antialias=True)[:, :, 1:33]
     expected = torch.nn.functional.avg_pool2d(resized.float() / 127.5 - 1, 8)
     assert torch.allclose(cache.read(rows[0]["latents_key"])[0]["latents"][:, 0], expected[0], atol=1e-6)
+
+
+def test_a_file_that_is_decoded_otherwise_than_before_is_encoded_again_and_no_other(
+    media: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(media / "10.mp4", numbered_frames(9), rate=8, **{"x264-params": B_FRAMES})
+    data = (media / "10.mp4").read_bytes()
+    (media / "10.mp4").write_bytes(data.replace(b"ctts", b"free").replace(b"edts", b"free"))
+    with monkeypatch.context() as older:
+        older.setattr("hf_bucketing.caching.columns.decoding_rules", lambda source: [])
+        assert encoded(media) == ROWS + 1
+        assert encoded(media) == 0
+    assert encoded(media) == 1, "the times of its display are lost"
+    assert encoded(media) == 0
 
 
 def test_a_changed_file_is_encoded_again_and_no_other(media: Path) -> None:

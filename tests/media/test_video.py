@@ -16,6 +16,7 @@ from PIL import Image
 
 from hf_bucketing import MediaError
 from hf_bucketing.media import MediaSource, frame_times, frames_at_fps, iter_frames, probe, write_video
+from hf_bucketing.media.probe import next_time
 from tests.conftest import run
 from tests.media.test_media import HEIGHT, WIDTH, numbered_frames, numbers, source
 
@@ -206,7 +207,7 @@ def test_a_variable_frame_rate_promises_only_frames_that_there_are(tmp_path: Pat
     ("pieces.mp4", {"movflags": "frag_keyframe"}, 0, 24, True),
     ("stream.mp4", {"movflags": "frag_keyframe+empty_moov"}, 0, 24, True),
     ("clip.mkv", None, 0, 24, True),
-    ("clip.ts", None, 0, 24, True),
+    ("clip.ts", None, 0, 24, False),
     ("live.mkv", {"live": "1"}, 0, 24, False),
     ("flash.flv", None, 0, 24, False),
 ])  # fmt: skip
@@ -227,6 +228,66 @@ def test_a_streamed_video_that_is_cut_off_is_counted_up_to_there(tmp_path: Path)
     info = probe(source(str(path)))
     assert 12 <= info.num_frames < 24
     assert len(list(iter_frames(source(str(path)), frame_times(info.num_frames, 12.0)))) == info.num_frames
+
+
+def with_b_frames(stream) -> None:
+    stream.codec_context.max_b_frames, stream.codec_context.gop_size = 2, 12
+    stream.codec_context.bit_rate = 4_000_000  # the rate by default cannot tell the grey levels of frames apart
+
+
+B_FRAMES = "bframes=2:b-adapt=0:scenecut=0:keyint=12"
+CONTAINERS = [
+    ("avi", "libx264", B_FRAMES), ("avi", "libx264", B_FRAMES + ":open-gop=1"), ("avi", "mpeg4", None),
+    ("mkv", "libx264", B_FRAMES), ("flv", "libx264", B_FRAMES), ("ts", "libx264", B_FRAMES), ("mp4", "mpeg4", None),
+    ("h264", "libx264", B_FRAMES), ("mpg", "mpeg2video", None), ("ts", "mpeg2video", None), ("mov", "mpeg4", None),
+    ("asf", "libx264", B_FRAMES), ("mxf", "mpeg2video", None), ("mpg", "libx264", B_FRAMES),
+]  # fmt: skip
+"""Containers of frames that are not stored in the order of display, and options of x264."""
+
+
+@pytest.mark.parametrize(("suffix", "codec", "x264"), CONTAINERS)
+def test_frames_come_once_each_and_in_order_from_every_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, codec: str, x264: str | None
+) -> None:
+    options = {"crf": "8", "x264-params": x264} if x264 else {"qmin": "1", "qmax": "2", "bf": "2"}
+    path = tmp_path / f"clip.{suffix}"
+    assert_in_order(encode(path, numbered_frames(36), rate=25, codec=codec, prepare=with_b_frames, **options), 36)
+    monkeypatch.setattr("hf_bucketing.media.decode._SEEK_FROM", 0.05)
+    late = iter_frames(source(str(path)), frame_times(4, 25.0, start=17), video_decoder="pyav")
+    assert numbers(late) == [17, 18, 19, 20]
+
+
+def assert_in_order(clip: MediaSource, count: int, *, first: int = 0) -> None:
+    info = probe(clip)
+    assert (info.num_frames, info.fps) == (count, 25.0)
+    times = frame_times(count, info.fps)
+    assert numbers(iter_frames(clip, times, video_decoder="pyav")) == list(range(first, first + count))
+
+
+def test_times_that_are_broken_or_jump_back_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers an mp4 whose times of display are lost, and MPEG-TS that was joined or cut."""
+    options = {"crf": "8", "x264-params": B_FRAMES + ":open-gop=1"}
+    data = {
+        suffix: Path(encode(tmp_path / f"clip.{suffix}", numbered_frames(36), rate=25, **options).path).read_bytes()
+        for suffix in ("mp4", "ts")
+    }
+    monkeypatch.setattr("hf_bucketing.media.decode._SEEK_FROM", 0.05)
+    untimed = in_memory(data["mp4"].replace(b"ctts", b"free").replace(b"edts", b"free"))
+    assert_in_order(untimed, 36)
+    assert numbers(iter_frames(untimed, frame_times(3, 25.0, start=20), video_decoder="pyav")) == [20, 21, 22]
+    joined = in_memory(data["ts"] * 2)
+    assert probe(joined)[2:4] == (72, 25.0)
+    times = frame_times(72, 25.0)
+    assert numbers(iter_frames(joined, times, video_decoder="pyav")) == [*range(36)] * 2
+    cut = in_memory(data["ts"][188 * 16 :])
+    assert_in_order(cut, 24, first=12)
+
+
+def test_times_of_frames_ascend_at_the_rate_where_a_file_says_otherwise() -> None:
+    times: list[float] = []
+    for stated in (None, 0.1, 0.1, 0.05, 0.3, 0.7):
+        times.append(next_time(stated, times[-1] if times else None, rate=10.0))
+    assert times == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.7])
 
 
 @pytest.mark.parametrize(("codec", "suffix"), [("mpeg4", "mp4"), ("mpeg2video", "mkv"), ("libvpx-vp9", "mp4")])

@@ -21,6 +21,7 @@ from hf_bucketing.loaders import BucketCollator, worker_options
 from hf_bucketing.media import MediaSource, View, ViewRule, frame_times, iter_frames, probe
 from tests.caching.test_latents import encoded, media  # noqa: F401 (a fixture)
 from tests.media import test_media, test_video
+from tests.media.test_colours import BARS, PQ, bars, signal_of
 from tests.media.test_media import *  # noqa: F403
 from tests.media.test_media import HEIGHT, WIDTH, numbered_frames, numbers, source
 from tests.media.test_video import *  # noqa: F403
@@ -77,6 +78,15 @@ def test_frames_are_pyavs_in_other_pixel_formats(tmp_path: Path, pixels: str) ->
     assert_alike(clip, frame_times(6, 12.0))
 
 
+def test_colours_are_pyavs_in_high_definition_without_tags_and_in_hdr(tmp_path: Path) -> None:
+    mild = BARS[[0, 1, 5, 6, 7]] / 255
+    assert_alike(bars(tmp_path / "hd.mp4", "bt709", size=(720, 1280), colours=mild), [0.0])
+    tags = {"colorspace": 9, "color_range": 1, "color_trc": PQ, "color_primaries": 9}
+    signal = signal_of(np.float64([[203] * 3, [20] * 3, [50, 20, 10], [10, 50, 20]]), PQ)
+    hdr = bars(tmp_path / "hdr.mkv", "bt2020", colours=signal, pixels="yuv420p10le", codec="ffv1", **tags)
+    assert_alike(hdr, [0.0], mean=6, most=8)  # torchcodec cuts 10 bits to 8
+
+
 def test_clips_late_in_a_file_begin_with_the_frame_at_their_start(tmp_path: Path) -> None:
     clip = encode(tmp_path / "clip.mp4", numbered_frames(40), g="9", bf="3")
     for first in (0, 7, 18, 30):
@@ -111,6 +121,9 @@ def test_frames_that_torchcodec_cannot_find_are_an_error_that_names_pyav(tmp_pat
     assert numbers(iter_frames(unsought, [0.0])) == [0]
     with pytest.raises(MediaError, match=r'instead of the one at .*video_decoder="pyav"'):
         list(torchcodec_frames(unsought, [0.0]))
+    reordered = encode(tmp_path / "clip.avi", numbered_frames(24), bf="2")
+    with pytest.raises(MediaError, match=r'no times of display.*video_decoder="pyav"'):
+        list(torchcodec_frames(reordered, [0.0]))
     with av.open(str(tmp_path / "raw.h264"), "w") as container:
         stream = container.add_stream("libx264", rate=12)
         stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
