@@ -29,6 +29,7 @@ def main(args: argparse.Namespace) -> None:
     from dataclasses import replace
 
     from hf_bucketing.adapters.files import difference, read_lora, strength, write_comfyui, write_diffusers
+    from hf_bucketing.adapters.kinds import check_file
     from hf_bucketing.models.loading import empty_transformer
     from hf_bucketing.models.registry import recipe_of
 
@@ -38,10 +39,15 @@ def main(args: argparse.Namespace) -> None:
     if output.exists():
         raise BucketingError(f"{output} exists; name a new file.")
     renamed = replace(adapters, path=output)
-    if args.to == "comfyui":
-        write_comfyui(pipeline_class, transformer, renamed, base_model=base)
-    else:
-        write_diffusers(pipeline_class, renamed)
+    try:
+        if args.to == "comfyui":
+            write_comfyui(pipeline_class, transformer, renamed, base_model=base)
+        else:
+            write_diffusers(pipeline_class, renamed)
+            check_file(transformer, renamed)
+    except BucketingError:
+        output.unlink(missing_ok=True)
+        raise
     before, after = adapters.folded(), read_lora(pipeline_class, transformer, output).folded()
     strengths = {layer: (strength(pair), strength(after[layer])) for layer, pair in before.items()}
     if args.layers:

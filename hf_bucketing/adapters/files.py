@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -20,8 +19,10 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from .. import __version__
 from ..errors import BucketingError
 from ..models.registry import family_of
+from ..settings import plain_number
 from .original_names import known_layers, original_layers, without_prefix
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -70,12 +71,12 @@ class Adapters:
     Attributes:
         path (`Path`): File that was read, or is to be written.
         weights (`dict` of `str` to `torch.Tensor`): Weights by name.
-        alpha (`int`, *optional*): Numerator of the scale `alpha ÷ rank`; None if the scale is 1 at several ranks.
+        alpha (`float`, *optional*): Numerator of the scale `alpha ÷ rank`; None if the scale is 1 at several ranks.
     """
 
     path: Path
     weights: Mapping[str, torch.Tensor]
-    alpha: int | None
+    alpha: float | None
 
     @property
     def ranks(self) -> list[int]:
@@ -92,9 +93,14 @@ class Adapters:
         return {layer: self._folded(layer) for layer in sorted(self.layers)}
 
     def _folded(self, layer: str) -> Pair:
-        down, up = self.weights[layer + DOWN], self.weights[layer + UP]
-        down, up = (value.to("cpu", torch.promote_types(value.dtype, torch.float32)) for value in (down, up))
-        return down, up if self.alpha is None else up * (self.alpha / len(down))
+        down, up = self.weights[layer + DOWN].cpu(), self.weights[layer + UP].cpu()
+        return scaled((down, up), 1.0 if self.alpha is None else self.alpha / len(down))
+
+
+def scaled(pair: Pair, scale: float) -> Pair:
+    """Return a pair of matrices with a scale multiplied into the upper one, at least in float32."""
+    down, up = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in pair)
+    return down, up if scale == 1.0 else up * scale
 
 
 def strength(pair: Pair) -> float:
@@ -179,12 +185,30 @@ def read_lora(pipeline_class: type[Any], transformer: Any, path: str | os.PathLi
     for layer, (down, up) in pairs.items():
         weights |= {layer + DOWN: down, layer + UP: up}
     prefix = f"{pipeline_class.transformer_name}."
-    saved = {
-        name.removeprefix(prefix): value
-        for name, value in json.loads(header.get(SETTINGS_ENTRY, "{}")).items()
-        if name.startswith(prefix)
-    }
-    return with_scales(file, weights, saved)
+    return with_scales(file, weights, settings_of(file, header, prefix=prefix))
+
+
+def settings_of(file: Path, header: Mapping[str, str], *, prefix: str) -> dict[str, Any]:
+    """Return the settings of peft that a file of adapters has in its header, or peft's own file beside it.
+
+    Args:
+        file (`Path`): File of the weights.
+        header (mapping of `str` to `str`): Header of the file.
+        prefix (`str`): What diffusers writes in front of the names of the transformer's settings.
+
+    Raises:
+        BucketingError: If the settings beside a file of peft cannot be read, so that its scale is unknown.
+    """
+    if file.name == SAFETENSORS_WEIGHTS_NAME:
+        try:
+            beside: dict[str, Any] = json.loads((file.parent / CONFIG_NAME).read_text())
+        except (OSError, ValueError) as error:
+            raise BucketingError(
+                f"{file} has its scale in {CONFIG_NAME} beside it, which cannot be read: {error}"
+            ) from error
+        return beside
+    named = json.loads(header.get(SETTINGS_ENTRY, "{}"))
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def with_scales(file: Path, weights: dict[str, torch.Tensor], saved: Mapping[str, Any]) -> Adapters:
@@ -193,14 +217,16 @@ def with_scales(file: Path, weights: dict[str, torch.Tensor], saved: Mapping[str
         raise BucketingError(f"{file} must hold plain LoRA weights of a transformer and nothing else: use_dora.")
     ranks = {layer.removesuffix(DOWN): len(value) for layer, value in weights.items() if layer.endswith(DOWN)}
     common = next(iter(ranks.values())) if len(set(ranks.values())) == 1 else None
+    alpha = plain_number(saved.get("lora_alpha", LoraConfig.lora_alpha), f"lora_alpha of {file}", whole=False)
     alphas = saved.get("alpha_pattern") or {}
     if not (alphas or saved.get("rank_pattern") or saved.get("use_rslora")):
-        return Adapters(path=file, weights=weights, alpha=int(saved["lora_alpha"]) if saved else common)
+        return Adapters(path=file, weights=weights, alpha=alpha if saved else common)
+    folded: dict[str, torch.Tensor] = {}
     for layer, rank in ranks.items():
-        alpha = alphas.get(get_pattern_key(list(alphas), layer), saved["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if saved.get("use_rslora") else rank)
-        weights[layer + UP] = weights[layer + UP] * scale
-    return Adapters(path=file, weights=weights, alpha=common)
+        number = alphas.get(get_pattern_key(list(alphas), layer), alpha)
+        scale = number / (math.sqrt(rank) if saved.get("use_rslora") else rank)
+        folded[layer + DOWN], folded[layer + UP] = scaled((weights[layer + DOWN], weights[layer + UP]), scale)
+    return Adapters(path=file, weights=folded, alpha=common)
 
 
 def _as_diffusers_reads(
@@ -271,8 +297,8 @@ def fold_alpha(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = next((pair for pair in _PAIRS if layer + pair[0] in state and layer + pair[1] in state), None)
         if names is None:
             raise BucketingError(f"{layer}{_ALPHA} scales no pair of LoRA matrices; remove it, or convert the file.")
-        scale = float(state[layer + _ALPHA]) / len(state[layer + names[0]])
-        folded[layer + names[1]] = folded[layer + names[1]] * scale
+        down, up = (layer + name for name in names)
+        folded[down], folded[up] = scaled((state[down], state[up]), float(state[layer + _ALPHA]) / len(state[down]))
     return folded
 
 
@@ -289,7 +315,7 @@ def write_diffusers(pipeline_class: type[Any], adapters: Adapters, config: LoraC
         differ = len(adapters.ranks) > 1
         config = LoraConfig(
             r=adapters.ranks[0],
-            lora_alpha=adapters.alpha or adapters.ranks[0],
+            lora_alpha=adapters.ranks[0] if adapters.alpha is None else adapters.alpha,
             target_modules=list(ranks),
             rank_pattern=ranks if differ else {},
             alpha_pattern=ranks if differ and adapters.alpha is None else {},
@@ -341,7 +367,7 @@ def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapter
     header = {
         "format": "pt",
         "base_model": Path(base_model).name if Path(base_model).exists() else base_model,
-        "hf_bucketing": importlib.metadata.version("hf_bucketing"),
+        "hf_bucketing": __version__,
         _RANKS: json.dumps(ranks),
     }
     save_file(state, adapters.path, metadata=header)

@@ -14,7 +14,8 @@ any other kind, is read here: weights by the names that peft gives them, and the
 
 from __future__ import annotations
 
-import json
+import copy
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,15 +28,26 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.integrations import dequantize_module_weight
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import BucketingError
-from ..placement.shards import copy_whole, named_weights
-from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS, SETTINGS_ENTRY, read_lora
-from .settings import AdapterConfig, numbers_by_pattern
+from ..placement.shards import copy_whole, name_in_files, named_weights
+from .files import (
+    COMFYUI_WEIGHTS,
+    DOWN,
+    LORA_WEIGHTS,
+    UP,
+    Adapters,
+    difference,
+    read_lora,
+    scaled,
+    settings_of,
+    strength,
+)
+from .settings import AdapterConfig, alphas_by_pattern, ranks_by_pattern
 
 ADAPTER = "default"
 """Name of the adapter in peft; files do not hold it."""
@@ -59,8 +71,8 @@ def peft_config(config: AdapterConfig, *, targets: Sequence[str], unused: Sequen
         "r": config.lora_rank,
         "target_modules": list(targets),
         "exclude_modules": f".*({'|'.join(map(re.escape, unused))}).*" if unused else None,
-        "rank_pattern": numbers_by_pattern(config.lora_rank_pattern),
-        "alpha_pattern": numbers_by_pattern(config.lora_alpha_pattern),
+        "rank_pattern": ranks_by_pattern(config.lora_rank_pattern),
+        "alpha_pattern": alphas_by_pattern(config.lora_alpha_pattern),
     }
     alpha = config.lora_alpha or config.lora_rank
     if config.has_pairs:
@@ -127,9 +139,9 @@ class ExactAdapters:
     settings: dict[str, Any]
 
     @property
-    def alpha(self) -> int | None:
+    def alpha(self) -> float | None:
         """Numerator of the scale, if the file has it."""
-        alpha: int | None = self.settings.get("lora_alpha", self.settings.get("alpha"))
+        alpha: float | None = self.settings.get("lora_alpha", self.settings.get("alpha"))
         return alpha
 
     @property
@@ -168,23 +180,16 @@ def read_exact(path: str | os.PathLike[str], *, prefix: str = "transformer") -> 
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise BucketingError(f"{path} has no adapters; name a folder with {' or '.join(names)}, or such a file.")
-    beside = file.parent / CONFIG_NAME
     try:
         with safe_open(file, framework="pt") as opened:
             header = opened.metadata() or {}
         state = load_file(file)
-        settings = json.loads(beside.read_text()) if file.name == SAFETENSORS_WEIGHTS_NAME else None
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise BucketingError(f"{file} cannot be read as adapters: {error}") from error
-    if settings is None:
-        prefix = f"{prefix}."
-        named = json.loads(header.get(SETTINGS_ENTRY, "{}"))
-        settings = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-    else:
-        prefix = _PEFT_PREFIX
-    return ExactAdapters(
-        path=file, weights={name.removeprefix(prefix): value for name, value in state.items()}, settings=settings
-    )
+    settings = settings_of(file, header, prefix=f"{prefix}.")
+    before = _PEFT_PREFIX if file.name == SAFETENSORS_WEIGHTS_NAME else f"{prefix}."
+    weights = {name.removeprefix(before): value for name, value in state.items()}
+    return ExactAdapters(path=file, weights=weights, settings=settings)
 
 
 def load_exact(transformer: Any, adapters: ExactAdapters) -> None:
@@ -207,6 +212,54 @@ def load_exact(transformer: Any, adapters: ExactAdapters) -> None:
         raise BucketingError(f"{adapters.path} does not fit these adapters: it has {differences[0]}.")
     for name, value in weights.items():
         copy_whole(value, adapters.weights[name])
+
+
+def with_scales_of_layers(
+    transformer: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return whole weights of a transformer's LoRA, with the scale that each layer computes with multiplied in."""
+    with_scales: dict[str, torch.Tensor] = {}
+    for name, layer in transformer.named_modules():
+        name = name_in_files(name)
+        if isinstance(layer, LoraLayer) and name + DOWN in weights:
+            pair = weights[name + DOWN], weights[name + UP]
+            with_scales[name + DOWN], with_scales[name + UP] = scaled(pair, layer.scaling[ADAPTER])
+    return with_scales
+
+
+@torch.no_grad()
+def check_changes(transformer: torch.nn.Module, weights: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
+    """Raise BucketingError unless weights in a transformer's layers make the change of adapters, rounding aside.
+
+    Args:
+        transformer (`torch.nn.Module`): A transformer with layers of LoRA, whose scales count.
+        weights (mapping of `str` to `torch.Tensor`): What was loaded into them.
+        adapters ([`Adapters`]): What was to be loaded.
+    """
+    rounding = max(torch.finfo(value.dtype).eps for value in weights.values())
+    live = Adapters(path=adapters.path, weights=with_scales_of_layers(transformer, weights), alpha=None).folded()
+    for layer, pair in adapters.folded().items():
+        loaded = live[layer]
+        if difference(pair, loaded) > rounding * math.prod(float(value.norm()) for value in pair):
+            raise BucketingError(
+                f"{adapters.path} changes the weight of {layer} by {strength(pair):.6g} (norm), and loaded by "
+                f"{strength(loaded):.6g}, which is more than rounding; this is a fault of this library or of peft."
+            )
+
+
+def check_file(transformer: torch.nn.Module, adapters: Adapters) -> None:
+    """Raise BucketingError unless diffusers loads from the file of adapters the change that they make.
+
+    Args:
+        transformer (`torch.nn.Module`): A transformer of diffusers without values and without adapters.
+        adapters ([`Adapters`]): Adapters, with the path of diffusers' file.
+    """
+    loaded: Any = copy.deepcopy(transformer)
+    loaded.load_lora_adapter(
+        str(adapters.path.parent), weight_name=adapters.path.name, adapter_name=ADAPTER, low_cpu_mem_usage=True
+    )
+    weights = {name.removeprefix("transformer."): value for name, value in load_file(adapters.path).items()}
+    check_changes(loaded, weights, adapters)
 
 
 def write_peft(folder: Path, weights: Mapping[str, torch.Tensor], config: _Config, *, base_model: str) -> None:
@@ -235,7 +288,8 @@ def merge_adapters(pipeline_class: type[Any], transformer: Any, path: str | os.P
         `int`: Number of layers that have changed.
 
     Raises:
-        BucketingError: If the adapters cannot be read, or do not fit the transformer.
+        BucketingError: If the adapters cannot be read, do not fit the transformer, or make a weight too large for its
+            precision.
     """
     exact = read_exact(path)
     if exact.settings.get("use_dora") or exact.path.name == SAFETENSORS_WEIGHTS_NAME:
@@ -243,8 +297,21 @@ def merge_adapters(pipeline_class: type[Any], transformer: Any, path: str | os.P
     pairs = read_lora(pipeline_class, transformer, path).folded()
     for name, (down, up) in pairs.items():
         weight = transformer.get_submodule(name).weight
-        weight.copy_(weight.float() + (up @ down).to(weight.device))
+        merged = weight.float() + (up @ down).to(weight.device)
+        _check_rounding(name, merged, merged.to(weight.dtype))
+        weight.copy_(merged)
     return len(pairs)
+
+
+def _check_rounding(name: str, merged: torch.Tensor, stored: torch.Tensor) -> None:
+    """Raise BucketingError if a merged weight in the precision of its file differs by more than rounding."""
+    limits = torch.finfo(stored.dtype)
+    if not torch.allclose(stored.float(), merged, rtol=limits.eps, atol=limits.smallest_normal):
+        largest = float(merged.abs().max())
+        raise BucketingError(
+            f"Merged, the weight of {name} reaches {largest:.4g}, which {stored.dtype} cannot hold; merge adapters of "
+            "less strength, or into a pipeline whose files have a wider precision."
+        )
 
 
 def _merge_exact(transformer: Any, adapters: ExactAdapters) -> int:
@@ -260,6 +327,7 @@ def _merge_exact(transformer: Any, adapters: ExactAdapters) -> int:
         dtype = base.weight.dtype
         layer.float()
         layer.merge()
+        _check_rounding(name, base.weight, base.weight.to(dtype))
         parent, _, child = name.rpartition(".")
         setattr(transformer.get_submodule(parent), child, base.to(dtype))
     del transformer.peft_config

@@ -26,7 +26,6 @@ from .files import (
     check_loads_lora,
     prove_names,
     read_lora,
-    with_scales,
     write_comfyui,
     write_diffusers,
 )
@@ -34,10 +33,12 @@ from .kinds import (
     ADAPTER,
     ExactAdapters,
     adapters_of,
+    check_changes,
     correct_layers,
     load_exact,
     peft_config,
     read_exact,
+    with_scales_of_layers,
     write_peft,
 )
 from .settings import SETTINGS, AdapterConfig, LoraFormat
@@ -172,7 +173,8 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
     """Load weights into the adapters that [`add_lora`] added.
 
     Raises:
-        BucketingError: If rank, alpha, layers or shapes differ; the message names both values.
+        BucketingError: If rank, alpha, layers or shapes differ, or the change of a layer; the message names both
+            values.
     """
     transformer = getattr(pipeline, component)
     config = transformer.peft_config[ADAPTER]
@@ -200,6 +202,8 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
         raise BucketingError(f"{adapters.path} does not fit these adapters: it has {'; '.join(differences)}.")
     for name, value in weights.items():
         copy_whole(value, adapters.weights[name])
+    if not any(value.is_meta for value in weights.values()):  # a process without weights gets its share later
+        check_changes(transformer, weights, adapters)
 
 
 def checkpoint_adapters_only(
@@ -256,7 +260,9 @@ def save_lora(
             adapters = Adapters(path=Path(partial) / LORA_WEIGHTS, weights=weights, alpha=config.lora_alpha)
             write_diffusers(type(pipeline), adapters, config)
         if config.peft_type == "LORA" and lora_format != "diffusers":
-            adapters = with_scales(Path(partial) / COMFYUI_WEIGHTS, dict(weights), config.to_dict())
+            adapters = Adapters(
+                path=Path(partial) / COMFYUI_WEIGHTS, weights=with_scales_of_layers(transformer, weights), alpha=None
+            )
             write_comfyui(type(pipeline), transformer, adapters, base_model=pipeline.name_or_path)
         written = {file.name for file in Path(partial).iterdir()}
     for file in set(ADAPTER_FILES) - written:  # what an earlier run left is another adapter

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..errors import BucketingError
-from ..settings import check_at_least, check_literals, setting
+from ..settings import check_at_least, check_literals, plain_number, setting
 
 AdapterKind: TypeAlias = Literal["lora", "dora", "loha", "lokr"]
 """Kinds of adapters, as peft names them."""
@@ -34,7 +34,7 @@ class AdapterConfig:
             change of two products, elementwise and as Kronecker's.
         lora_rank (`int`, *optional*): Rank of the adapters; by default the whole transformer is trained, without
             adapters.
-        lora_alpha (`int`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
+        lora_alpha (`float`, *optional*): Numerator of the scale, which is alpha ÷ rank; by default the alpha of
             `init_from_adapters`, or else the rank.
         lora_targets (`str`, *optional*): Module-name suffixes that receive adapters, separated by commas; by default
             the model's projections of attention.
@@ -52,12 +52,13 @@ class AdapterConfig:
             diffusers' file alone for models whose names in ComfyUI are not proven.
 
     Raises:
-        BucketingError: On a number below 1, a pattern that cannot be read, or a setting of adapters without a rank.
+        BucketingError: On a rank below 1, an alpha that is not positive, a pattern that cannot be read, or a setting
+            of adapters without a rank.
     """
 
     adapter: AdapterKind = setting("lora", on_resume="equal")
     lora_rank: int | None = setting(None, common=True)
-    lora_alpha: int | None = setting(None, left_open=None, planned=False)
+    lora_alpha: float | None = setting(None, left_open=None, planned=False)
     lora_targets: str | None = setting(None, left_open=None)
     lora_rslora: bool = False
     lora_dropout: float = setting(0.0, on_resume="applied")
@@ -68,7 +69,11 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_at_least(1, self, "lora_rank", "lora_alpha")
+        check_at_least(1, self, "lora_rank")
+        if self.lora_alpha is not None:
+            object.__setattr__(self, "lora_alpha", plain_number(self.lora_alpha, "lora_alpha", whole=False))
+            if self.lora_alpha <= 0:
+                raise BucketingError(f"`lora_alpha` must be more than 0, got {self.lora_alpha}.")
         for field in fields(self):
             if self.lora_rank is None and field.name != "lora_targets" and getattr(self, field.name) != field.default:
                 raise BucketingError(f"`{field.name}` is a setting of adapters; give their rank too (`lora_rank`).")
@@ -76,8 +81,8 @@ class AdapterConfig:
             raise BucketingError(f"`lora_dropout` must be at least 0 and less than 1, got {self.lora_dropout}.")
         if self.lora_rslora and not self.has_pairs:
             raise BucketingError(f'Omit `lora_rslora`, a scale of LoRA and DoRA, or `adapter="{self.adapter}"`.')
-        for patterns in (self.lora_rank_pattern, self.lora_alpha_pattern):
-            numbers_by_pattern(patterns)
+        ranks_by_pattern(self.lora_rank_pattern)
+        alphas_by_pattern(self.lora_alpha_pattern)
 
     @property
     def has_pairs(self) -> bool:
@@ -90,26 +95,45 @@ class AdapterConfig:
         return self.adapter == "lora" and not (self.lora_rslora or self.lora_rank_pattern or self.lora_alpha_pattern)
 
 
-def numbers_by_pattern(text: str | None) -> dict[str, int]:
-    r"""Read `PATTERN=NUMBER`, separated by spaces.
+def ranks_by_pattern(text: str | None) -> dict[str, int]:
+    r"""Read ranks as `PATTERN=RANK`, separated by spaces.
 
     Raises:
-        BucketingError: If a pattern is no regular expression, or its number not at least 1.
+        BucketingError: If a pattern is no regular expression, or its rank no whole number of at least 1.
 
     Example:
-        >>> numbers_by_pattern(r"blocks\.0\..*=4 to_out.0=16")
+        >>> ranks_by_pattern(r"blocks\.0\..*=4 to_out.0=16")
         {'blocks\\.0\\..*': 4, 'to_out.0': 16}
     """
+    return _numbers_by_pattern(text, whole=True)
+
+
+def alphas_by_pattern(text: str | None) -> dict[str, float]:
+    """Read alphas as `PATTERN=ALPHA`, separated by spaces.
+
+    Raises:
+        BucketingError: If a pattern is no regular expression, or its alpha no positive number.
+
+    Example:
+        >>> alphas_by_pattern("to_q=0.5 to_out.0=16")
+        {'to_q': 0.5, 'to_out.0': 16}
+    """
+    return _numbers_by_pattern(text, whole=False)
+
+
+def _numbers_by_pattern(text: str | None, *, whole: bool) -> dict[str, Any]:
+    """Read `PATTERN=NUMBER`, separated by spaces."""
     numbers = {}
     for entry in (text or "").split():
         pattern, _, number = entry.rpartition("=")
         try:
             re.compile(pattern)
-            numbers[pattern] = int(number)
+            numbers[pattern] = plain_number(float(number), "NUMBER", whole=whole)
         except (re.error, ValueError) as error:
             raise BucketingError(f"Expected PATTERN=NUMBER, a regular expression, got {entry!r}: {error}") from error
-        if not pattern or numbers[pattern] < 1:
-            raise BucketingError(f"Expected PATTERN=NUMBER with a number of at least 1, got {entry!r}.")
+        if not pattern or numbers[pattern] <= 0:
+            smallest = "a number of at least 1" if whole else "a positive number"
+            raise BucketingError(f"Expected PATTERN=NUMBER with {smallest}, got {entry!r}.")
     return numbers
 
 

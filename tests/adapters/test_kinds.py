@@ -173,7 +173,7 @@ def test_dropout_acts_in_training_alone(pipeline_dir: Path) -> None:
         ({"lora_dropout": 1.0}, "`lora_dropout` must be at least 0 and less than 1, got 1.0"),
         ({"lora_rank_pattern": "to_q"}, "Expected PATTERN=NUMBER, a regular expression, got 'to_q'"),
         ({"lora_rank_pattern": "to_(q=2"}, "regular expression, got 'to_\\(q=2': missing \\)"),
-        ({"lora_alpha_pattern": "to_q=0"}, "number of at least 1, got 'to_q=0'"),
+        ({"lora_alpha_pattern": "to_q=0"}, "with a positive number, got 'to_q=0'"),
         ({"adapter": "lore"}, "lore"),
     ],
 )
