@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from hf_bucketing.adapters.files import (
     COMFYUI_WEIGHTS,
     DOWN,
     LORA_WEIGHTS,
+    PEFT_FILES,
     UP,
     Adapters,
     difference,
+    fold_alpha,
     read_lora,
     strength,
     write_comfyui,
@@ -183,6 +187,76 @@ def test_patterns_of_ranks_and_alphas_are_multiplied_in(tmp_path: Path) -> None:
             scale = (2 if layer.endswith("attn2.to_q") else ALPHA) / (rank**0.5 if rooted else rank)
             by_hand = scale * change((adapters.weights[layer + DOWN], adapters.weights[layer + UP]))
             torch.testing.assert_close(change(read[layer]), by_hand, rtol=1e-6, atol=1e-6)
+
+
+LAYERS = ("blocks.0.attn1.to_q", "blocks.0.attn1.to_k", "blocks.1.attn2.to_q")
+HEADERS: list[dict[str, Any]] = [
+    {"lora_alpha": 0.5},
+    {"lora_alpha": 1.5},
+    {"lora_alpha": 16.0},
+    {"lora_alpha": 0.0},
+    {"lora_alpha": 0.5, "use_rslora": True},
+    {"lora_alpha": 0.5, "alpha_pattern": {"attn2.to_q": 2.5, "to_k": 0.25}},
+    {"lora_alpha": 2.5, "rank_pattern": {"blocks.1.attn2.to_q": 2}},
+]
+
+
+def header_file(path: Path, transformer: Any, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write a file with settings of peft in its header; return the change of each layer as diffusers loads it."""
+    config = {**LoraConfig(r=RANK, target_modules=list(LAYERS)).to_dict(), **settings, "target_modules": list(LAYERS)}
+    torch.manual_seed(0)
+    weights = {}
+    for layer in LAYERS:
+        module, rank = transformer.get_submodule(layer), settings.get("rank_pattern", {}).get(layer, RANK)
+        weights[f"transformer.{layer}{DOWN}"] = drawn(rank, module.in_features)
+        weights[f"transformer.{layer}{UP}"] = drawn(module.out_features, rank)
+    named = {f"transformer.{name}": value for name, value in config.items()}
+    save_file(weights, path, metadata={"lora_adapter_metadata": json.dumps(named, default=str)})
+    stock = copy.deepcopy(transformer)
+    stock.load_lora_adapter(weights, metadata=named)
+    return {layer: stock.get_submodule(layer).get_delta_weight("default_0").detach() for layer in LAYERS}
+
+
+def test_headers_mean_what_diffusers_makes_of_them(tmp_path: Path) -> None:
+    pipeline_class, transformer = make_model("wan")
+    for settings in HEADERS:
+        changes = header_file(tmp_path / "lora.safetensors", transformer, settings)
+        adapters = read_lora(pipeline_class, transformer, tmp_path / "lora.safetensors")
+        written = replace(adapters, path=tmp_path / "written.safetensors")
+        write_diffusers(pipeline_class, written)
+        again = read_lora(pipeline_class, transformer, written.path)
+        write_comfyui(pipeline_class, transformer, written, base_model="lab/model")
+        comfyui = read_lora(pipeline_class, transformer, written.path)
+        for layer, expected in changes.items():
+            for read in (adapters, again, comfyui):
+                found = change(read.folded()[layer]) if layer in read.layers else torch.zeros_like(expected)
+                torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6, msg=f"{settings} {layer}")
+
+
+def test_scales_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    """A file of peft has its scale beside it, and one without would be read at another strength."""
+    pipeline_class, transformer = make_model("wan")
+    adapters = draw_adapters(transformer, tmp_path / "lora.safetensors", alpha=None)
+    file = {f"transformer.{key}": value for key, value in adapters.weights.items()}
+    save_file(file, adapters.path, metadata={"lora_adapter_metadata": '{"transformer.lora_alpha": "much"}'})
+    with pytest.raises(
+        BucketingError, match=r"lora_alpha of .*lora\.safetensors` must be a finite number, got 'much'"
+    ):
+        read_lora(pipeline_class, transformer, adapters.path)
+    save_file({f"base_model.model.{key}": value for key, value in adapters.weights.items()}, tmp_path / PEFT_FILES[0])
+    with pytest.raises(BucketingError, match=r"has its scale in adapter_config\.json beside it"):
+        read_lora(pipeline_class, transformer, tmp_path / PEFT_FILES[0])
+    (tmp_path / PEFT_FILES[1]).write_text(json.dumps({"r": RANK, "lora_alpha": 0.5}))
+    read = read_lora(pipeline_class, transformer, tmp_path / PEFT_FILES[0]).folded()
+    for layer, pair in replace(adapters, alpha=0.5).folded().items():
+        assert torch.equal(change(read[layer]), change(pair))
+
+
+def test_scales_of_half_precision_are_multiplied_in_float32() -> None:
+    ends = {"q" + DOWN: torch.ones(3, 2), "q" + UP: torch.full((2, 3), 1e-7)}
+    half = {name: value.half() for name, value in ends.items()}
+    folded = fold_alpha({**half, "q.alpha": torch.tensor(0.5).half()})
+    assert torch.equal(folded["q" + UP], half["q" + UP].float() * (0.5 / 3))
 
 
 @pytest.mark.parametrize("name", [name for name in ("wan", "flux2", "hunyuan-video") if name in FAMILIES])

@@ -27,7 +27,7 @@ from hf_bucketing.placement.settings import MemoryConfig
 from tests.conftest import run_script_here
 from tests.models.recipe_cases import samples_of
 
-PATTERNS = {"lora_rank_pattern": r"blocks\.0\..*=2", "lora_alpha_pattern": "to_q=8"}
+PATTERNS = {"lora_rank_pattern": r"blocks\.0\..*=2", "lora_alpha_pattern": "to_q=8 to_v=0.5"}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": "lora", "lora_rslora": True, **PATTERNS},
     "dora": {"adapter": "dora", "lora_rslora": True, **PATTERNS},
@@ -139,7 +139,7 @@ def test_another_run_starts_from_adapters_of_each_kind_as_they_were(
         ("loha", {"adapter": "lokr"}, "peft_type .*LOHA and not .*LOKR"),
         ("dora", {"lora_rslora": False}, "use_rslora True and not False"),
         ("lokr", {"lora_rank": 2}, "r 3 and not 2"),
-        ("lora", {"lora_alpha_pattern": None}, "alpha_pattern {'to_q': 8} and not {}"),
+        ("lora", {"lora_alpha_pattern": None}, "alpha_pattern {'to_q': 8, 'to_v': 0.5} and not {}"),
         ("dora", {"lora_targets": "to_q"}, "to_k.*, which no layer has"),
     ],
 )
@@ -173,6 +173,8 @@ def test_dropout_acts_in_training_alone(pipeline_dir: Path) -> None:
         ({"lora_dropout": 1.0}, "`lora_dropout` must be at least 0 and less than 1, got 1.0"),
         ({"lora_rank_pattern": "to_q"}, "Expected PATTERN=NUMBER, a regular expression, got 'to_q'"),
         ({"lora_rank_pattern": "to_(q=2"}, "regular expression, got 'to_\\(q=2': missing \\)"),
+        ({"lora_alpha": 0}, "`lora_alpha` must be more than 0, got 0"),
+        ({"lora_rank_pattern": "to_q=0.5"}, "must be a whole number, got 0.5"),
         ({"lora_alpha_pattern": "to_q=0"}, "with a positive number, got 'to_q=0'"),
         ({"adapter": "lore"}, "lore"),
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -16,7 +18,16 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, DOWN, LORA_WEIGHTS, UP, read_lora, strength
+from hf_bucketing.adapters.files import (
+    COMFYUI_WEIGHTS,
+    DOWN,
+    LORA_WEIGHTS,
+    UP,
+    read_lora,
+    strength,
+    write_diffusers,
+)
+from hf_bucketing.adapters.kinds import merge_adapters
 from hf_bucketing.adapters.lora import ADAPTER, adapters_of, add_lora, save_lora, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models.loading import empty_transformer
@@ -40,7 +51,7 @@ def load(tiny_folder: Callable[[str], Path]) -> Callable[[str], DiffusionPipelin
     return lambda name: stock_pipeline(tiny_folder(RECIPES[name].tiny), **RECIPES[name].components)
 
 
-def trained(pipeline: DiffusionPipeline, *, alpha: int = ALPHA) -> DiffusionPipeline:
+def trained(pipeline: DiffusionPipeline, *, alpha: float = ALPHA) -> DiffusionPipeline:
     """Add adapters as training does, and draw their weights."""
     torch.manual_seed(0)
     add_lora(pipeline, AdapterConfig(lora_rank=RANK, lora_alpha=alpha))
@@ -174,6 +185,47 @@ def test_fused_layers_of_other_trainers_are_converted(tiny_folder: Callable, tmp
     read = read_lora(pipeline_class, transformer, output).folded()
     for layer, by_hand in changes.items():
         assert float((change(read[layer]) - by_hand).abs().max()) == 0.0
+
+
+def test_fractional_alphas_keep_their_strength_from_file_to_file(
+    load, tiny_folder: Callable, monkeypatch, tmp_path: Path
+) -> None:
+    source, base = tmp_path / LORA_WEIGHTS, tiny_folder("wan")
+    pipeline = trained(load("wan"), alpha=0.5)
+    save_lora(pipeline, tmp_path, lora_format="diffusers")
+    assert json.loads(header_of(source)["lora_adapter_metadata"])["transformer.lora_alpha"] == 0.5
+    again = load("wan")
+    config = start_adapters(again, AdapterConfig(lora_rank=RANK, init_from_adapters=str(source)))
+    assert config.lora_alpha == 0.5
+    run_script_here("merge_lora.py", base, source, tmp_path / "merged")
+    merged = DiffusionPipeline.from_pretrained(tmp_path / "merged").transformer
+    for to in ("diffusers", "comfyui"):
+        convert(source, tmp_path / f"{to}.safetensors", "--to", to, "--pretrained_model_name_or_path", base)
+    read = [read_lora(type(pipeline), pipeline.transformer, tmp_path / f"{to}.safetensors").folded()
+            for to in ("diffusers", "comfyui")]  # fmt: skip
+    started, plain = strengths(again), load("wan").transformer
+    for layer, expected in strengths(pipeline).items():
+        assert float(expected.norm()) > 0
+        found = merged.get_submodule(layer).weight - plain.get_submodule(layer).weight
+        for value in (started[layer], found, *(change(pairs[layer]).float() for pairs in read)):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+    def cut(pipeline_class, adapters) -> None:
+        write_diffusers(pipeline_class, replace(adapters, alpha=1))
+
+    monkeypatch.setattr("hf_bucketing.adapters.files.write_diffusers", cut)
+    options = ("--to", "diffusers", "--pretrained_model_name_or_path", base)
+    wrong = convert(source, tmp_path / "wrong.safetensors", *options, check=False)
+    assert wrong.returncode == 1
+    assert "which is more than rounding" in wrong.stderr
+    assert not (tmp_path / "wrong.safetensors").exists()
+
+
+def test_changes_that_a_merged_weight_cannot_hold_are_refused(load, tmp_path: Path) -> None:
+    pipeline = trained(load("wan"), alpha=10**7)
+    save_lora(pipeline, tmp_path, lora_format="diffusers")
+    with pytest.raises(BucketingError, match=r"attn1\.to_\w+.* reaches .*which torch.float16 cannot hold"):
+        merge_adapters(type(pipeline), load("wan").transformer.half(), tmp_path)
 
 
 def test_saving_for_one_program_removes_the_file_for_the_other(load, tmp_path: Path) -> None:
