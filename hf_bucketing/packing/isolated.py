@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,11 @@ from .context import bind_checkpoints, layout_in_use, use_layout
 from .layout import PackedLayout
 
 Outputs = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilentStack(PackedLayout):
+    """Layout of a stack without audio, in a model that is trained with it: what tells its forward from a pack's."""
 
 
 def run_isolated(
@@ -30,12 +35,12 @@ def run_isolated(
         attentions (iterable of `torch.nn.Module`): Modules in which video attends to audio.
     """
     assert rows.audio is not None, "the caller has audio"
-    for attention in attentions:
+    for attention in attentions:  # hooks stay, as gradient checkpointing runs them again in the backward pass
         if _isolate not in attention._forward_hooks.values():
             attention.register_forward_hook(_isolate)
     bind_checkpoints(transformer)
     silent = (0,) * len(rows.latents)
-    layout = PackedLayout(
+    layout = SilentStack(
         grids=(rows.grid,) * len(silent),
         text_lengths=silent,
         strip_length=1,
@@ -49,5 +54,5 @@ def run_isolated(
 
 
 def _isolate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Return what attention to audio adds to video: nothing in a stack of samples without audio."""
-    return output if layout_in_use() is None else 0 * output
+    """Return what attention to audio adds to video: nothing in a stack of samples without audio, and all in others."""
+    return 0 * output if isinstance(layout_in_use(), SilentStack) else output

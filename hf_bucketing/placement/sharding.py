@@ -92,8 +92,10 @@ def sending_weights(transformer: torch.nn.Module, accelerator: Accelerator) -> I
     weights = transformer.state_dict() if accelerator.is_main_process else {}
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False
-    yield
-    plugin.cpu_ram_efficient_loading = True
+    try:
+        yield
+    finally:
+        plugin.cpu_ram_efficient_loading = True
     set_model_state_dict(
         transformer, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
@@ -111,8 +113,10 @@ def block_by_block(transformer: torch.nn.Module, accelerator: Accelerator) -> It
         yield
         return
     plugin.transformer_cls_names_to_wrap = block_names(transformer)
-    yield
-    plugin.transformer_cls_names_to_wrap = None
+    try:
+        yield
+    finally:
+        plugin.transformer_cls_names_to_wrap = None
 
 
 @contextmanager
