@@ -1,6 +1,7 @@
 """Suggest a run: ways of batching, tokens and memory options, each planned, and ranked by one objective.
 
 The objective is the least time per kept pixel: the seconds of an epoch over the pixels of the files that it trains on.
+How many pixels that are does not count; what speaks against a run says where it keeps fewer than others.
 Candidates that drop many more rows than the best one, or do not fit, come after all others, with the reason.
 """
 
@@ -37,8 +38,11 @@ from .settings import MachineConfig, PlanConfig, as_reference_sizes
 from .time import BatchCost, EpochTime, Speed, StepSeconds, encoding_flops, epoch_time, training_flops
 from .ways import Way
 
-MOST_DROPPED = 0.05
-"""Share of all rows that a candidate may drop beyond the one that drops fewest."""
+MOST_DROPPED = 5
+"""Percent of all rows that a candidate may drop beyond the one that drops fewest."""
+
+MORE_PIXELS = 1.05
+"""Factor from which on it is said that another run keeps more pixels."""
 
 LEAST_STEPS = 20
 """Optimizer steps that an epoch has at least, where tokens per step can be chosen."""
@@ -71,7 +75,8 @@ class Candidate:
         seconds_per_pixel (`float`): Seconds of an epoch over these pixels: the objective.
         fill (`float`): Share of `max_tokens` that steps hold on average.
         dropped (mapping of `str` to `int`): Rows that an epoch does not train on, by reason.
-        share_dropped (`float`): Share of all rows that these are.
+        num_dropped (`int`): Rows of those planned that are dropped.
+        num_rows (`int`): Rows that are planned.
     """
 
     way: Way
@@ -87,12 +92,18 @@ class Candidate:
     seconds_per_pixel: float
     fill: float
     dropped: Mapping[str, int]
-    share_dropped: float
+    num_dropped: int
+    num_rows: int
 
     @property
     def name(self) -> str:
         """Name of the way, and its tokens per step."""
         return f"{self.way.name}, {self.config.max_tokens:,} tokens"
+
+    @property
+    def share_dropped(self) -> float:
+        """Share of all rows that an epoch does not train on."""
+        return self.num_dropped / self.num_rows
 
     @property
     def objective(self) -> tuple[int, int]:
@@ -122,21 +133,28 @@ class Suggestion:
     source: str
 
     @property
-    def fewest(self) -> float:
-        """Least share of rows that a candidate drops."""
-        return min((candidate.share_dropped for candidate in self.candidates), default=0.0)
+    def fewest(self) -> int:
+        """Least number of rows that a candidate drops."""
+        return min((candidate.num_dropped for candidate in self.candidates), default=0)
 
     def reason_against(self, candidate: Candidate) -> str:
-        """Return why a candidate is not the first."""
-        if not _keeps_enough(candidate, self.fewest):
-            return f"drops {candidate.share_dropped:.0%} of the rows, and others {self.fewest:.0%}"
-        best = self.candidates[0]
+        """Return why a candidate is not the first, and how many pixels it keeps where another keeps more."""
+        best, fewest = self.candidates[0], self.fewest
+        if not _keeps_enough(candidate, fewest):
+            others = fewest / candidate.num_rows
+            return f"drops {candidate.share_dropped:.1%} of the rows, and others {others:.1%}"
         ratio = candidate.seconds_per_pixel / best.seconds_per_pixel
-        return "" if candidate is best else f"{ratio:.2f} times the time per kept pixel"
+        reasons = [] if candidate is best else [f"{ratio:.2f} times the time per kept pixel"]
+        runs = [(run.kept, -rank) for rank, run in enumerate(self.candidates, start=1) if _keeps_enough(run, fewest)]
+        kept, rank = max(runs)
+        if kept >= MORE_PIXELS * candidate.kept:
+            reasons.append(f"keeps {candidate.kept:.1%} of the pixels, and {-rank} keeps {kept:.1%}")
+        return "; ".join(reasons)
 
 
-def _keeps_enough(candidate: Candidate, fewest: float) -> bool:
-    return candidate.share_dropped <= fewest + MOST_DROPPED
+def _keeps_enough(candidate: Candidate, fewest: int) -> bool:
+    """Return whether a candidate drops at most [`MOST_DROPPED`] percent of the rows more than the best of them."""
+    return 100 * (candidate.num_dropped - fewest) <= MOST_DROPPED * candidate.num_rows
 
 
 class Suggester:
@@ -195,7 +213,7 @@ class Suggester:
         if not candidates:
             reasons = "".join(f"\n- {way.name}: {way.reason}" for way in refused)
             raise BucketingError(f"No run can be suggested for `gpu_memory={self.machine.gpu_memory:g}` GiB:{reasons}")
-        fewest = min(candidate.share_dropped for candidate in candidates)
+        fewest = min(candidate.num_dropped for candidate in candidates)
         candidates.sort(key=lambda run: (not _keeps_enough(run, fewest), *run.objective))
         source = self.speed.source if self.measured is None else self.measured.source
         return Suggestion(candidates=tuple(candidates), refused=tuple(refused), source=source)
@@ -311,7 +329,8 @@ class Suggester:
             seconds_per_pixel=time.seconds * self.rows.share / float(kept),
             fill=float(computed.sum()) / (plan.num_batches * config.max_tokens),
             dropped={reason: round(count / self.rows.share) for reason, count in dropped.items() if count},
-            share_dropped=1 - plan.kept / len(tokens),
+            num_dropped=len(tokens) - plan.kept,
+            num_rows=len(tokens),
         )
 
     def _epoch(self, way: Way, config: PlanConfig, *, processes: int) -> tuple[EpochPlan, IntArray]:

@@ -24,7 +24,8 @@ FILES = 3
 
 OBJECTIVE = (
     "The objective is the least time per kept pixel among runs that fit and drop at most "
-    f"{MOST_DROPPED:.0%} of the rows more than the best of them."
+    f"{MOST_DROPPED}% of the rows more than the best of them. It does not count how many pixels are kept: "
+    "a run of fewer may be first, as small samples take less time per pixel."
 )
 
 _HELD_OUT, _LEAST_ROWS = 0.05, 40
@@ -131,10 +132,10 @@ def _commands(candidate: Candidate, file: Path, *, prepared: bool, streaming: bo
 
 def describe_suggestion(suggestion: Suggestion, *, machine: MachineConfig, price_per_hour: float | None) -> str:
     """Return the ranked runs with what speaks against each, a table of them, and more about the first."""
-    best, *others = suggestion.candidates
-    text = [f"1: {best.name}"]
-    for rank, candidate in enumerate(others, start=2):
-        text.append(f"{rank}: {candidate.name}; {suggestion.reason_against(candidate)}")
+    text = []
+    for rank, candidate in enumerate(suggestion.candidates, start=1):
+        reason = suggestion.reason_against(candidate)
+        text.append(f"{rank}: {candidate.name}" + f"; {reason}" * bool(reason))
     rows = [candidate_cells(candidate, machine, price_per_hour) for candidate in suggestion.candidates]
     cells = [("", *rows[0]), *((str(rank), *row.values()) for rank, row in enumerate(rows, start=1))]
     text += ["", align(cells), ""]

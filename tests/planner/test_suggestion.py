@@ -29,7 +29,10 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import Way, tables_of, ways_of
 from hf_bucketing.report import ReportConfig, SizeColumns, make_report
 from hf_bucketing.report.measure import Sizes
+from hf_bucketing.report.page import render_page
 from hf_bucketing.report.verdict import choose_way
+from hf_bucketing.training.suggested import describe_suggestion
+from hf_bucketing.training.suggestion_page import suggestion_page
 from tests.conftest import run_script_here
 from tests.training.test_reference_runs import CLIPS, make_samples
 
@@ -126,8 +129,8 @@ def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> 
     assert {run.way.batching for run in runs} == {"bucket", "pack"}
     assert [run.objective for run in runs] == sorted(run.objective for run in runs)
     assert ("480×832, buckets", "no row can be trained: 60 too_small.") in suggestion.refused
-    assert suggestion.reason_against(runs[0]) == ""
-    assert re.fullmatch(r"\d\.\d\d times the time per kept pixel", suggestion.reason_against(runs[-1]))
+    assert not re.search("times the time", suggestion.reason_against(runs[0]))
+    assert re.match(r"\d\.\d\d times the time per kept pixel", suggestion.reason_against(runs[-1]))
     for run in runs:
         assert run.memory.total <= 2**30
         assert run.time.steps >= 1
@@ -169,8 +172,30 @@ def test_runs_that_drop_many_rows_come_last(components: Components) -> None:
     suggestion = suggest(components, rows)
     (last,) = {run.way.name for run in suggestion.candidates if run.share_dropped > 0.2}
     assert suggestion.candidates[-1].way.name == last == "sizes of the data, buckets"
-    assert suggestion.reason_against(suggestion.candidates[-1]) == "drops 25% of the rows, and others 0%"
+    assert suggestion.reason_against(suggestion.candidates[-1]) == "drops 25.0% of the rows, and others 0.0%"
     assert sum(suggestion.candidates[-1].dropped.values()) == 20
+
+
+def test_rows_are_compared_as_counts_and_fewer_pixels_are_named(components: Components) -> None:
+    """As floats, 1 − 14 ÷ 20 is more than 1 − 15 ÷ 20 + 0.05."""
+    (run, *_) = suggest(components, MIXED, names="packs").candidates
+
+    def made(num_dropped: int, *, kept: float, seconds: float = 1.0) -> Candidate:
+        return dataclasses.replace(run, num_rows=20, num_dropped=num_dropped, kept=kept, seconds_per_pixel=seconds)
+
+    runs = made(6, kept=0.24), made(5, kept=0.68, seconds=1.25), made(7, kept=0.9)
+    suggestion = Suggestion(candidates=runs, refused=(), source="a guess")
+    assert [suggestion.reason_against(candidate) for candidate in runs] == [
+        "keeps 24.0% of the pixels, and 2 keeps 68.0%",
+        "1.25 times the time per kept pixel",
+        "drops 35.0% of the rows, and others 25.0%",
+    ]
+    text = describe_suggestion(suggestion, machine=MACHINE, price_per_hour=None)
+    assert text.startswith(f"1: {run.name}; keeps 24.0% of the pixels, and 2 keeps 68.0%\n2: {run.name}; 1.25 times")
+    page = render_page(suggestion_page(suggestion, MIXED, name="clips", machine=MACHINE))
+    for said in ("keeps 24.0% of the pixels, and 2 keeps 68.0%", "It does not count how many pixels are kept"):
+        assert said in page
+        assert said in text
 
 
 @pytest.mark.slow
@@ -264,7 +289,7 @@ def test_a_suggested_run_prepares_caches_and_trains_as_written(
         html=tmp_path / "runs.html",
     )  # fmt: skip
     page = (tmp_path / "runs.html").read_text()
-    best = re.search(r"^1: (.*)$", done.stdout, re.MULTILINE)
+    best = re.search(r"^1: ([^;\n]*)", done.stdout, re.MULTILINE)
     assert best is not None
     assert f"Train with {best[1]}: an epoch takes" in page
     assert "price of an epoch" in page
