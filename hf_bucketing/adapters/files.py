@@ -313,9 +313,10 @@ def write_diffusers(pipeline_class: type[Any], adapters: Adapters, config: LoraC
     if config is None:
         ranks = {layer: len(adapters.weights[layer + DOWN]) for layer in sorted(adapters.layers)}
         differ = len(adapters.ranks) > 1
+        alpha: Any = adapters.ranks[0] if adapters.alpha is None else adapters.alpha  # peft says int
         config = LoraConfig(
             r=adapters.ranks[0],
-            lora_alpha=adapters.ranks[0] if adapters.alpha is None else adapters.alpha,
+            lora_alpha=alpha,
             target_modules=list(ranks),
             rank_pattern=ranks if differ else {},
             alpha_pattern=ranks if differ and adapters.alpha is None else {},

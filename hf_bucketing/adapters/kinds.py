@@ -74,7 +74,7 @@ def peft_config(config: AdapterConfig, *, targets: Sequence[str], unused: Sequen
         "rank_pattern": ranks_by_pattern(config.lora_rank_pattern),
         "alpha_pattern": alphas_by_pattern(config.lora_alpha_pattern),
     }
-    alpha = config.lora_alpha or config.lora_rank
+    alpha: Any = config.lora_alpha or config.lora_rank  # peft says int, and divides whatever it is
     if config.has_pairs:
         return LoraConfig(
             lora_alpha=alpha,

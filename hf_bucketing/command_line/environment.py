@@ -14,9 +14,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-_PACKAGES = (
-    "hf_bucketing accelerate av bitsandbytes datasets diffusers flash-attn numpy peft ray torch torchao torchcodec"
-)
+from .. import __version__
+
+_PACKAGES = "accelerate av bitsandbytes datasets diffusers flash-attn numpy peft ray torch torchao torchcodec"
 _PACKAGES += " transformers"
 _VARIABLES = re.compile(
     r"(ACCELERATE|CUDA|FSDP|HF|NCCL|PYTORCH|SLURM|TORCH)_\w+|(LOCAL_)?RANK|WORLD_SIZE|OMP_NUM_THREADS"
@@ -58,7 +58,7 @@ def describe_environment() -> str:
 
     Values of variables whose name says that they are secret are hidden.
     """
-    lines = ["Packages:"]
+    lines = ["Packages:", f"- hf_bucketing {__version__}"]
     for name in _PACKAGES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             lines.append(f"- {name} {importlib.metadata.version(name)}")

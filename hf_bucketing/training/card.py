@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +20,7 @@ from ..adapters.files import COMFYUI_WEIGHTS
 from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
+from ..errors import BucketingError
 from ..files import complete_file
 from ..media.conditions import FRAME_BY_FRAME, REFERENCE
 from ..models.calls import IMAGES
@@ -44,6 +45,9 @@ _SHOWN_BUCKETS = 30
 
 _VERSIONS = ("hf_bucketing", "diffusers", "torch", "accelerate")
 
+_DRAWING = ("jinja2", "matplotlib")
+"""Packages that draw the page and the losses of a run, and are imported when they first do."""
+
 
 class Run(NamedTuple):
     """A finished run, as far as its card is about it.
@@ -61,6 +65,16 @@ class Run(NamedTuple):
     data: RunData
     repository: str | None
     samples: Mapping[Path, str]
+
+
+def check_drawing() -> None:
+    """Check before a run that what draws its pages and its card is there: a checkout may come without its packages.
+
+    Raises:
+        BucketingError: If a package is missing.
+    """
+    if missing := [name for name in _DRAWING if importlib.util.find_spec(name) is None]:
+        raise BucketingError(f"A run draws its page and its card with {missing[0]}, which is missing: pip install it.")
 
 
 def write_card(folder: Path, run: Run) -> tuple[list[str], str]:
@@ -135,7 +149,7 @@ def _content(logs: Logs, run: Run, *, figure: str | None) -> str:
         f"## Training\n\n{_progress(logs)}\n",
         *([f"![Training loss]({figure})\n"] if figure else []),
         f"Settings that differ from their defaults:\n\n```yaml\n{_settings(config)}```\n",
-        f"Versions: {', '.join(f'{name} {_version(name)}' for name in _VERSIONS)}.\n",
+        f"Versions: {', '.join(f'{name} {importlib.import_module(name).__version__}' for name in _VERSIONS)}.\n",
     ]
     return "\n".join(parts)
 
@@ -335,10 +349,3 @@ def _table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     rows = zip(*[cells] * len(titles), strict=True)
     head = [f"| {' | '.join(titles)} |", f"|---{'|---:' * (len(titles) - 1)}|"]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "from source"

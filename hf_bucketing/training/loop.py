@@ -39,7 +39,7 @@ from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..settings import changed, marked
 from .agreement import check_shared
-from .card import Run, frame_rate, makes_images, trained_sizes, write_card
+from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -114,6 +114,7 @@ class Trainer:
     def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
         self.given, self.file, self.folder = config, file, Path(config.output_dir)
         check_folder_writable(self.folder)
+        check_drawing()
         self.accelerator = make_accelerator(config)
         if self.accelerator.is_main_process and not config.dry_run:
             check_unlocked(self.folder / LOCK, what=f"The run in {self.folder}")
