@@ -302,6 +302,21 @@ def fold_alpha(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return folded
 
 
+def for_diffusers(path: str) -> str | dict[str, torch.Tensor]:
+    """Return a path for `load_lora_weights`, or the weights of a file with `.alpha` tensors beside peft's names.
+
+    These are multiplied in, as some readers of diffusers ignore them.
+    """
+    if not Path(path).is_file() or Path(path).suffix != ".safetensors":
+        return path
+    with safe_open(path, framework="pt") as file:
+        names, header = set(file.keys()), file.metadata() or {}
+    layers = [name.removesuffix(_ALPHA) for name in names if name.endswith(_ALPHA)]
+    if not layers or SETTINGS_ENTRY in header or not all(layer + DOWN in names for layer in layers):
+        return path
+    return fold_alpha(load_file(path))
+
+
 def write_diffusers(pipeline_class: type[Any], adapters: Adapters, config: LoraConfig | None = None) -> None:
     """Write adapters as diffusers' own file, with the settings of peft in its header.
 

@@ -16,7 +16,7 @@ from ..hub import from_hub
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.registry import recipes
 from .experts import loading_options, own_folder
-from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS
+from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS, for_diffusers
 from .settings import Adapter
 
 
@@ -45,7 +45,7 @@ def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: Traine
                     for component in folders:
                         getattr(pipeline, component).register_to_config(**recipe.read_with_lora)
                 for options in loading_options(trained, file=COMFYUI_WEIGHTS if alone else None):
-                    pipeline.load_lora_weights(adapter.path, adapter_name=name, **options)
+                    pipeline.load_lora_weights(for_diffusers(adapter.path), adapter_name=name, **options)
                 continue
             if len(adapters) > 1:
                 raise BucketingError(

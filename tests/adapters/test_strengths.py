@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanPipeline
+from safetensors.torch import save_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.files import read_lora
+from hf_bucketing.adapters.kinds import merge_adapters
 from hf_bucketing.adapters.lora import save_lora
 from hf_bucketing.adapters.settings import Adapter, parse_adapter
 from hf_bucketing.adapters.strengths import load_adapters, set_strengths
@@ -51,6 +53,19 @@ def test_strength_1_is_as_trained_and_0_is_the_base(kind: str, saved, pipeline_d
     assert min(float((half - base).abs().max()), float((half - expected).abs().max())) > 1e-3
     set_strengths(pipeline, [Adapter(path, 0.5)], factor=1.0)
     assert torch.equal(output(pipeline), half)
+
+
+@torch.no_grad()
+def test_alpha_tensors_that_diffusers_ignores_count(pipeline_dir: Path, tmp_path: Path) -> None:
+    pipeline, merged = (WanPipeline.from_pretrained(pipeline_dir) for _ in range(2))
+    torch.manual_seed(0)
+    layer, file = "transformer.blocks.0.attn1.to_q", tmp_path / "lora.safetensors"
+    inputs = pipeline.transformer.blocks[0].attn1.to_q.in_features
+    pair = {f"{layer}.lora_A.weight": torch.randn(2, inputs), f"{layer}.lora_B.weight": torch.randn(inputs, 2)}
+    save_file({**pair, f"{layer}.alpha": torch.tensor(0.5)}, file)
+    merge_adapters(WanPipeline, merged.transformer, file)
+    load_adapters(pipeline, [Adapter(str(file))], trained="transformer")
+    torch.testing.assert_close(output(pipeline), output(merged), rtol=0, atol=1e-5)
 
 
 def test_several_adapters_add_their_changes_at_their_strengths(saved, pipeline_dir: Path) -> None:
