@@ -18,6 +18,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing.pack import Packing
 from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
+from tests.models.kin import one_per_kin
 from tests.models.recipe_cases import RecipeCase, draw_shown
 
 CONDITIONS = {
@@ -31,15 +32,8 @@ CONDITIONS = {
 }
 """Conditions of a run, beside those of the data set's columns."""
 WITH_SOUND = ("ltx2", "ltx2-i2v", "kandinsky6", "minimax-h3")
-KIN = (
-    "ltx2", "kandinsky6", "minimax-h3", "flux2", "flux2-klein-kv", "flux3", "flux-kontext", "qwen-image-edit-2511",
-    "qwen-image-2.1", "ltx-condition", "wan-i2v", "wan-animate", "cogvideox-i2v",
-    "cosmos2-v2w", "cogview4", "hunyuan-video-1.5-image", "skyreels-v2-df", "latte",
-)  # fmt: skip
-"""One recipe of each kin with conditions, or with anything else that a stack may leave on a transformer."""
-each_recipe = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in KIN else pytest.mark.slow) for name in RECIPES]
-)
+FAST = ("ltx2", "kandinsky6", "flux2", "flux-kontext", "ltx-condition", "latte")
+each_recipe = pytest.mark.parametrize("name", one_per_kin(RECIPES, fast=FAST))
 
 
 class Call(NamedTuple):
