@@ -64,6 +64,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.caching.store import TensorCache
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.media.rows import check_flips
     from hf_bucketing.models.caption_lengths import describe_caption_lengths
     from hf_bucketing.models.conditioning import read_conditions
     from hf_bucketing.models.loading import Loading, Part
@@ -86,6 +87,8 @@ def main(args: argparse.Namespace) -> None:
     check_same_settings(args.config, args.dataset_dir, settings=prepared.settings, cached=False)
     for sentence in describe_edited_texts(prepared, args.dataset_dir) if accelerator.is_main_process else ():
         print(sentence)
+    config = from_flags(CacheConfig, args, folder=args.cache_dir)
+    check_flips(config.views, prepared.conditions, prepared.references)
     recipe = recipe_of(args.pretrained_model_name_or_path)
     if prepared.spec != recipe.read_spec(args.pretrained_model_name_or_path):
         raise BucketingError(
@@ -94,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
         )
     conditions = None if args.condition is None else read_conditions(args.condition)
     appended = None if conditions is None else conditions.appended_frames
-    config = from_flags(CacheConfig, args, folder=args.cache_dir, appended_frames=appended)
+    config = replace(config, appended_frames=appended)
     parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
     loading = Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling)
     loaded = recipe.load(

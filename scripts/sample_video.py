@@ -14,7 +14,6 @@ python scripts/sample_video.py trained-vace --control depth.mp4 --reference cat.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from hf_bucketing.adapters.settings import parse_adapter
@@ -87,7 +86,8 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--reference_pixels",
         type=int,
-        help="Largest area of a reference in pixels (default: that of the clip), as the data set was prepared with.",
+        help="Largest area of a reference in pixels, as the data set was prepared with (default: as the pipeline "
+        "makes them).",
     )
     parser.add_argument(
         "--reference_downscale_factor",
@@ -380,11 +380,9 @@ def references_of(
     from hf_bucketing.models.first_frame import pictures
     from hf_bucketing.models.index import read_index
 
-    rule = replace(
-        recipe.reference_rule(read_index(args.pipeline).settings).in_pixels(recipe.read_spec(args.pipeline).multiples),
-        max_pixels=args.reference_pixels,
-        downscale_factor=args.reference_downscale_factor,
-    )
+    rule = recipe.reference_rule(read_index(args.pipeline).settings)
+    rule = rule.in_pixels(recipe.read_spec(args.pipeline).multiples)
+    rule = rule.within(args.reference_pixels, args.reference_downscale_factor)
     sources = [MediaSource.from_cell(file) for file in files]
     loaded = load_references(sources, size, rule, fps=args.fps if size.frames > 1 else 0.0)
     return recipe.reference_arguments([pictures(pixels.transpose(0, 1)) for pixels in loaded], size)

@@ -22,7 +22,7 @@ from ..loaders.random_resize import RandomResize
 from ..media.conditions import REFERENCE
 from ..media.probe import decoding_rules, read_header
 from ..media.remote import is_url
-from ..media.rows import CLIP_START, FileSample, MediaColumns
+from ..media.rows import CLIP_START, FileSample, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
 from ..media.views import seeded_draws
@@ -98,6 +98,9 @@ class LatentColumns(_CachedColumns):
 
     optional_columns = (CLIP_START,)
     output_columns = ("latents_key",)
+
+    def __post_init__(self) -> None:
+        check_flips(self.config.views, self.files.conditions, self.files.references)
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -186,6 +189,10 @@ class LatentColumns(_CachedColumns):
         if REFERENCE in conditions:
             shown = ("max_pixels", "downscale_factor", "multiples")
             geometry["references"] = {name: getattr(sample.references, name) for name in shown}
+            # Keys of rules that older caches had do not name what was added.
+            geometry["references"] |= sample.references.added
+            if view.flip_references:
+                geometry["flip_references"] = True
         key = entry_key(
             kind="latents",
             file=file,

@@ -366,7 +366,7 @@ def shared_rule(
             f"The model needs references, which {quoted(without)} lacks; name their columns as `reference_column`, or "
             "their folders as `reference_folder`."
         )
-    rules = {config.reference_rule(taken) for config in shown} or {taken}
+    rules = {config.reference_rule(taken) for config in shown} or {taken.unsized}
     if len(rules) > 1:
         raise BucketingError(f"{quoted(given)} must be the same for all sources whose samples have references.")
     return rules.pop()

@@ -296,8 +296,9 @@ class RowsConfig:
         reference_column (`list` of `str`, *optional*): Columns of references: images, and for videos also videos,
             which the model is shown beside the sample. A cell holds a file, a list of files or none; the files of
             several columns follow one another (default: none).
-        reference_pixels (`int`, *optional*): Largest area of a reference in pixels, such as 1048576; larger ones are
-            made smaller, at their own shape (default: the area of their sample).
+        reference_pixels (`int`, *optional*): Largest area of a reference in pixels, such as 262144; larger ones are
+            made smaller, at their own shape. Models whose references all have one area, such as Qwen-Image-Edit, get
+            this area instead (default: what the model's pipeline makes of them).
         reference_downscale_factor (`int`, *optional*): References that lie over their sample, at this fraction of its
             height and width, with its crop, flip and frames, as LTX in-context models take them: 1 or 2 (default:
             references keep their own shape, uncropped).
@@ -416,11 +417,7 @@ class RowsConfig:
                 "Give `reference_pixels`, or `reference_downscale_factor` for references that lie over their samples, "
                 "not both."
             )
-        return replace(
-            taken or ReferenceRule(),
-            max_pixels=self.reference_pixels,
-            downscale_factor=self.reference_downscale_factor,
-        )
+        return (taken or ReferenceRule()).within(self.reference_pixels, self.reference_downscale_factor)
 
     @property
     def conditions(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..media.references import ReferenceRule
 from ..media.row_audio import AudioRule
-from ..media.rows import REGULARIZATION, SOURCE, MediaColumns
+from ..media.rows import REGULARIZATION, SOURCE, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
 from .captions import CaptionRule
@@ -40,6 +40,7 @@ _explained = explains_arguments(
     random_crop="views=ViewRule(random_crop=…)",
     frame_picking="views=ViewRule(frame_picking=…)",
     flip_probability="views=ViewRule(flip_probability=…)",
+    flip_references="views=ViewRule(flip_references=…)",
     video_decoder="views=ViewRule(video_decoder=…)",
     on_error="replacements=Replacements(dataset, log=…)",
 )
@@ -100,6 +101,7 @@ class MediaCollator:
             references=self.references,
             audio=self.audio,
         )
+        check_flips(self.views, self.conditions, self.references)
         # Shared memory, so that persistent workers see the epoch change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 

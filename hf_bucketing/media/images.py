@@ -80,15 +80,18 @@ def is_image(source: MediaSource) -> bool:
 
 
 def shown_part(
-    frame: npt.NDArray[np.uint8], size: tuple[int, int], resized: tuple[int, int], box: CropBox
+    frame: npt.NDArray[np.uint8],
+    size: tuple[int, int],
+    resized: tuple[int, int],
+    box: CropBox,
+    *,
+    resample: Image.Resampling,
 ) -> npt.NDArray[np.uint8]:
     """Resize to `(height, width)` the part of a frame that a crop of its sample, `resized` as a whole, shows."""
     height, width = frame.shape[:2]
     across, down = width / resized[1], height / resized[0]
     right, bottom = min(width, (box.left + box.width) * across), min(height, (box.top + box.height) * down)
-    image = Image.fromarray(frame).resize(
-        size[::-1], Image.Resampling.BICUBIC, box=(box.left * across, box.top * down, right, bottom)
-    )
+    image = Image.fromarray(frame).resize(size[::-1], resample, box=(box.left * across, box.top * down, right, bottom))
     return np.array(image)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,16 @@ from ..errors import BucketingError, explains_arguments
 
 REFERENCE_SIZES = "reference_sizes"
 """Column of the sizes of each row's references as they are stored: frames, height and width of one after another."""
+
+
+_LONGEST_SIDE = 4096
+"""Longest side in pixels of a reference that is kept whole."""
+
+_ADDED = ("area", "shapes", "cropped", "alone_pixels", "as_stored", "resample")
+"""Fields of rules that were added when data sets had been prepared with others."""
+
+_SIZED = ("max_pixels", *_ADDED)
+"""Fields that say how references are made the size in which they are shown, as pipelines do."""
 
 
 class Appended(NamedTuple):
@@ -36,7 +46,18 @@ class ReferenceRule:
             over the sample: each has its crop, flip and times, at a fraction of its height and width. By default a
             reference keeps its own shape, and is neither cropped nor flipped nor made larger.
         short_side (`int`, *optional*): Shorter side of every reference in pixels, to which it is made smaller or
-            larger in its own shape, at the nearest multiples; neither of the two before may then be given.
+            larger in its own shape, at the nearest multiples.
+        area (`int`, *optional*): Area of every reference in pixels, to which it is likewise made smaller or larger.
+        shapes (`tuple[tuple[int, int], ...]`): Heights and widths in pixels; each reference is resized to the one
+            whose ratio is nearest to its own. No more than one of these five may be given.
+        cropped (`bool`): Whether a reference whose height or width is no multiple is cropped to one around its
+            centre, instead of being resized to it.
+        alone_pixels (`int`, *optional*): Largest area of a reference that is the only one of its sample: it is kept
+            as a whole, and surrounded by its reflection up to the next multiples. By default it is as any other.
+        as_stored (`bool`): Whether references keep the size of their file, and the model's recipe fits them into the
+            sample.
+        resample (`"bicubic"`, `"bilinear"` or `"lanczos"`): Filter with which references are resized: by default that
+            of samples, else Pillow's, as in diffusers' pipelines.
         multiples (`tuple[int, int]`): Numbers of which height and width become multiples, see
             [`LatentSpec`][hf_bucketing.LatentSpec].
         least (`int`): Fewest references of a sample with which the model can be trained.
@@ -56,7 +77,7 @@ class ReferenceRule:
             beside as many as it has itself.
 
     Raises:
-        BucketingError: If a number is below 1, or more than one of area, factor and shorter side is given.
+        BucketingError: If a number is below 1, or more than one of areas, factor and shorter side is given.
     """
 
     max_pixels: int | None = None
@@ -74,10 +95,18 @@ class ReferenceRule:
     appended: int = 0
     appended_first: bool = False
     appended_text: int | None = None
+    area: int | None = None
+    shapes: tuple[tuple[int, int], ...] = ()
+    cropped: bool = False
+    alone_pixels: int | None = None
+    as_stored: bool = False
+    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))
-        if min(1 if number is None else number for number in (self.max_pixels, self.downscale_factor)) < 1:
+        object.__setattr__(self, "shapes", tuple((int(height), int(width)) for height, width in self.shapes))
+        numbers = (self.max_pixels, self.downscale_factor, self.area, self.alone_pixels)
+        if min(1 if number is None else number for number in numbers) < 1:
             raise BucketingError(f"The largest area and the factor of references must be at least 1, got {self}.")
         if None not in (self.max_pixels, self.downscale_factor):
             raise BucketingError(
@@ -88,6 +117,66 @@ class ReferenceRule:
                 f"Omit `reference_pixels` and `reference_downscale_factor`: the model is shown references with a "
                 f"shorter side of {self.short_side} pixels."
             )
+        chosen = (self.max_pixels, self.downscale_factor, self.short_side, self.area, self.shapes or None)
+        if len(chosen) - chosen.count(None) > 1:
+            raise BucketingError(
+                "References have one of a largest area, a factor, a shorter side, an area and several shapes, got "
+                f"{self}."
+            )
+
+    def __repr__(self) -> str:
+        """Return the rule without the fields that rules had not always, where these are at their defaults.
+
+        The lock of a data set that was prepared before there were such fields stays what it was.
+        """
+        old = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _ADDED}
+        told = ", ".join(f"{name}={value!r}" for name, value in {**old, **self.added}.items())
+        return f"{type(self).__name__}({told})"
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """Fields that rules had not always, with their values, where these are not the defaults."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name in _ADDED and getattr(self, item.name) != item.default
+        }
+
+    def within(self, max_pixels: int | None, downscale_factor: int | None = None) -> ReferenceRule:
+        """Return this rule with the area, or the factor of references that lie over their sample, that a user gives.
+
+        The area takes the place of the rule's own; where all references have one area, it is that.
+
+        Example:
+            >>> ReferenceRule(area=1024**2).within(512**2).area
+            262144
+        """
+        if downscale_factor is not None:
+            over = replace(self.unsized, resample=self.resample)
+            return replace(over, max_pixels=max_pixels, downscale_factor=downscale_factor)
+        if max_pixels is None:
+            return self
+        if self.area is not None:
+            return replace(self, area=max_pixels)
+        alone = None if self.alone_pixels is None else max_pixels
+        return replace(self, max_pixels=max_pixels, shapes=(), alone_pixels=alone, as_stored=False)
+
+    @property
+    def unsized(self) -> ReferenceRule:
+        """This rule without a model's way to make references the size in which they are shown."""
+        return replace(self, **{item.name: item.default for item in fields(self) if item.name in _SIZED})
+
+    @property
+    def manner(self) -> str:
+        """How references are made the size in which they are shown, in words; the area is left to the user."""
+        kind = f"with a {self.resample} filter"
+        if self.lie_over:
+            return f"over their samples, {kind}"
+        size = "of one area" if self.area is not None else "no larger than an area"
+        size = size if self.short_side is None else f"with a shorter side of {self.short_side} pixels"
+        fitted = "cropped" if self.cropped else "resized"
+        alone = "" if self.alone_pixels is None else ", a single one surrounded by its reflection"
+        return f"{size}, {fitted} to multiples{alone}, {kind}"
 
     def appending(self, frames: Appended) -> ReferenceRule:
         """Return this rule for a run that appends these frames."""
@@ -110,7 +199,7 @@ class ReferenceRule:
     @property
     def counted(self) -> ReferenceRule:
         """Rule of the sizes by which tokens are counted: those that are shown, or in front of a sample its own."""
-        return replace(self, max_pixels=None, downscale_factor=1) if self.in_front else self
+        return replace(self, short_side=None).within(None, 1) if self.in_front else self
 
     def fault(self, count: int) -> str:
         """Return why a sample with as many references cannot be trained, `""` if it can.
@@ -139,7 +228,7 @@ class ReferenceRule:
             return f"{width}×{height} pixels; the model takes references up to {self.max_ratio:g} to 1"
         return ""
 
-    def sizes(self, stored: npt.ArrayLike, samples: npt.ArrayLike) -> IntArray:
+    def sizes(self, stored: npt.ArrayLike, samples: npt.ArrayLike, *, alone: npt.ArrayLike | None = None) -> IntArray:
         """Return frames, height and width in which references are shown, `(k, 3)`.
 
         A picture has one frame, a video as many as its sample.
@@ -147,6 +236,8 @@ class ReferenceRule:
         Args:
             stored (array of `int`, shape `(k, 3)`): Frames, height and width of each reference as it is stored.
             samples (array of `int`, shape `(k, 3)`): Frames, height and width of the sample of each.
+            alone (array of `bool`, shape `(k,)`, *optional*): Whether each is the only one of its sample; by default
+                none is.
 
         Example:
             >>> ReferenceRule(multiples=(16, 16)).sizes([[1, 1080, 1920]], [[1, 512, 512]]).tolist()
@@ -156,21 +247,81 @@ class ReferenceRule:
             [[49, 256, 352]]
             >>> ReferenceRule(short_side=2048, multiples=(32, 32)).sizes([[1, 1080, 1920]], [[49, 512, 704]]).tolist()
             [[1, 2048, 3648]]
+            >>> ReferenceRule(area=1024**2, multiples=(32, 32)).sizes([[1, 200, 300]], [[1, 512, 512]]).tolist()
+            [[1, 832, 1248]]
         """
         own, targets = (np.asarray(sizes, np.int64).reshape(-1, 3) for sizes in (stored, samples))
-        sides, areas = own[:, 1:], targets[:, 1:].prod(1)
-        if self.short_side is not None:
-            shown = np.rint(sides * (self.short_side / sides.min(1, initial=sys.maxsize))[:, None] / self.multiples)
-            return self._whole(own, targets, shown)
-        if self.downscale_factor is None:
-            most = areas if self.max_pixels is None else self.max_pixels
-            scaled = sides * np.minimum(1.0, np.sqrt(most / sides.prod(1)))[:, None]
-        else:
-            scaled = targets[:, 1:] // self.downscale_factor
-        return self._whole(own, targets, scaled // self.multiples)
-
-    def _whole(self, own: IntArray, targets: IntArray, counts: npt.NDArray[np.float64]) -> IntArray:
-        """Return sizes of that many multiples, at least one, with the frames of pictures or of their samples."""
-        whole = np.maximum(1, counts).astype(np.int64) * self.multiples
+        shown = own[:, 1:]
+        if not self.as_stored:
+            shown = np.maximum(1, self._multiples(own, targets)).astype(np.int64) * self.multiples
+        if self.alone_pixels is not None and alone is not None:
+            padded = self._around(self._whole(own[:, 1:]))
+            shown = np.where(np.broadcast_to(alone, len(own))[:, None], padded, shown)
         frames = np.where(own[:, 0] == 1, 1, targets[:, 0])
-        return np.concatenate([frames[:, None], whole], 1)
+        return np.concatenate([frames[:, None], shown], 1)
+
+    def resized(self, stored: npt.ArrayLike, sample: npt.ArrayLike, *, alone: bool = False) -> tuple[int, int]:
+        """Return height and width to which a reference is resized before it is cropped or padded to [`sizes`].
+
+        Args:
+            stored (array of `int`, shape `(3,)`): Frames, height and width of the reference as it is stored.
+            sample (array of `int`, shape `(3,)`): Those of its sample.
+            alone (`bool`): Whether it is the only one of its sample.
+
+        Example:
+            >>> rule = ReferenceRule(multiples=(16, 16), cropped=True)
+            >>> rule.resized((1, 200, 300), (1, 128, 128)), rule.sizes((1, 200, 300), (1, 128, 128)).tolist()
+            ((104, 156), [[1, 96, 144]])
+        """
+        own, targets = (np.asarray(size, np.int64).reshape(-1, 3) for size in (stored, sample))
+        if alone and self.alone_pixels is not None:
+            height, width = self._whole(own[:, 1:])[0].tolist()
+        elif self.cropped and not self.lie_over:
+            height, width = self._limited(own[:, 1:], targets).astype(np.int64)[0].tolist()
+        else:
+            _, height, width = self.sizes(own, targets)[0].tolist()
+        return height, width
+
+    def _multiples(self, own: IntArray, targets: IntArray) -> npt.NDArray[np.float64]:
+        """Return the multiples of height and width in which references are shown, `(k, 2)`."""
+        sides = own[:, 1:]
+        if self.downscale_factor is not None:
+            return targets[:, 1:] // self.downscale_factor // self.multiples
+        if self.short_side is not None:
+            return np.rint(sides * (self.short_side / sides.min(1, initial=sys.maxsize))[:, None] / self.multiples)
+        if self.area is not None:
+            ratios = sides[:, 1] / sides[:, 0]
+            widths = np.sqrt(self.area * ratios)
+            return np.rint(np.stack([widths / ratios, widths], 1) / self.multiples)
+        if self.shapes:
+            shapes = np.array(sorted(self.shapes, key=lambda shape: shape[::-1]))  # the narrower one of equally near
+            whole = np.maximum(1, sides // self.multiples) * self.multiples
+            distances = np.abs((whole[:, 1] / whole[:, 0])[:, None] - shapes[:, 1] / shapes[:, 0])
+            return shapes[distances.argmin(1)] // self.multiples
+        return self._limited(sides, targets) // self.multiples
+
+    def _limited(self, sides: IntArray, targets: IntArray) -> npt.NDArray[np.float64]:
+        """Return height and width of references that are no larger than their area, `(k, 2)`."""
+        most = targets[:, 1:].prod(1) if self.max_pixels is None else self.max_pixels
+        return sides * np.minimum(1.0, np.sqrt(most / sides.prod(1)))[:, None]
+
+    def _whole(self, sides: IntArray) -> IntArray:
+        """Return height and width of references that are kept whole, `(k, 2)`, whose surroundings fit their area.
+
+        Like `Flux3ImageProcessor._resize_if_canvas_exceeds_area` (diffusers,
+        `modular_pipelines/flux3/image_processor.py`).
+        """
+        assert self.alone_pixels is not None, "sizes and resized check it"
+        scales = np.minimum(1.0, np.sqrt(self.alone_pixels / sides.prod(1)))
+        scales = np.minimum(scales, _LONGEST_SIDE / sides.max(1, initial=1))
+        while True:
+            whole = np.maximum(1, np.rint(sides * scales[:, None])).astype(np.int64)
+            least = (self._around(np.ones_like(whole)) == self._around(whole)).all(1)
+            excess = (self._around(whole).prod(1) > self.alone_pixels) & ~least
+            if not excess.any():
+                return whole
+            scales[excess] *= 0.995
+
+    def _around(self, whole: IntArray) -> IntArray:
+        """Return height and width of what surrounds references that are kept whole, `(k, 2)`."""
+        return np.clip(-(-whole // self.multiples) * self.multiples, self.min_side, _LONGEST_SIDE)

@@ -78,6 +78,11 @@ class RowReferences:
         """Number of references of each row, `(n,)`."""
         return np.diff(self.offsets)
 
+    @property
+    def _alone(self) -> npt.NDArray[np.bool_]:
+        """Whether each reference is the only one of its row, `(k,)`."""
+        return np.repeat(self.counts == 1, self.counts)
+
     def select(self, rows: npt.ArrayLike) -> RowReferences:
         """Return the references of some rows."""
         chosen = np.asarray(rows, np.int64)
@@ -89,7 +94,8 @@ class RowReferences:
 
     def sizes(self, samples: npt.ArrayLike) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are shown; `samples` as in [`num_tokens`]."""
-        shown = self.rule.sizes(self.stored, np.repeat(np.asarray(samples, np.int64), self.counts, axis=0)).tolist()
+        targets = np.repeat(np.asarray(samples, np.int64).reshape(-1, 3), self.counts, axis=0)
+        shown = self.rule.sizes(self.stored, targets, alone=self._alone).tolist()
         return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
 
     def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
@@ -133,10 +139,10 @@ class RowReferences:
         """Return a number for the token grid of each reference, `(k,)`."""
         targets = np.maximum(np.asarray(samples, np.int64).reshape(-1, 3), 1)
         numbers = np.empty(len(self.stored), np.int64)
-        of_reference = np.repeat(np.arange(len(self.offsets) - 1), self.counts)
+        of_reference, alone = np.repeat(np.arange(len(self.offsets) - 1), self.counts), self._alone
         for start in range(0, len(numbers), _COUNTED):
             some = slice(start, start + _COUNTED)
-            shown = self.rule.sizes(self.stored[some], targets[of_reference[some]])
+            shown = self.rule.sizes(self.stored[some], targets[of_reference[some]], alone=alone[some])
             t, h, w = spec.grid_of(*shown.T)
             numbers[some] = t << 2 * _SIDE | h << _SIDE | w
         return numbers

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import Size
-from ..errors import MediaError
+from ..errors import BucketingError, MediaError
 from .conditions import MASK, REFERENCE, all_columns, columns_of, is_missing
 from .probe import MediaInfo
 from .references import REFERENCE_SIZES, ReferenceRule
@@ -27,6 +27,25 @@ REGULARIZATION = "is_regularization"
 SOURCE = "source"
 """Column of the source of each row, a `ClassLabel` of their names, where there are several; and list of a batch, of
 these names."""
+
+
+def check_flips(views: ViewRule, conditions: Mapping[str, str], references: ReferenceRule) -> None:
+    """Raise BucketingError if samples would be mirrored without their references, or `flip_references` has no effect.
+
+    Args:
+        views ([`ViewRule`]): Rule that chooses flips.
+        conditions (mapping of `str` to `str`): Column of each condition.
+        references ([`ReferenceRule`]): Rule of references, which are always mirrored where they lie over their sample.
+    """
+    apart = REFERENCE in conditions and not references.lie_over
+    if apart and views.flip_probability and not views.flip_references:
+        raise BucketingError(
+            "`flip_probability` would mirror samples and not their references, so that what is left in one is right "
+            "in the other. Omit it, or give `flip_references`, which mirrors the references of a mirrored sample too."
+        )
+    if views.flip_references and not apart:
+        why = "references that lie over their samples are always mirrored" if references.lie_over else "there are none"
+        raise BucketingError(f"Omit `flip_references`: {why}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

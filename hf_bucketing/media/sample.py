@@ -30,6 +30,10 @@ _IMAGE_FPS = 1.0
 """Frame rate of images. Any rate gives the same result, since the only frame of an image lies at 0 seconds."""
 
 
+_SMALL = 16
+"""Shorter side in pixels up to which a picture is mirrored with its edge."""
+
+
 class LoadedSample(NamedTuple):
     """The pixels of a sample and of what it is shown with.
 
@@ -68,8 +72,8 @@ def load(sample: FileSample) -> LoadedSample:
 
     All conditions but references have the sample's resized size, crop and flip, and those of several frames its times
     in seconds; a face has the flip and the times, but keeps the size of its file. References that lie over the sample
-    have its crop, flip and times too, at a size of their own; others are resized alone, never cropped or flipped, and
-    videos among them have its times.
+    have its crop, flip and times too, at a size of their own; others are made the size that their rule says, flipped
+    with the sample only if the view flips them too, and videos among them have its times.
 
     Raises:
         MediaError: If a file cannot be decoded or is not as its row says, or a condition that lies over the sample
@@ -135,10 +139,12 @@ def _load_references(sample: FileSample, *, stored: tuple[int, int]) -> tuple[to
     """
     sources = sample.conditions[REFERENCE]
     assert isinstance(sources, tuple), "MediaColumns makes a tuple of references"
-    shown = tuple(_load_reference(source, sample, stored=stored) for source in sources)
+    alone = len(sources) == 1
+    shown = tuple(_load_reference(source, sample, stored=stored, alone=alone) for source in sources)
     if sample.reference_sizes is not None:
         counted = np.reshape(sample.reference_sizes, (-1, 3))
-        sizes = sample.references.sizes(counted, np.tile(sample.view.size, (len(counted), 1))).tolist()
+        targets = np.tile(sample.view.size, (len(counted), 1))
+        sizes = sample.references.sizes(counted, targets, alone=np.full(len(counted), alone)).tolist()
         if sizes != [[*pixels.shape[1:]] for pixels in shown]:
             files = ", ".join(source.path for source in sources) or "none"
             raise MediaError(
@@ -148,21 +154,43 @@ def _load_references(sample: FileSample, *, stored: tuple[int, int]) -> tuple[to
     return shown
 
 
-def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[int, int]) -> torch.Tensor:
-    """Load a reference `(3, frames, height, width)`, at the size that the rule of references says."""
+def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[int, int], alone: bool) -> torch.Tensor:
+    """Load a reference `(3, frames, height, width)`, at the size and in the manner that the rule of references says.
+
+    `alone` says that it is the only one of its sample.
+    """
     view, rule = sample.view, sample.references
     source, still = _opened(REFERENCE, source, view)
     num_frames = 1 if still else view.size.frames
     frames = []
     for frame in _frames(source, view, still=still):
-        _, height, width = rule.sizes((num_frames, *frame.shape[:2]), view.size)[0].tolist()
+        size = (num_frames, *frame.shape[:2])
+        _, height, width = rule.sizes(size, view.size, alone=alone)[0].tolist()
         if rule.lie_over:
             check_shape(REFERENCE, source.path, size=frame.shape[:2], sample=stored)
-            pixels = _channels_first(shown_part(frame, (height, width), *view.crop(*stored)))
+            resized, resample = (height, width), Image.Resampling[rule.resample.upper()]
+            frame = shown_part(frame, resized, *view.crop(*stored), resample=resample)
         else:
-            pixels = _channels_first(frame)
-        frames.append(_placed(pixels, (height, width), CropBox(0, 0, height, width)))
-    return _in_range(_joined(frames, view if rule.lie_over else None))
+            resized = rule.resized(size, view.size, alone=alone)
+        frames.append(_fitted(frame, resized, (height, width), resample=rule.resample))
+    return _in_range(_joined(frames, view if rule.lie_over or view.flip_references else None))
+
+
+def _fitted(
+    frame: npt.NDArray[np.uint8], resized: tuple[int, int], size: tuple[int, int], *, resample: str
+) -> torch.Tensor:
+    """Resize a frame `(h, w, 3)`, and crop its centre or surround it by its reflection, to `(3, height, width)`."""
+    if resample != "bicubic" and resized != frame.shape[:2]:
+        frame = np.array(Image.fromarray(frame).resize(resized[::-1], Image.Resampling[resample.upper()]))
+    around = [max(0, side - inner) for side, inner in zip(size, resized, strict=True)]
+    top, left = (max(0, inner - side) // 2 for side, inner in zip(size, resized, strict=True))
+    pixels = _placed(_channels_first(frame), resized, CropBox(top, left, *np.minimum(size, resized).tolist()))
+    if not any(around):
+        return pixels
+    # The reflection excludes the edge, unless a picture is smaller than a token, as in diffusers' Flux3ImageProcessor.
+    mode = "reflect" if min(resized) > _SMALL else "symmetric"
+    widths = [(0, 0), *((more // 2, more - more // 2) for more in around)]
+    return torch.from_numpy(np.pad(pixels.numpy(), widths, mode=mode))
 
 
 def _opened(name: str, source: MediaSource, view: View) -> tuple[MediaSource, bool]:
@@ -253,7 +281,10 @@ def load_references(
     view = View(size=size, fps=fps, background=background)
     return tuple(
         _load_reference(
-            source, FileSample(source=source, view=view, references=rule), stored=(size.height, size.width)
+            source,
+            FileSample(source=source, view=view, references=rule),
+            stored=(size.height, size.width),
+            alone=len(sources) == 1,
         )
         for source in sources
     )

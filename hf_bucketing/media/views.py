@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
-from ..errors import MediaError, explains_arguments
+from ..errors import BucketingError, MediaError, explains_arguments
 from ..randomness import Purpose, generator, sample_key
 from ..settings import check_literals, check_shares, marked, setting
 from .decode import DecoderName, check_decoder, frame_times
@@ -33,6 +33,7 @@ class View:
         offset (`float`): Second of the file from which frames are counted, for clips of longer videos.
         position (`tuple[float, float]`): Place of the crop from top to bottom and from left to right, in [0, 1].
         flip (`bool`): Whether left and right are swapped, after the crop.
+        flip_references (`bool`): Whether they are swapped in references that do not lie over the sample too.
         video_decoder (`"pyav"` or `"torchcodec"`): Decoder of videos; their pixels may differ by a few levels.
         background (`str`): Colour on which transparent parts are laid.
     """
@@ -43,6 +44,7 @@ class View:
     offset: float = 0.0
     position: tuple[float, float] = (0.5, 0.5)
     flip: bool = False
+    flip_references: bool = False
     video_decoder: DecoderName = "pyav"
     background: str = WHITE
 
@@ -71,26 +73,32 @@ class ViewRule:
         frame_picking (`"start"`, `"uniform"` or `"random"`, *optional*): Frames to take from a longer video: the
             first ones, frames spread evenly from the first to the last (which lowers the frame rate), or consecutive
             ones from a random start. By default `"random"` with random crops, otherwise `"start"`.
-        flip_probability (`float`): Probability of mirroring a sample left to right, from 0 to 1.
+        flip_probability (`float`): Probability of mirroring a sample left to right, from 0 to 1. Captions stay as they
+            are.
+        flip_references (`bool`): Whether the references of a mirrored sample are mirrored too. Samples with references
+            are only mirrored with it, unless these lie over them, which are always mirrored together.
         video_decoder (`"pyav"` or `"torchcodec"`): Library that decodes videos. torchcodec must be installed together
             with the shared libraries of FFmpeg.
         background (`str`): Colour on which transparent parts of pictures are laid, such as white, black or #808080.
             Those of a mask are not learned, and a mask of one colour is read from its opacity.
 
     Raises:
-        BucketingError: If the way to pick frames is unknown, the probability is outside [0, 1], the decoder is unknown
-            or cannot be loaded, or the background is no colour.
+        BucketingError: If the way to pick frames is unknown, the probability is outside [0, 1], `flip_references` has
+            no effect, the decoder is unknown or cannot be loaded, or the background is no colour.
     """
 
     random_crop: bool = setting(True, held_out=False)
     frame_picking: FramePicking | None = None
     flip_probability: float = setting(0.0, held_out=0.0)
+    flip_references: bool = setting(False, held_out=False)
     video_decoder: DecoderName = "pyav"
     background: str = WHITE
 
     def __post_init__(self) -> None:
         check_literals(self)
         check_shares(self, "flip_probability")
+        if self.flip_references and not self.flip_probability:
+            raise BucketingError("Omit `flip_references`: no effect without `flip_probability`.")
         check_decoder(self.video_decoder)
         check_colour("background", self.background)
 
@@ -148,6 +156,7 @@ class ViewRule:
             offset=offset,
             position=(y, x) if self.random_crop else (0.5, 0.5),
             flip=flip < self.flip_probability,
+            flip_references=self.flip_references and flip < self.flip_probability,
             video_decoder=self.video_decoder,
             background=self.background,
         )

@@ -52,6 +52,8 @@ class RecipeFacts:
     """Whether the model is shown pictures alone as references, no videos."""
     reference_multiple: ClassVar[int] = 1
     """Tokens of which the sides of a reference are multiples."""
+    reference_sizes: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Settings of the [`ReferenceRule`] by which the pipeline makes references the size in which they are shown."""
     references_in_front: ClassVar[bool] = False
     """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
     their own, see [`REFERENCES`]."""
@@ -218,6 +220,7 @@ class RecipeFacts:
             min_side=cls.min_reference_side,
             max_ratio=cls.max_reference_ratio,
             pictures_only=cls.reference_pictures_only,
+            **cls.reference_sizes,
         )
 
     @classmethod

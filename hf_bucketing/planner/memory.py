@@ -248,7 +248,8 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     """
     recipe, spec = components.recipe, components.spec
     rule = recipe.reference_rule(components.settings, config.trained_component)
-    least = rule.in_pixels(spec.multiples).sizes([size._replace(frames=1)] * rule.least, [size] * rule.least)
+    count, still = rule.least, size._replace(frames=1)
+    least = rule.in_pixels(spec.multiples).sizes([still] * count, [size] * count, alone=[count == 1] * count)
     shown = config.references() or tuple(Size(*sides) for sides in least.tolist())
     if fault := rule.fault(len(shown)):
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from accelerate.logging import get_logger
 
@@ -13,8 +14,11 @@ from ..columns.prepared import CacheInfo, PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
 from ..media.conditions import REFERENCE
-from ..media.rows import REGULARIZATION
+from ..media.rows import REGULARIZATION, check_flips
+from ..media.views import ViewRule
 from ..models.conditioning import read_conditions
+from ..models.index import read_index
+from ..models.recipe import Recipe
 from ..settings import marked, not_default
 from .config import TrainingConfig
 from .source_weights import read_loss_weight
@@ -80,6 +84,41 @@ def check_reference_dropout(
     if in_front:
         raise BucketingError(
             f"Omit {name}: references of this model are frames of a sample's latents, which it is always shown."
+        )
+
+
+def check_shown_references(
+    config: TrainingConfig, data: PreparedDataset | PreparedStream, recipe: type[Recipe], *, views: ViewRule
+) -> None:
+    """Raise BucketingError if samples are mirrored and not their references; say if a pipeline shows these otherwise.
+
+    Args:
+        config ([`TrainingConfig`]): Settings of the run.
+        data ([`PreparedDataset`] or [`PreparedStream`]): Its data set, which has references or not.
+        recipe (subclass of [`Recipe`][hf_bucketing.models.recipe.Recipe]): Recipe of its model.
+        views ([`ViewRule`]): Views of the samples, unless a cache has its own.
+    """
+    cache = data.cache if isinstance(data, PreparedDataset) else None
+    apart = REFERENCE in data.conditions and not data.references.lie_over
+    if cache is None:
+        check_flips(views, data.conditions, data.references)
+    elif (
+        apart
+        and cache.views.get("flip_probability")
+        and not cache.views.get("flip_references")
+        and (cache.views_per_sample == 1 or config.batches.cached_views != "first")  # the first view is not mirrored
+    ):
+        raise BucketingError(
+            f"The latents in {cache.folder} are of samples that `flip_probability` mirrored without their references. "
+            "Cache them again without it, or with --flip_references, which mirrors both."
+        )
+    rule = recipe.reference_rule(read_index(config.pretrained_model_name_or_path).settings)
+    factor = data.references.downscale_factor
+    wanted = rule.manner if factor is None else replace(rule, short_side=None).within(None, factor).manner
+    if REFERENCE in data.conditions and data.references.manner != wanted:
+        logger.warning(
+            f"The references of this data set are {data.references.manner}; the pipeline of the model shows them "
+            f"{wanted}. Prepare the data set again for this model, with this release, to train as it renders."
         )
 
 

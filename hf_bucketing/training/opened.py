@@ -35,6 +35,7 @@ from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
 from ..placement.shards import SHARDED
 from .config import TrainingConfig
+from .data_checks import check_shown_references
 from .run_data import counting_rule
 
 logger = get_logger(__name__)
@@ -89,22 +90,22 @@ class OpenedRun:
         )
 
     @cached_property
+    def data(self) -> PreparedDataset | PreparedStream:
+        """The data set, or the stream of one, before its rows are read."""
+        if self.prepared is not None:
+            return self.prepared
+        folder = self.config.dataset_dir
+        return PreparedStream.load(folder) if holds_stream(folder) else PreparedDataset.load(folder)
+
+    @property
     def trains_audio(self) -> bool:
         """Whether audio is trained with video: the data set has some."""
-        return self._folder.audio is not None
+        return self.data.audio is not None
 
     @property
     def made_with(self) -> Mapping[str, Any]:
         """Settings by which the rows were prepared and cached; none where their folder does not hold them."""
-        return self._folder.settings
-
-    @cached_property
-    def _folder(self) -> PreparedDataset | PreparedStream:
-        """What the folder holds that is trained."""
-        folder = self.config.dataset_dir
-        if self.prepared is not None:
-            return self.prepared
-        return PreparedStream.load(folder) if holds_stream(folder) else PreparedDataset.load(folder)
+        return self.data.settings
 
     @property
     def renders(self) -> bool:
@@ -133,6 +134,9 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         prepared=prepared,
         held_out=None if validation is None else PreparedDataset.load(validation),
     )
+    for data, views in ((opened.data, config.views), (opened.held_out, config.views.fixed)):
+        if data is not None:
+            check_shown_references(config, data, recipe, views=views)
     check_package(config.memory.quantize_base)
     check_optimizer(config.optimizer)
     memory = config.memory

@@ -51,12 +51,14 @@ _SIDES = (
 class FluxKontextRecipe(FluxRecipe):
     """Recipe of `FluxKontextPipeline`, for FLUX.1 Kontext [dev], whose samples have one reference or none.
 
-    The pipeline makes its reference and its image one of its preferred sizes; training and [`render`] keep theirs.
+    A reference gets one of the pipeline's preferred sizes, as in its call. The pipeline makes its image one of them
+    too; training and [`render`] keep its size.
     """
 
     pipeline_class = "FluxKontextPipeline"
     native_sizes = (*_SIDES, (1024, 1024), *((width, height) for height, width in _SIDES))
     max_references = 1
+    reference_sizes = MappingProxyType({"shapes": native_sizes, "resample": "lanczos"})
     shown_as = MappingProxyType({"reference": "image"})
 
     @classmethod
@@ -66,7 +68,7 @@ class FluxKontextRecipe(FluxRecipe):
 
     @classmethod
     def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
-        """Return the reference, which keeps its own size."""
+        """Return the reference, which has the size in which it is shown."""
         return {**super().reference_arguments(references, size), "_auto_resize": False}
 
 

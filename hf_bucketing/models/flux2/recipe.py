@@ -36,6 +36,9 @@ class Flux2Recipe(FluxRecipe):
     max_references = UNLIMITED
     min_reference_side = 64
     max_reference_ratio: ClassVar[float | None] = 8
+    reference_sizes: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"max_pixels": 1024**2, "cropped": True, "resample": "lanczos"}
+    )
     shown_as = MappingProxyType({"reference": "image"})
     prompt_outputs = ("values",)
 

@@ -31,6 +31,7 @@ class Flux3Recipe(ModularRecipe, Flux2Recipe):
     default_sequence_length = 640
     guidance_factor = None
     max_reference_ratio = None
+    reference_sizes = MappingProxyType({**Flux2Recipe.reference_sizes, "alone_pixels": 4 * 1024**2})
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ class LTXRecipe(Recipe):
     pipeline_class = "LTXPipeline"
     family: ClassVar[Family] = FAMILY
     max_references = UNLIMITED
+    reference_sizes: ClassVar[Mapping[str, Any]] = MappingProxyType({"resample": "bilinear"})
     default_sequence_length = 128
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""

@@ -150,7 +150,7 @@ class MiniMaxH3Recipe(ModularRecipe):
         """Return the rule with the shorter side that the pipeline's settings or its blocks name."""
         configs = cls.blocks(TRANSFORMER_REF).expected_configs
         short_side = next(settings.get(SHORT_SIDE, config.default) for config in configs if config.name == SHORT_SIDE)
-        rule = replace(super().reference_rule(settings), short_side=int(short_side))
+        rule = replace(super().reference_rule(settings), short_side=int(short_side), resample="lanczos")
         if trained is None:
             return rule
         return replace(rule, least=1) if trained == TRANSFORMER_REF else replace(rule, most=0)

@@ -56,6 +56,8 @@ class QwenImageEditPlusRecipe(QwenImageRecipe):
 
     pipeline_class = "QwenImageEditPlusPipeline"
     max_references = UNLIMITED
+    reference_multiple = 2
+    reference_sizes = MappingProxyType({"area": 1024**2, "resample": "lanczos"})
     text_sees_references = True
     reference_text_tokens = 217
     """Those of a reference up to five times longer than wide."""

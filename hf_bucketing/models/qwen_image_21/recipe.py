@@ -41,6 +41,7 @@ class QwenImage21Recipe(Recipe):
     native_sizes = ((1024, 1024),)
     max_references = UNLIMITED
     reference_multiple = 2
+    reference_sizes = MappingProxyType({"area": 1024**2, "resample": "lanczos"})
     text_sees_references = True
     reference_text_tokens = 8
     """Those of a reference's name in the template, up to `<image99>`, and around its tokens."""
@@ -137,12 +138,22 @@ class QwenImage21Recipe(Recipe):
 
     @classmethod
     def reference_arguments(cls, references: Sequence[Sequence[Image.Image]], size: Size) -> dict[str, Any]:
-        """Return references as arguments of the call, with the resolution that keeps the size of the largest.
+        """Return references as arguments of the call, with the resolution that keeps the sizes of most of them.
 
-        The pipeline gives all of them one area, so that smaller ones are enlarged.
+        The pipeline gives all of them one area, so that others are resized.
         """
-        areas = [frame.height * frame.width for frame, *_ in references]
-        return {**super().reference_arguments(references, size), "output_resolution": round(math.sqrt(max(areas)))}
+        from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_dimensions
+
+        sizes = [frame.size for frame, *_ in references]
+
+        def kept(resolution: int) -> int:
+            return sum(
+                calculate_dimensions(resolution**2, width / height)[:2] == (width, height) for width, height in sizes
+            )
+
+        near = [round(math.sqrt(width * height)) for width, height in sorted(sizes, reverse=True)]
+        resolution = max([round(math.sqrt(cls.reference_sizes["area"])), *near], key=kept)
+        return {**super().reference_arguments(references, size), "output_resolution": resolution}
 
     def render(self, *args: Any, **options: Any) -> np.ndarray:
         """Call the pipeline, and return colours without opacity."""

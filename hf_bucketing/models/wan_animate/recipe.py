@@ -47,6 +47,7 @@ class WanAnimateRecipe(WanRecipe):
     required: ClassVar[tuple[str, ...]] = ("control", SHOWN_FACE, REFERENCE)
     max_references = 1
     references_in_front = True
+    reference_sizes = MappingProxyType({"as_stored": True, "resample": "lanczos"})
     renders_prompts = False
     shown_as = MappingProxyType(
         {

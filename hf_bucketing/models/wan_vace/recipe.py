@@ -38,6 +38,7 @@ class WanVACERecipe(WanRecipe):
     shown = ("control",)
     max_references = UNLIMITED
     references_in_front = True
+    reference_sizes = MappingProxyType({"as_stored": True, "resample": "lanczos"})
     shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
 
     @property
