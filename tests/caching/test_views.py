@@ -228,7 +228,7 @@ def test_texts_that_see_references_are_those_of_the_view(
     referenced: PreparedDataset, pipeline_dir: Path, tmp_path: Path
 ) -> None:
     recipe = load_seeing(pipeline_dir)
-    options: dict[str, Any] = {"views": RANDOM, "views_per_sample": 2}
+    options: dict[str, Any] = {"views": replace(RANDOM, flip_references=True), "views_per_sample": 2}
     keyed = cached(referenced, recipe, tmp_path, **options)
     assert keyed.cache is not None
     row = keyed.dataset[2]

@@ -85,7 +85,7 @@ FIXED = ViewRule(random_crop=False)
 CASES = {
     "resize": Case(FIXED, size=Size(9, 34, 50)),
     "crop": Case(ViewRule(frame_picking="start"), size=Size(9, 48, 64)),
-    "flip": Case(replace(FIXED, flip_probability=1.0)),
+    "flip": Case(replace(FIXED, flip_probability=1.0, flip_references=True)),
     "random start": Case(replace(FIXED, frame_picking="random")),
     "uniform": Case(replace(FIXED, frame_picking="uniform"), size=Size(5, 48, 80)),
     "other fps": Case(FIXED, row={"fps": 4.0, "num_frames": FRAMES // 2}),
@@ -255,6 +255,7 @@ def test_marked_pixels_stay_together(load: Callable[..., dict[str, Any]], name: 
         assert height % 16 == width % 16 == 0
         assert height * width <= red[0].numel()
         assert width > 4 * height
+        reference = reference.flip(-1) if name == "flip" else reference
         assert reference[2, 0, :, : width // 2 - 4].min() > 0.9 > -0.9 > reference[2, 0, :, width // 2 + 4 :].max()
 
 
@@ -399,7 +400,9 @@ def test_references_that_lie_over_their_sample_have_its_crop_flip_and_times(name
     case = CASES[name]
     collate = BucketCollator(
         BucketTable(sizes=(case.size,)),
-        **{**options(media, case), "references": ReferenceRule(downscale_factor=2, multiples=(8, 8))},
+        **options(media, case)
+        | {"references": ReferenceRule(downscale_factor=2, multiples=(8, 8))}
+        | {"views": replace(case.views, flip_references=False)},
     )
     batch = collate(rows_of(case, ref=[file], control=file))
     shown = batch["shown"]

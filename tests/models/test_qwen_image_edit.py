@@ -181,6 +181,7 @@ def test_stacks_packs_and_caches_of_samples_with_none_to_three_references_agree(
         bucket_frames=1,
         max_frames=1,
         reference_column="reference",
+        reference_pixels=48 * 32,
     )
     losses = {}
     for batching in ("bucket", "pack"):

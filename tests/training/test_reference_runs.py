@@ -92,6 +92,7 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, 
     case, recipe = RECIPES[name], recipe_of(str(pipeline))
     images_only = recipe.family.images_only
     over = {"reference_downscale_factor": 2} if name in IN_CONTEXT else {}
+    sizes = over or ({} if recipe.references_in_front else {"reference_pixels": 80 * 96})
     run_script_here(
         "prepare_dataset.py",
         dataset=clips / ("images" if images_only else "videos"),
@@ -101,7 +102,7 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, 
         buckets=case.buckets,
         bucket_frames="1" if images_only else "1,9",
         reference_column="over" if over else "several" if most > 1 else "single",
-        **over,
+        **sizes,
         **({"streaming": True} if streaming else {}),
     )
     if streaming:
