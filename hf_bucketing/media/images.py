@@ -85,7 +85,7 @@ def shown_part(
     resized: tuple[int, int],
     box: CropBox,
     *,
-    resample: Image.Resampling,
+    resample: Image.Resampling = Image.Resampling.BICUBIC,
 ) -> npt.NDArray[np.uint8]:
     """Resize to `(height, width)` the part of a frame that a crop of its sample, `resized` as a whole, shows."""
     height, width = frame.shape[:2]

@@ -164,7 +164,8 @@ class ReferenceRule:
     @property
     def unsized(self) -> ReferenceRule:
         """This rule without a model's way to make references the size in which they are shown."""
-        return replace(self, **{item.name: item.default for item in fields(self) if item.name in _SIZED})
+        defaults: dict[str, Any] = {item.name: item.default for item in fields(self) if item.name in _SIZED}
+        return replace(self, **defaults)
 
     @property
     def manner(self) -> str:
@@ -286,7 +287,7 @@ class ReferenceRule:
         """Return the multiples of height and width in which references are shown, `(k, 2)`."""
         sides = own[:, 1:]
         if self.downscale_factor is not None:
-            return targets[:, 1:] // self.downscale_factor // self.multiples
+            return (targets[:, 1:] // self.downscale_factor // self.multiples).astype(np.float64)
         if self.short_side is not None:
             return np.rint(sides * (self.short_side / sides.min(1, initial=sys.maxsize))[:, None] / self.multiples)
         if self.area is not None:
@@ -297,7 +298,7 @@ class ReferenceRule:
             shapes = np.array(sorted(self.shapes, key=lambda shape: shape[::-1]))  # the narrower one of equally near
             whole = np.maximum(1, sides // self.multiples) * self.multiples
             distances = np.abs((whole[:, 1] / whole[:, 0])[:, None] - shapes[:, 1] / shapes[:, 0])
-            return shapes[distances.argmin(1)] // self.multiples
+            return (shapes[distances.argmin(1)] // self.multiples).astype(np.float64)
         return self._limited(sides, targets) // self.multiples
 
     def _limited(self, sides: IntArray, targets: IntArray) -> npt.NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -188,7 +188,7 @@ def _fitted(
     if not any(around):
         return pixels
     # The reflection excludes the edge, unless a picture is smaller than a token, as in diffusers' Flux3ImageProcessor.
-    mode = "reflect" if min(resized) > _SMALL else "symmetric"
+    mode: Literal["reflect", "symmetric"] = "reflect" if min(resized) > _SMALL else "symmetric"
     widths = [(0, 0), *((more // 2, more - more // 2) for more in around)]
     return torch.from_numpy(np.pad(pixels.numpy(), widths, mode=mode))
 

@@ -202,3 +202,14 @@ def test_stacks_packs_and_caches_of_samples_with_none_to_three_references_agree(
             losses[batching, data.name] = run(in_process(pipeline, data, out, **settings))
             assert np.isfinite(losses[batching, data.name]).all()
         assert losses[batching, "prepared"] == pytest.approx(losses[batching, f"cached-{batching}"], rel=1e-4)
+
+
+def test_the_text_encoder_sees_the_reference_that_the_pipeline_resizes_once(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    folder = str(tiny_folder("qwen-image-edit"))
+    recipe = recipe_of(folder).load(folder)
+    rule = recipe.reference_rule().in_pixels((16, 16))
+    ((_, height, width),) = rule.sizes([[1, 1000, 2022]], [[1, 64, 64]]).tolist()
+    (picture,) = pictures(torch.zeros(1, 3, height, width))
+    assert picture.size == recipe._for_text(picture).size == (1472, 736)  # resized again, it would be 1440×736

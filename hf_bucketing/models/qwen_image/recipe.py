@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -17,6 +18,9 @@ from ..first_frame import pictures
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
 from .packing import FAMILY
+
+_STEP = 32
+"""Multiple in pixels to which the pipelines round the sides of references."""
 
 
 class QwenImageRecipe(Recipe):
@@ -128,6 +132,11 @@ class QwenImageEditRecipe(QwenImageEditPlusRecipe):
     max_references = 1
     reference_text_tokens = 1409
     text_pixels = 1024**2
+
+    def _for_text(self, picture: Image.Image) -> Image.Image:
+        """Return a picture as the pipeline shows it to its text encoder: that of this area is the reference itself."""
+        side = math.sqrt(picture.width * picture.height)
+        return picture if abs(side - math.sqrt(self.text_pixels)) < _STEP else super()._for_text(picture)
 
     def _encode_pictures(self, caption: str, shown: Sequence[Image.Image], *, device: torch.device) -> Any:
         if shown:
