@@ -224,7 +224,10 @@ def test_minimax_h3_takes_no_videos_as_references(
 def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path, **cached: str | None) -> dict[str, Path]:
     """Prepare the files for a recipe, and cache them, with these settings; return what each way of batching reads."""
     shown = case.shown[-1] if case.shown else ()
-    frames = "1" if recipe_of(str(pipeline)).family.images_only else case.bucket_frames
+    recipe = recipe_of(str(pipeline))
+    frames = "1" if recipe.family.images_only else case.bucket_frames
+    rule = recipe.reference_rule()
+    enlarged = "reference" in shown and (rule.area or rule.shapes)
     run_script_here(
         "prepare_dataset.py",
         dataset=clips if case.images else clips / "videos",
@@ -235,6 +238,7 @@ def prepare(case: RecipeCase, clips: Path, pipeline: Path, folder: Path, **cache
         bucket_frames=frames,
         max_frames=max(map(int, frames.split(","))),
         **{f"{name}_column": name for name in shown},
+        **({"reference_pixels": 32 * 48} if enlarged else {}),
     )
     run_script_here(
         "cache_latents.py",
