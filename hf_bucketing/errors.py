@@ -96,11 +96,11 @@ class RowsError(BucketingError):
 
 
 class MediaError(BucketingError):
-    """An image or video file is missing, empty, corrupt or shorter than its metadata promised."""
+    """An image or video file is missing, empty, corrupt, shorter than its metadata promised or cannot be encoded."""
 
 
 class CacheError(BucketingError):
-    """An entry of a latent or text cache is missing, corrupt or of another model."""
+    """An entry of a latent or text cache is missing, corrupt, not finite or of another model."""
 
 
 class PlanError(BucketingError):

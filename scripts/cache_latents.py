@@ -124,6 +124,9 @@ def main(args: argparse.Namespace) -> None:
             print(f"{counts[name]:8} rows {name}")
         for name in ("encoded", "found"):
             print(f"{counts[f'captions {name}']:8} captions {name}")
+        for name, what in (("not finite", "rows"), ("captions not finite", "captions")):
+            if counts[name]:
+                print(f"{counts[name]:8} {what} not finite: the model makes NaN or infinite numbers of them")
         print(f"Latents: {describe_latents(cached)}")
         print(f"Saved to {args.output_dir}; entries in {args.cache_dir}")
     accelerator.end_training()

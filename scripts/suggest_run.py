@@ -20,6 +20,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file
 
 if TYPE_CHECKING:
+    from hf_bucketing.columns import PreparedDataset
     from hf_bucketing.planner.components import Components
     from hf_bucketing.planner.rows import DataRows
     from hf_bucketing.planner.settings import MachineConfig
@@ -59,8 +60,8 @@ def make_parser() -> FlagParser:
 
 def read_prepared(
     args: argparse.Namespace, folder: str, components: "Components"
-) -> tuple["DataRows", "list[Way]", bool]:
-    """Return the rows of a prepared folder, or the first of its stream, ways by its table, and if it is cached."""
+) -> tuple["DataRows", "list[Way]", "PreparedDataset | None"]:
+    """Return the rows of a prepared folder, or the first of its stream, its ways, and the data set if it is cached."""
     from hf_bucketing.columns import PreparedDataset
     from hf_bucketing.columns.prepared_stream import PreparedStream, holds_stream
     from hf_bucketing.planner.rows import DataRows
@@ -87,7 +88,8 @@ def read_prepared(
         rows, cache = DataRows.of_prepared(prepared), prepared.cache
     tables = {"table of the folder": (None, prepared.table)}
     ways = ways_of(tables, rows.sizes, spec=prepared.spec, assigned=rows.assigned)
-    return rows, [way for way in ways if cache is None or way.batching == cache.batching], cache is not None
+    ways = [way for way in ways if cache is None or way.batching == cache.batching]
+    return rows, ways, None if cache is None else prepared
 
 
 def sources_of(args: argparse.Namespace) -> list[SourceConfig]:
@@ -154,6 +156,7 @@ def suggest(args: argparse.Namespace) -> Suggested:
     from hf_bucketing.planner.settings import MachineConfig, PlanConfig
     from hf_bucketing.planner.suggestion import Suggester
     from hf_bucketing.planner.time import Speed, StepSeconds
+    from hf_bucketing.training.caches import sequence_length
 
     measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))
     machine = from_flags(MachineConfig, args, cpus=args.cpus or os.cpu_count())
@@ -163,7 +166,11 @@ def suggest(args: argparse.Namespace) -> Suggested:
     if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
         data = args.dataset[0]
         rows, ways, cached = read_prepared(args, data, components)
-        base = replace(base, cached="all") if cached else base
+        if cached is not None:
+            length = sequence_length(
+                base.max_sequence_length, cached, folder=data, model=args.pretrained_model_name_or_path
+            )
+            base = replace(base, cached="all", max_sequence_length=length)
     else:
         rows, ways, data = read_sources(args, sources, components)
     suggester = Suggester(components, rows, machine=machine, base=base, speed=speed, measured=measured)

@@ -16,7 +16,7 @@ import torch
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox, Size
 from ..buckets.table import BucketTable
-from ..errors import MediaError
+from ..errors import CacheError, MediaError
 from ..loaders.captions import texts_of
 from ..loaders.random_resize import RandomResize
 from ..media.conditions import REFERENCE
@@ -27,7 +27,7 @@ from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
 from ..media.views import seeded_draws
 from .settings import CacheConfig, CachedView
-from .store import TensorCache, entry_key
+from .store import TensorCache, entry_key, not_finite
 
 Shown = Mapping[str, Sequence[Any]]
 
@@ -88,8 +88,8 @@ class LatentColumns(_CachedColumns):
         table ([`BucketTable`] or [`OpenTable`]): Sizes that the `bucket_id` column refers to.
         files ([`MediaColumns`][hf_bucketing.media.MediaColumns]): Columns that lead to the files.
         config ([`CacheConfig`]): Folder of the entries, views, and settings of decoding and encoding.
-        counts (`Counter`): Numbers of rows that were `encoded`, `found` in the cache, `unreadable`, or `rejected`
-            (without a bucket).
+        counts (`Counter`): Numbers of rows that were `encoded`, `found` in the cache, `unreadable`, `not finite`
+            (encoded to NaN or infinite numbers, which no entry holds), or `rejected` (without a bucket).
     """
 
     encode: Callable[[torch.Tensor, Shown], Mapping[str, torch.Tensor | Sequence[Any]]]
@@ -113,19 +113,21 @@ class LatentColumns(_CachedColumns):
         """Write missing entries and return the key of each row's entry, or the list of those of its views.
 
         Raises:
-            MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
+            MediaError: Under `on_error="raise"`, for the first file that is unreadable, or that the model encodes to
+                numbers that are not finite; the message names it.
         """
         rows, samples = self._samples(batch)
         missing = {
             sample.key: sample for views in samples for sample in views if sample and not self.cache.holds(sample.key)
         }
-        unreadable = self._encode(list(missing.values()))
+        unreadable, broken = self._encode(list(missing.values()))
         cells = []
         for row, views in zip(rows, samples, strict=True):
-            keys = [sample.key for sample in views if sample and sample.key not in unreadable]
+            keys = [sample.key for sample in views if sample and sample.key not in unreadable | broken]
             whole = len(keys) == len(views)
             encoded = [missing.pop(key, None) is not None for key in keys]
-            outcome = "rejected" if row["bucket_id"] < 0 else "found" if whole else "unreadable"
+            fault = "not finite" if any(sample and sample.key in broken for sample in views) else "unreadable"
+            outcome = "rejected" if row["bucket_id"] < 0 else "found" if whole else fault
             self.counts["encoded" if whole and any(encoded) else outcome] += 1
             cells.append(_cell(keys if whole else [""] * len(views)))
         return {"latents_key": cells}
@@ -203,9 +205,9 @@ class LatentColumns(_CachedColumns):
         )
         return _Sample(key, sample, crop)
 
-    def _encode(self, samples: list[_Sample]) -> set[str]:
-        """Write the entries of samples and return the keys of unreadable ones."""
-        unreadable = set()
+    def _encode(self, samples: list[_Sample]) -> tuple[set[str], set[str]]:
+        """Write the entries of samples; return the keys of unreadable ones, and of those that are not finite."""
+        unreadable, broken = set(), set()
         for stack in self._loaded(samples):
             readable, loaded = [], []
             for sample, future in stack:
@@ -224,8 +226,14 @@ class LatentColumns(_CachedColumns):
                 view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
                 entry = {name: values[row] for name, values in encoded.items()}
+                entry = {name: _on_cpu(values) for name, values in entry.items()}
+                if names := not_finite(entry):
+                    if self.config.on_error == "raise":
+                        raise MediaError(_not_finite(sample.file, names))
+                    broken.add(sample.key)
+                    continue
                 self.cache.write(sample.key, entry, about=about)
-        return unreadable
+        return unreadable, broken
 
     def _loaded(self, samples: list[_Sample]) -> Iterator[list[tuple[_Sample, Future[LoadedSample]]]]:
         """Yield stacks of samples of one size with what is loaded of them, while the next stack is decoded."""
@@ -249,18 +257,35 @@ class LatentColumns(_CachedColumns):
 class _TextEntries(_CachedColumns):
     """What column callables that encode captions share."""
 
-    def _write(
-        self, keys: Sequence[str], values: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Write entries of embeddings `(n, length, dim)` without their padding."""
-        real = values.ne(0).any(-1) if mask is None else mask.ne(0)
-        for row, key in enumerate(keys):
+    def _write(self, keys: Mapping[str, str], encoded: _Encoded, *, required: bool = False) -> set[str]:
+        """Write entries of embeddings `(n, length, dim)` without their padding, by caption.
+
+        Returns:
+            `set` of `str`: Captions whose embeddings are not finite. They have no entry.
+
+        Raises:
+            CacheError: For the first one, under `on_error="raise"` or if the entries are `required`.
+        """
+        values, mask, others = encoded
+        real, broken = values.ne(0).any(-1) if mask is None else mask.ne(0), set()
+        for row, (caption, key) in enumerate(keys.items()):
             end = max(int(real[row].nonzero().max()) + 1 if real[row].any() else 0, 1)
             entry = {"values": values[row, :end]}
             if mask is not None:
                 entry["mask"] = mask[row, :end]
-            entry |= {OTHER + name: values[row] for name, values in others.items()}
+            entry |= {OTHER + name: others[name][row] for name in others}
+            entry = {name: part.cpu() for name, part in entry.items()}
+            if names := not_finite(entry):
+                if required or self.config.on_error == "raise":
+                    raise CacheError(
+                        f"The text encoder makes NaN or infinite numbers ({', '.join(names)}) of the caption "
+                        f"{caption!r}. Encode with another --mixed_precision, change the caption, or leave its rows "
+                        "out with --on_error reject."
+                    )
+                broken.add(caption)
+                continue
             self.cache.write(key, entry, about={"length": values.shape[1]})
+        return broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +303,8 @@ class TextColumns(_TextEntries):
         model (`str`): Fingerprint of all that `encode` depends on.
         column (`str`): Column of a text or a list of texts.
         config ([`CacheConfig`]): Folder of the entries, and captions per call of `encode`.
-        counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, or `found` in the cache.
+        counts (`Counter`): Numbers of distinct captions per batch that were `encoded`, `found` in the cache, or
+            `not finite`; the keys of these are empty.
     """
 
     encode: Callable[[list[str]], _Encoded]
@@ -301,6 +327,7 @@ class TextColumns(_TextEntries):
 
         Raises:
             ColumnError: If a caption is neither a text nor a list of texts.
+            CacheError: Under `on_error="raise"`, for the first caption whose embeddings are not finite.
         """
         cells = list(batch[self.column])
         texts = [texts_of({self.column: cell}, self.column) for cell in cells]
@@ -308,8 +335,10 @@ class TextColumns(_TextEntries):
         missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
         for start in range(0, len(missing), self.config.batch_size):
             captions = missing[start : start + self.config.batch_size]
-            self._write([keys[caption] for caption in captions], *self.encode(captions))
-        self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
+            broken = self._write({caption: keys[caption] for caption in captions}, self.encode(captions))
+            keys |= dict.fromkeys(broken, "")
+            self.counts.update({"encoded": len(captions) - len(broken), "not finite": len(broken)})
+        self.counts.update(found=len(keys) - len(missing))
         own = ([keys[caption] for caption in captions] for captions in texts)
         return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in zip(cells, own, strict=True)]}
 
@@ -322,7 +351,7 @@ class TextColumns(_TextEntries):
         """Write the entry of the text that stands for a dropped caption, `(1, length, dim)`, unless it exists."""
         missing = not self.cache.holds(self.null_key)
         if missing:
-            self._write([self.null_key], *encode())
+            self._write({"": self.null_key}, encode(), required=True)
         self.counts.update(encoded=int(missing), found=int(not missing))
 
 
@@ -363,6 +392,7 @@ class SeeingTextColumns(_TextEntries):
         Raises:
             ColumnError: If a caption is neither a text nor a list of texts.
             MediaError: Under `on_error="raise"`, for the first unreadable file; the message names it.
+            CacheError: Under `on_error="raise"`, for the first caption whose embeddings are not finite.
         """
         _, samples = self.latents._samples(batch)
         columns: dict[str, list[Any]] = {name: [] for name in self.output_columns}
@@ -392,9 +422,24 @@ class SeeingTextColumns(_TextEntries):
                     raise
                 return nothing
             encoded = self.encode(missing, references=[references] * len(missing))
-            self._write([keys[caption] for caption in missing], *encoded)
-        self.counts.update(encoded=len(missing), found=len(keys) - len(missing))
+            broken = self._write({caption: keys[caption] for caption in missing}, encoded)
+            self.counts.update({"encoded": len(missing) - len(broken), "not finite": len(broken)})
+            if broken:
+                return nothing
+        self.counts.update(found=len(keys) - len(missing))
         return keys
+
+
+def _on_cpu(values: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    return values.cpu() if isinstance(values, torch.Tensor) else [tensor.cpu() for tensor in values]
+
+
+def _not_finite(file: FileSample, names: Sequence[str]) -> str:
+    """Return what to do about a file of which the model makes NaN or infinite numbers."""
+    return (
+        f"{file.source.path} cannot be encoded: the model makes NaN or infinite numbers of it ({', '.join(names)}). "
+        "Remove or change the file, or leave its row out with --on_error reject."
+    )
 
 
 def _cell(views: Sequence[Any]) -> Any:

@@ -25,6 +25,20 @@ class Encoder(Protocol):
         """The pipeline whose VAE, text encoders, tokenizers and any image encoder encode, as fingerprints see."""
 
     @property
+    def name_or_path(self) -> str:
+        """Repository or folder of the pipeline."""
+
+    @property
+    def components(self) -> Mapping[str, Any]:
+        """Components of the pipeline by name, each a `Component` of caching/encoders.py."""
+
+    def latents_rule(self) -> str:
+        """Return a name of the way in which media is encoded, beside what the models and `media_rule` say."""
+
+    def text_rule(self) -> str:
+        """Return a name of the way in which captions are encoded, beside what the models say."""
+
+    @property
     def max_sequence_length(self) -> int:
         """Text tokens per caption."""
 

@@ -25,8 +25,9 @@ from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
 from ..media.conditions import REFERENCE
 from .columns import LatentColumns, SeeingTextColumns, Shown, TextColumns
+from .encoders import describe_encoders
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
-from .keys import has_latents
+from .keys import has_keys
 from .settings import CacheConfig
 from .store import TensorCache
 
@@ -52,7 +53,8 @@ def cache_dataset(
     Raises:
         BucketingError: If samples are too short for the encoder's model, it is not shown their conditions, or
             `random_resize` meets images at the sizes of videos.
-        MediaError: Under `on_error="raise"`, for an unreadable file.
+        MediaError: Under `on_error="raise"`, for a file that is unreadable, or encoded to numbers that are not finite.
+        CacheError: Under `on_error="raise"`, for a caption whose embeddings are not finite.
     """
     encoder.check_conditions(prepared.shown)
     state = PartialState()
@@ -85,12 +87,9 @@ def cache_dataset(
     if not state.is_main_process:
         return None, counts
     keyed = map_columns(rows, replace(latents, counts=Counter()), overwrite=True)
-    dataset = _with_keys(prepared.dataset, keyed, buckets)
-    if isinstance(text, SeeingTextColumns):
-        texts = map_columns(rows, text, overwrite=True).select_columns(list(text.output_columns))
-        dataset = with_columns(dataset, dict(zip(texts.column_names, texts.data.columns, strict=True)))
-    elif text is not None:
-        dataset = map_columns(dataset, text, overwrite=True)
+    if isinstance(text, SeeingTextColumns) or text is not None:
+        keyed = map_columns(keyed, replace(text, counts=Counter()), overwrite=True)
+    dataset = _with_keys(prepared.dataset, keyed, () if text is None else text.output_columns, buckets)
     info = CacheInfo(
         folder=config.folder,
         batching=config.batching,
@@ -101,6 +100,8 @@ def cache_dataset(
         views_per_sample=config.views_per_sample,
         random_resize=config.random_resize,
         appended_frames=config.appended_frames,
+        max_sequence_length=None if text is None else encoder.max_sequence_length,
+        encoders=describe_encoders(encoder),
     )
     return replace(prepared, dataset=dataset, cache=info), counts
 
@@ -168,11 +169,12 @@ def _encode_share(
             bar.update(len(keys))
 
 
-def _with_keys(dataset: Dataset, keyed: Dataset, bucket_ids: np.ndarray) -> Dataset:
-    """Add the keys; rows that turned out to be unreadable get the values that unreadable rows have."""
-    unreadable = ~has_latents(keyed) & (bucket_ids >= 0)
-    keys = stored_column(keyed, "latents_key")
-    columns: dict[str, Any] = {"latents_key": keys.combine_chunks()}
+def _with_keys(dataset: Dataset, keyed: Dataset, texts: Sequence[str], bucket_ids: np.ndarray) -> Dataset:
+    """Add the keys, of texts in some columns; rows that lack some get the values that unreadable rows have."""
+    names = ("latents_key", *texts)
+    whole = np.all([has_keys(keyed, name) for name in names], axis=0)
+    unreadable = ~whole & (bucket_ids >= 0)
+    columns: dict[str, Any] = {name: stored_column(keyed, name).combine_chunks() for name in names}
     if unreadable.any():
         marks = {"width": -1, "height": -1, "num_frames": -1, "bucket_id": -1, "num_tokens": 0}
         for name, mark in {**marks, "rejection": Rejection.UNREADABLE.label}.items():

@@ -18,9 +18,16 @@ _MEASURED = 200
 
 def has_latents(rows: Dataset) -> BoolArray:
     """Return whether each row has cached latents, `(n,)`; rejected and unreadable ones have none."""
-    keys = stored_column(rows, "latents_key")
-    first = pc.list_element(keys, 0) if is_list_type(keys.type) else keys
-    has: BoolArray = pc.not_equal(first, "").to_numpy()
+    return has_keys(rows, "latents_key")
+
+
+def has_keys(rows: Dataset, column: str) -> BoolArray:
+    """Return whether each row has all keys of a column, `(n,)`: its cell, or all in its lists, are not empty."""
+    keys = stored_column(rows, column).combine_chunks()
+    has, row_of = np.ones(len(keys), np.bool_), np.arange(len(keys))
+    while is_list_type(keys.type):
+        row_of, keys = row_of[pc.list_parent_indices(keys).to_numpy()], pc.list_flatten(keys)
+    has[row_of[pc.equal(keys, "").to_numpy(zero_copy_only=False)]] = False
     return has
 
 

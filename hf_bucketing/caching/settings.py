@@ -38,7 +38,8 @@ class CacheConfig:
             and need an `index` column.
         batch_size (`int`): Largest number of samples, or captions, per call of the encoder.
         num_threads (`int`): Threads that decode files while the encoder runs.
-        on_error (`"raise"` or `"reject"`): Whether an unreadable file is an error, or its row is rejected.
+        on_error (`"raise"` or `"reject"`): Whether a file that is unreadable, or a file or a caption of which the
+            model makes NaN or infinite numbers, is an error, or its row is rejected.
         appended_frames (`"first"`, `"last"` or `"all"`, *optional*): Frames of each view that are also encoded by
             themselves, for runs whose `condition` appends them: the first or the last one, or those of all latent
             frames after the first. By default none is.

@@ -117,15 +117,15 @@ class TensorCache:
         """Return an entry's tensors and what was written about them; where a name stands for several, a tuple.
 
         Raises:
-            CacheError: If the entry is missing or its file cannot be read.
+            CacheError: If the entry is missing, its file cannot be read, or it holds numbers that are not finite.
         """
         path = self.path(key)
         try:
             header, tensors = _read_object(path) if is_url(path) else _read_file(path)
             about, several = json.loads(header[_ENTRY]), json.loads(header.get(_SEVERAL, "{}"))
+            broken = sorted({name.partition("/")[0] for name in not_finite(tensors)})
             for name, count in several.items():
                 tensors[name] = tuple(tensors.pop(_part(name, place)) for place in range(count))
-            return tensors, about
         except CacheError:
             raise
         except FileNotFoundError as error:
@@ -135,6 +135,13 @@ class TensorCache:
                 f"{path} cannot be read ({error}); delete it and run scripts/cache_latents.py again with the same "
                 "flags."
             ) from error
+        if broken:
+            raise CacheError(
+                f"{path} holds NaN or infinite numbers ({', '.join(broken)}), which an earlier release stored; delete "
+                "it and run scripts/cache_latents.py again with the same flags, and --on_error reject to leave its "
+                "row out."
+            )
+        return tensors, about
 
     def sweep(self) -> int:
         """Delete partial files of killed writers and return their number; call it while no process writes."""
@@ -144,6 +151,17 @@ class TensorCache:
         for path in left:
             path.unlink()
         return len(left)
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[str]:
+    """Return the names of tensors that hold NaN or an infinite number; a name may stand for several."""
+    return [
+        name
+        for name, values in tensors.items()
+        if not all(
+            bool(tensor.isfinite().all()) for tensor in ([values] if isinstance(values, torch.Tensor) else values)
+        )
+    ]
 
 
 def _read_file(path: str) -> tuple[dict[str, str], dict[str, Any]]:

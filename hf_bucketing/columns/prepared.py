@@ -69,6 +69,10 @@ class CacheInfo:
             first; None where all views of a row have one size.
         appended_frames (`"first"`, `"last"` or `"all"`, *optional*): Frames of each view that are also encoded by
             themselves.
+        max_sequence_length (`int`, *optional*): Text tokens per caption; None if there are no captions, or an earlier
+            release made the cache.
+        encoders (`dict`, *optional*): What the models that encoded say of themselves, as
+            `hf_bucketing.caching.encoders` describes them; None if an earlier release made the cache.
     """
 
     folder: str
@@ -81,6 +85,8 @@ class CacheInfo:
     views_per_sample: int = 1
     random_resize: int | None = None
     appended_frames: Literal["first", "last", "all"] | None = None
+    max_sequence_length: int | None = None
+    encoders: dict[str, Any] | None = None
 
     def with_folders(self, change: Callable[[str], str]) -> CacheInfo:
         """Return the value with its folders changed by a function, such as to paths that begin elsewhere."""

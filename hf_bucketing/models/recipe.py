@@ -30,6 +30,7 @@ from ..packing.strips import token_grid
 from .calls import RecipeCalls
 from .conditioning import BLACK, MODALITIES, ConditionShares
 from .experts import TrainedComponent, transformers_of
+from .index import IndexEntry, read_index
 from .loading import (
     Loading,
     Part,
@@ -61,6 +62,7 @@ class Recipe(RecipeCalls):
             [`guided`][Recipe.guided] changes it. 1 stands for predictions without guidance, which the loss aims at;
             docs/models/index.md says what other trainers take.
         audio (`bool`): Whether audio is trained with video.
+        name_or_path (`str`): Repository or folder that the pipeline comes from.
     """
 
     pipeline: Any
@@ -72,6 +74,7 @@ class Recipe(RecipeCalls):
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     guidance: float = 1.0
     audio: bool = False
+    name_or_path: str = ""
 
     @classmethod
     def load(
@@ -120,7 +123,34 @@ class Recipe(RecipeCalls):
             config=config,
             vae_config=read_config(name_or_path, "vae"),
             audio=audio,
+            name_or_path=name_or_path,
         )
+
+    @property
+    def components(self) -> Mapping[str, IndexEntry]:
+        """Components of the pipeline by name, as its index has them."""
+        return read_index(self.name_or_path).components
+
+    @classmethod
+    def latents_rule(cls) -> str:
+        """Return the name of the recipe that encodes media as this one does."""
+        return cls._first_with("encode_latents", "encode_media", "encode_reference", "encode_audio", "image_vae")
+
+    @classmethod
+    def text_rule(cls) -> str:
+        """Return the name of the recipe that encodes captions as this one does, if its pipeline does too."""
+        return cls._first_with(
+            "encode_text", "encode_null", "_encode_prompt", "_encode_pictures", "prompt_outputs", "null_as_long"
+        )
+
+    @classmethod
+    def _first_with(cls, *members: str) -> str:
+        """Return the name of the nearest class that defines one of some members, or else of the first of its kind.
+
+        The first of a kind is the most general recipe that has a model family.
+        """
+        kin = [base for base in cls.__mro__ if hasattr(base, "family")]
+        return next((base for base in kin if not vars(base).keys().isdisjoint(members)), kin[-1]).__name__
 
     @property
     def transformer(self) -> Any:

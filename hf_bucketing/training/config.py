@@ -311,7 +311,10 @@ class TrainingConfig:
             where a pipeline has two: the second one of Wan 2.2 A14B serves low noise levels. With `"both"`, each
             optimizer step trains one of them at its noise levels; they take turns as often as these are drawn.
             `"transformer_ref"` is that of MiniMax-H3 for samples with references.
-        max_sequence_length (`int`, *optional*): Text tokens per caption; by default the pipeline's own number.
+        max_sequence_length (`int`, *optional*): Text tokens per caption; by default those of cached texts, or else the
+            pipeline's own number.
+        trust_cache (`bool`): Whether a cache is trained although it seems to be of another model, or does not say of
+            which; by default it is refused.
         ema_decay (`float`, *optional*): Decay of the exponential moving average of the weights, such as 0.999. The
             average is saved in place of the last weights; by default there is none.
         batches ([`BatchConfig`]): Batches or packs.
@@ -349,6 +352,7 @@ class TrainingConfig:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal")
+    trust_cache: bool = setting(False, on_resume="free")
     ema_decay: float | None = setting(None, on_resume="equal")
     batches: BatchConfig = part(BatchConfig, on_resume="plan")
     memory: MemoryConfig = part(MemoryConfig, on_resume="applied")

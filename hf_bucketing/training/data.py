@@ -84,6 +84,7 @@ class TrainingData(RunData):
         audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
             trained.
         source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
+        file_names (callable, *optional*): Returns the files of some rows, by their places in `dataset`.
     """
 
     dataset: Dataset
@@ -94,6 +95,7 @@ class TrainingData(RunData):
     references: RowReferences | None = None
     audio: RowAudio | None = None
     source_ids: npt.NDArray[np.int64] | None = None
+    file_names: Callable[[Sequence[int]], list[str]] | None = None
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
@@ -206,6 +208,14 @@ class TrainingData(RunData):
         advice = "copy the folder of `dataset_dir` from one to the others, or put it where all see it"
         rows = self.sampler.state_dict()["fingerprint"]
         check_same(accelerator, rows, what="rows in `dataset_dir`", advice=advice)
+
+    def name_rows(self, rows: Sequence[int]) -> list[str]:
+        """Return the numbers of rows with their files."""
+        if self.file_names is None or not rows:
+            return super().name_rows(rows)
+        places = dict(zip(column_array(self.dataset, "index").tolist(), range(len(self.dataset)), strict=True))
+        names = zip(rows, self.file_names([places[row] for row in rows]), strict=True)
+        return [f"row {row} ({name})" for row, name in names]
 
     def cached_batch(self) -> Mapping[str, Any] | None:
         """Return a batch of one usable row of a cache; None where nothing is cached."""
@@ -449,6 +459,7 @@ def _data_of(
         sources=prepared.sources,
         source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
         source_ids=prepared.source_ids,
+        file_names=prepared.file_names,
     )
 
 

@@ -34,6 +34,7 @@ from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
 from ..placement.shards import SHARDED
+from .caches import settle_caches
 from .config import TrainingConfig
 from .data_checks import check_shown_references
 from .run_data import counting_rule
@@ -115,7 +116,7 @@ class OpenedRun:
 
 
 def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
-    """Read the configurations of a run, and check that its settings fit its model and its data.
+    """Read the configurations of a run, and check that its settings fit its model, its data and their cache.
 
     Raises:
         BucketingError: If they do not; the message names the nearest settings that do.
@@ -125,6 +126,9 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
     recipe = recipe_of(config.pretrained_model_name_or_path)
     prepared = None if config.stream.streaming else PreparedDataset.load(config.dataset_dir)
     validation = config.held_out.validation_dataset_dir
+    held_out = None if validation is None else PreparedDataset.load(validation)
+    folders = {config.dataset_dir: prepared, str(validation): held_out}
+    config = settle_caches(config, {folder: rows for folder, rows in folders.items() if rows is not None})
     opened = OpenedRun(
         config=config,
         accelerator=accelerator,
@@ -132,7 +136,7 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
         spec=recipe.read_spec(config.pretrained_model_name_or_path),
         called=_parts_called(prepared),
         prepared=prepared,
-        held_out=None if validation is None else PreparedDataset.load(validation),
+        held_out=held_out,
     )
     for data, views in ((opened.data, config.views), (opened.held_out, config.views.fixed)):
         if data is not None:

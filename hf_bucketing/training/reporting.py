@@ -24,13 +24,14 @@ from ..loaders.collators import PLANNED
 from ..loaders.planned import StepCount
 from ..models.conditioning import read_conditions
 from .base_targets import TARGETS
+from .collation import unreadable_log
 from .config import TrainingConfig
 from .data_changes import keep_lock
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
 from .run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
 from .run_page import write_live_page
-from .skipped import SkippedSteps
+from .skipped import SkippedSteps, describe_unencoded
 from .step_metrics import PendingMetrics, StepMetrics
 from .steps import StepLosses
 from .terminal import TIMED_STEPS, time_left
@@ -40,7 +41,7 @@ logger = get_logger(__name__)
 
 
 class _Batch(NamedTuple):
-    """A batch whose losses `(n,)` the device may not have computed yet."""
+    """A batch whose losses, and whether each sample was encoded, `(2, n)`, the device may not have computed yet."""
 
     losses: torch.Tensor
     rows: list[int]
@@ -111,7 +112,13 @@ class RunReport:
         self._window: list[_Batch] = []
         self._ended: list[tuple[_Batch, FloatArray]] = []
         self._first_seconds: list[float] = []
-        self.skipped = SkippedSteps(accelerator, limit=config.optimizer.max_skipped_steps, folder=self.folder)
+        self.skipped = SkippedSteps(
+            accelerator,
+            limit=config.optimizer.max_skipped_steps,
+            folder=self.folder,
+            name_rows=data.name_rows,
+        )
+        self._left_out = config.faults.log(unreadable_log(config))
 
     def start(
         self, global_step: int, planned: StepCount, *, to_repeat: str, resumed: Mapping[str, Any] | None
@@ -197,7 +204,9 @@ class RunReport:
             "planned": np.array(batch[PLANNED])[counted].tolist() if PLANNED in batch else None,
             "views": np.array(batch[CACHED_VIEW])[counted].tolist() if CACHED_VIEW in batch else None,
         }
-        self._window.append(_Batch(losses.values.detach(), index.tolist(), counted, timer, entry))
+        encoded = torch.ones_like(losses.values) if losses.encoded is None else losses.encoded
+        both = torch.stack([losses.values.detach(), encoded.to(losses.values)])
+        self._window.append(_Batch(both, index.tolist(), counted, timer, entry))
 
     def finish(
         self, factor: float, *, grad_norm: torch.Tensor | float | None, stop: int, late: bool = False
@@ -219,11 +228,23 @@ class RunReport:
 
     def read(self, step: OpenStep) -> dict[str, float]:
         """Return the metrics of an optimizer step, of which [`samples`][RunReport.samples] logs the rest."""
-        metrics, losses = step.metrics.read()
-        self._ended = list(zip(step.batches, losses, strict=True))
-        for batch, values in self._ended:
-            self.skipped.add(batch.rows, values)
+        metrics, read = step.metrics.read()
+        self._ended = [(batch, values) for batch, (values, _) in zip(step.batches, read, strict=True)]
+        for batch, (values, encoded) in zip(step.batches, read, strict=True):
+            self.skipped.add(batch.rows, values, encoded > 0)
+            self._leave_out([row for row, ok in zip(batch.rows, encoded, strict=True) if not ok], **batch.entry)
         return metrics
+
+    def _leave_out(self, rows: list[int], *, epoch: int, **_: Any) -> None:
+        """Count and name samples that cannot be encoded, as those that cannot be read, where these end no run."""
+        if self._left_out is None:
+            return
+        for row, name in zip(rows, self.data.name_rows(rows), strict=True):
+            message = describe_unencoded([name])
+            logger.warning(f"{message} It counts for nothing.", main_process_only=False)
+            self._left_out.report(epoch=epoch, index=row, reason=message)
+        if not rows:
+            self._left_out.consecutive = 0
 
     def samples(self) -> None:
         """Log the samples of the optimizer step that was read last.

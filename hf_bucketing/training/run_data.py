@@ -226,6 +226,10 @@ class RunData(ABC):
     def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
         """Call a function, which may raise, with the frame rates of samples with audio, and the samples' names."""
 
+    def name_rows(self, rows: Sequence[int]) -> list[str]:
+        """Return what messages call rows, by their numbers: their files, where these are known."""
+        return [f"row {row}" for row in rows]
+
     def cached_batch(self) -> Mapping[str, Any] | None:
         """Return a batch of one usable row of a cache; None where nothing is cached."""
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object
 from torch.distributed.tensor import DTensor
 
-from ..buckets.arrays import FloatArray
+from ..buckets.arrays import BoolArray, FloatArray
 from ..errors import BucketingError
 
 logger = get_logger(__name__)
@@ -23,10 +23,11 @@ _NAMED_ROWS = 20
 
 
 class _Samples(NamedTuple):
-    """Rows of a batch, and whether the loss of each is finite."""
+    """Rows of a batch, and whether the loss of each is finite, and what was encoded of it."""
 
     rows: list[int]
     finite: list[bool]
+    encoded: list[bool]
 
 
 class SkippedSteps:
@@ -44,18 +45,28 @@ class SkippedSteps:
         accelerator (`Accelerator`): The run's accelerator.
         limit (`int`): Consecutive skipped steps that are tolerated.
         folder (`Path`): Output folder of the run, for messages.
+        name_rows (callable): Returns what messages call some rows: their files, where these are known.
     """
 
-    def __init__(self, accelerator: Accelerator, *, limit: int, folder: Path) -> None:
+    def __init__(
+        self, accelerator: Accelerator, *, limit: int, folder: Path, name_rows: Callable[[list[int]], list[str]]
+    ) -> None:
         self.accelerator = accelerator
         self.limit = limit
         self.folder = folder
+        self.name_rows = name_rows
         self.in_a_row = 0
         self._window: list[_Samples] = []
 
-    def add(self, rows: list[int], losses: FloatArray) -> None:
-        """Add the rows of a batch of this process, and their losses, to the window of the next optimizer step."""
-        self._window.append(_Samples(rows, np.isfinite(losses).tolist()))
+    def add(self, rows: list[int], losses: FloatArray, encoded: BoolArray) -> None:
+        """Add the rows of a batch of this process to the window of the next optimizer step.
+
+        Args:
+            rows (list of `int`): The rows.
+            losses (array of `float`, shape `(n,)`): Their losses.
+            encoded (array of `bool`, shape `(n,)`): Whether all that was encoded of each is finite.
+        """
+        self._window.append(_Samples(rows, np.isfinite(losses).tolist(), encoded.tolist()))
 
     def check(self, global_step: int, metrics: Mapping[str, float], *, epoch: int, step: int) -> dict[str, Any] | None:
         """Return None if the step may change the weights, or else what to log of it; call it on every process.
@@ -68,7 +79,8 @@ class SkippedSteps:
             step (`int`): Its last batch in the epoch.
 
         Raises:
-            BucketingError: After more steps in a row than `limit`, or if DeepSpeed has applied the step.
+            BucketingError: If a sample is encoded to numbers that are not finite, after more steps in a row than
+                `limit`, or if DeepSpeed has applied the step.
         """
         window, self._window = self._window, []
         values = {name: metrics[name] for name in ("train_loss", "grad_norm") if name in metrics}
@@ -80,9 +92,15 @@ class SkippedSteps:
         self.in_a_row += 1
         samples = gather_object(window) if self.accelerator.num_processes > 1 else window
         rows = sorted({row for batch in samples for row in batch.rows})
-        broken = sorted({row for batch in samples for row, ok in zip(*batch, strict=True) if not ok})
+        broken = sorted({row for batch in samples for row, ok, _ in zip(*batch, strict=True) if not ok})
+        unencoded = sorted({row for batch in samples for row, _, ok in zip(*batch, strict=True) if not ok})
         found = " and ".join(f"{name} {value:.4g}" for name, value in values.items())
         place = f"Optimizer step {global_step} (epoch {epoch}, step {step}) has {found}"
+        if unencoded:
+            what = describe_unencoded(self.name_rows(unencoded[:_NAMED_ROWS]))
+            raise BucketingError(
+                f'{place}. {what} Remove or change these samples, or leave them out with `on_error="replace"`.'
+            )
         which = f"Its samples are rows {_listed(rows)}"
         which += f"; not finite is the loss of {_listed(broken)}." if broken else ", each of finite loss."
         advice = f"Lower `learning_rate`, or check these samples; {self.folder / 'logs'} has the losses of all steps."
@@ -93,6 +111,11 @@ class SkippedSteps:
             raise BucketingError(f"{place}{row}; more than `max_skipped_steps` end the run. {which} {advice}")
         logger.warning(f"{place} and changes no weights. {which}")
         return {"epoch": epoch, "step": step, **values, "index": rows, "not_finite": broken}
+
+
+def describe_unencoded(names: Sequence[str]) -> str:
+    """Return a sentence about samples, by name, of which encoders made NaN or infinite numbers."""
+    return f"The VAE or the text encoder makes NaN or infinite numbers of {', '.join(names)}, which cannot be trained."
 
 
 def check_finite(weights: Iterable[torch.Tensor], accelerator: Accelerator, *, what: str) -> None:

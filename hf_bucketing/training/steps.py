@@ -53,12 +53,15 @@ class StepLosses(NamedTuple):
         targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
             [`TARGETS`][hf_bucketing.training.base_targets.TARGETS].
         drawn (sequence of [`Drawn`][hf_bucketing.models.conditioning.Drawn]): What each sample was shown.
+        encoded (`torch.Tensor` of shape `(n,)`, *optional*): Whether all that was encoded of each sample is finite;
+            None from a cache, whose entries are.
     """
 
     values: torch.Tensor
     noise_levels: torch.Tensor
     targets: IntArray
     drawn: Sequence[Drawn]
+    encoded: torch.Tensor | None = None
 
 
 class Prediction(NamedTuple):
@@ -89,7 +92,8 @@ class Step(ABC):
     `reference_dropout`, that are shown no references, and what `condition` shows each sample. `preservation`
     chooses samples whose target is a prediction of the transformer without its adapters. `texts` are those of a cache,
     for its batches, by caption; `""` is the null text. With `sharded` weights, all processes run each forward pass
-    together, whether one of their samples needs it or not.
+    together, whether one of their samples needs it or not. With `leaves_out`, samples that are encoded to NaN or
+    infinite numbers count as zeros of loss 0; otherwise their loss is not finite either.
     """
 
     recipe: Recipe
@@ -102,6 +106,7 @@ class Step(ABC):
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
     audio_weight: float = 1.0
     sharded: bool = False
+    leaves_out: bool = False
     texts: Mapping[str, TextEmbeddings] = field(default_factory=dict)
 
     stacks: ClassVar[bool] = False
@@ -116,6 +121,9 @@ class Step(ABC):
         media = self.media(batch, drawn)
         self._check_audio_rates(batch, media)
         latents = media.pop("latents")
+        encoded = None if "latents" in batch else finite_samples(latents, media)
+        if self.leaves_out:
+            latents, media = _finite(latents), {name: _finite(values) for name, values in media.items()}
         noised = self.objective(latents, indices=indices, epoch=epoch, occurrences=occurrences)
         dropped = [generator(Purpose.CAPTION_DROPOUT, *seed).random() < self.caption_dropout for seed in seeds]
         of_base = base_targets(self.preservation, batch, seeds)
@@ -125,6 +133,9 @@ class Step(ABC):
         ]
         seen = media.get(KEYFRAME_PLACES, ())
         text = text_of(self.recipe, batch, captions=captions, texts=self.texts, keyframes=seen).to(latents[0].dtype)
+        if encoded is not None:
+            encoded = encoded & text.values.isfinite().flatten(1).all(1)
+            text = text._replace(values=_finite(text.values)) if self.leaves_out else text
         fps = frame_rates(batch["fps"])
         audio = self._noised_audio(media, noised, drawn, keys=seeds)
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio, keys=seeds)
@@ -139,9 +150,11 @@ class Step(ABC):
                 base = audio if audio is None else audio._replace(targets=[*heard[0]])
                 of_pairs = self._losses(prediction, noised._replace(targets=[*own]), base)
                 values = _replaced(values, of_pairs, of_base)
+        if self.leaves_out and encoded is not None:
+            values = values * encoded
         names = ["data" if target is None else target.name for target in of_base]
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
-        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets, drawn)
+        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets, drawn, encoded)
 
     def weigh(self, rows: StepRows, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
         """Return what a batch counts for, with the weights of the conditions that are drawn for its samples.
@@ -382,6 +395,7 @@ def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) 
         "offload_activations": config.memory.offload_activations,
         "preservation": config.preservation,
         "sharded": sharded,
+        "leaves_out": config.faults.on_error == "replace",
         "audio_weight": config.objective.audio_weight,
     }
     if config.batches.batching == "bucket":
@@ -579,6 +593,29 @@ def pictures_in_text(
         pairs = zip(batch["pixel_values"], keyframes, strict=True)
         found.append([[clip[:, frame : frame + 1] for frame in frames] for clip, frames in pairs])
     return [[picture for parts in sample for picture in parts] for sample in zip(*found, strict=True)] or None
+
+
+def finite_samples(latents: Sequence[torch.Tensor], media: Mapping[str, Sequence[Any]]) -> torch.Tensor:
+    """Return on their device which samples have finite latents `(C, f, h, w)` and conditions, `(n,)`.
+
+    Nothing waits for the device.
+    """
+    device, of_samples = latents[0].device, zip(latents, *media.values(), strict=True)
+    parts = [
+        [part for value in values for part in (value if isinstance(value, tuple) else [value])]
+        for values in of_samples
+    ]
+    tensors = [
+        [part for part in sample if isinstance(part, torch.Tensor) and part.device == device] for sample in parts
+    ]
+    return torch.stack([torch.stack([tensor.isfinite().all() for tensor in sample]).all() for sample in tensors])
+
+
+def _finite(values: Any) -> Any:
+    """Return tensors, however they are listed, with zeros in place of NaN and infinite numbers."""
+    if isinstance(values, torch.Tensor):
+        return values.nan_to_num(0.0, 0.0, 0.0) if values.is_floating_point() else values
+    return type(values)(map(_finite, values)) if isinstance(values, list | tuple) else values
 
 
 def check_cached(recipe: Recipe, data: RunData) -> None:

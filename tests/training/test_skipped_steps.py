@@ -153,7 +153,9 @@ def steps_of_deepspeed(*, skipped: bool) -> SkippedSteps:
     accelerator: Any = SimpleNamespace(
         distributed_type=DistributedType.DEEPSPEED, optimizer_step_was_skipped=skipped, num_processes=1
     )
-    return SkippedSteps(accelerator, limit=1, folder=Path("out"))
+    return SkippedSteps(
+        accelerator, limit=1, folder=Path("out"), name_rows=lambda rows: [f"row {row}" for row in rows]
+    )
 
 
 def test_deepspeed_which_steps_before_it_is_asked_may_skip_or_ends_the_run() -> None:
@@ -161,7 +163,7 @@ def test_deepspeed_which_steps_before_it_is_asked_may_skip_or_ends_the_run() -> 
     finite, broken = {"train_loss": 1.0, "grad_norm": 2.0}, {"train_loss": math.nan}
     assert steps_of_deepspeed(skipped=False).check(1, finite, epoch=0, step=0) is None
     by_scaler = steps_of_deepspeed(skipped=True)
-    by_scaler.add([7, 3], np.array([1.0, 2.0]))
+    by_scaler.add([7, 3], np.array([1.0, 2.0]), np.array([True, True]))
     assert by_scaler.check(1, finite, epoch=0, step=0) == {
         "epoch": 0, "step": 0, **finite, "index": [3, 7], "not_finite": [],
     }  # fmt: skip

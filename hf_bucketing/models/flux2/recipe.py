@@ -91,6 +91,11 @@ class Flux2KleinRecipe(Flux2Recipe):
 
     pipeline_class = "Flux2KleinPipeline"
 
+    @classmethod
+    def text_rule(cls) -> str:
+        """Return a name of its own: the pipelines of [klein] put captions into the template of another model."""
+        return "Flux2KleinRecipe"
+
 
 class Flux2KleinKVRecipe(Flux2KleinRecipe):
     """Recipe of `Flux2KleinKVPipeline`, for FLUX.2 [klein] KV; see [`Recipe`][hf_bucketing.models.recipe.Recipe]."""

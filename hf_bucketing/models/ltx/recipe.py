@@ -72,6 +72,11 @@ class LTXConditionRecipe(LTXRecipe):
     pipeline_class = "LTXConditionPipeline"
     default_sequence_length = 256
 
+    @classmethod
+    def text_rule(cls) -> str:
+        """Return a name of its own: this pipeline tells its text encoder where captions are padded."""
+        return "LTXConditionRecipe"
+
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
         """All, and frames that are appended."""
