@@ -351,7 +351,7 @@ class TrainingConfig:
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
-    max_sequence_length: int | None = setting(None, on_resume="equal")
+    max_sequence_length: int | None = setting(None, on_resume="equal", left_open=None)
     trust_cache: bool = setting(False, on_resume="free")
     ema_decay: float | None = setting(None, on_resume="equal")
     batches: BatchConfig = part(BatchConfig, on_resume="plan")

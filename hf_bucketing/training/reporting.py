@@ -21,6 +21,7 @@ from ..command_line.config_file import CONFIG_FILE
 from ..devices import DeviceTimer, to_device
 from ..files import complete_file, writing
 from ..loaders.collators import PLANNED
+from ..loaders.faults import FaultLog
 from ..loaders.planned import StepCount
 from ..models.conditioning import read_conditions
 from .base_targets import TARGETS
@@ -116,9 +117,9 @@ class RunReport:
             accelerator,
             limit=config.optimizer.max_skipped_steps,
             folder=self.folder,
-            name_rows=data.name_rows,
+            name_rows=lambda rows: data.name_rows(rows),
         )
-        self._left_out = config.faults.log(unreadable_log(config))
+        self._unencoded = config.faults.log(unreadable_log(config))
 
     def start(
         self, global_step: int, planned: StepCount, *, to_repeat: str, resumed: Mapping[str, Any] | None
@@ -231,20 +232,20 @@ class RunReport:
         metrics, read = step.metrics.read()
         self._ended = [(batch, values) for batch, (values, _) in zip(step.batches, read, strict=True)]
         for batch, (values, encoded) in zip(step.batches, read, strict=True):
-            self.skipped.add(batch.rows, values, encoded > 0)
-            self._leave_out([row for row, ok in zip(batch.rows, encoded, strict=True) if not ok], **batch.entry)
+            self.skipped.add(batch.rows, values, (encoded > 0) | (self._unencoded is not None))
+            if self._unencoded is not None:
+                rows = [row for row, ok in zip(batch.rows, encoded, strict=True) if not ok]
+                self._report_unencoded(rows, self._unencoded, epoch=batch.entry["epoch"])
         return metrics
 
-    def _leave_out(self, rows: list[int], *, epoch: int, **_: Any) -> None:
-        """Count and name samples that cannot be encoded, as those that cannot be read, where these end no run."""
-        if self._left_out is None:
-            return
+    def _report_unencoded(self, rows: list[int], log: FaultLog, *, epoch: int) -> None:
+        """Count and name samples that cannot be encoded, as those that cannot be read."""
         for row, name in zip(rows, self.data.name_rows(rows), strict=True):
             message = describe_unencoded([name])
             logger.warning(f"{message} It counts for nothing.", main_process_only=False)
-            self._left_out.report(epoch=epoch, index=row, reason=message)
+            log.report(epoch=epoch, index=row, reason=message)
         if not rows:
-            self._left_out.consecutive = 0
+            log.consecutive = 0
 
     def samples(self) -> None:
         """Log the samples of the optimizer step that was read last.

@@ -47,9 +47,8 @@ def folder(prepared: PreparedDataset, pipeline_dir: Path, tmp_path_factory: pyte
     """Nine rows in a cache of three views each, of which two have drawn sizes."""
     place = tmp_path_factory.mktemp("sizes")
     options: dict[str, Any] = {"batching": "pack", "views": CENTRED, "seed": SEED}
-    data = cached(
-        prepared, load_recipe(pipeline_dir), place / "cache", views_per_sample=VIEWS, random_resize=SIDE, **options
-    )
+    recipe = replace(load_recipe(pipeline_dir), max_sequence_length=32)
+    data = cached(prepared, recipe, place / "cache", views_per_sample=VIEWS, random_resize=SIDE, **options)
     data.save(place / "cached")
     return place / "cached"
 
@@ -287,7 +286,7 @@ def test_a_run_from_a_cache_of_every_budget_holds_each_sample_at_each_once(
     flags = as_flags(dataset=pictures, bucket_tokens="6,24", bucket_frames=1, output_dir=prepared_dir)
     run_script_here("prepare_dataset.py", *flags, *model, "--each_budget", "--bucket_sizes", "none")
     folders = as_flags(dataset_dir=prepared_dir, cache_dir=tmp_path / "cache", output_dir=tmp_path / "cached")
-    run_script_here("cache_latents.py", *folders, *model)
+    run_script_here("cache_latents.py", *folders, *model, max_sequence_length=32)
     settings = {"max_train_steps": None, "num_train_epochs": 2, "train_batch_size": 1, "checkpointing_steps": 3}
     whole = run(in_process(pipeline_dir, tmp_path / "cached", tmp_path / "out", **settings))
     AcceleratorState._reset_state(reset_partial_state=True)

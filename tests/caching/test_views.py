@@ -192,7 +192,7 @@ def several_dir(prepared: PreparedDataset, pipeline_dir: Path, tmp_path_factory:
     first(prepared, 6).save(folder / "prepared")
     run_script_here(
         "cache_latents.py", *flags(folder / "prepared", pipeline_dir, folder), "--random_crop", True,
-        "--flip_probability", 0.5, "--views_per_sample", 2,
+        "--flip_probability", 0.5, "--views_per_sample", 2, "--max_sequence_length", 32,
     )  # fmt: skip
     return folder / "cached"
 

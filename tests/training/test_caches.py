@@ -237,6 +237,14 @@ def test_texts_have_the_length_of_their_cache(cached_dir: Path, pipeline_dir: Pa
         sequence_length(16, default, folder="f", model=model)
 
 
+def test_a_run_that_took_the_length_of_its_cache_is_resumed(cached_dir: Path, pipeline_dir: Path, tmp_path) -> None:
+    settings: dict[str, Any] = {"max_sequence_length": None, "checkpointing_steps": 2}
+    expected = run(in_process(pipeline_dir, cached_dir, tmp_path / "whole", **settings))
+    run(in_process(pipeline_dir, cached_dir, tmp_path / "parts", **settings, max_train_steps=2))
+    settings["resume_from_checkpoint"] = "latest"
+    assert run(in_process(pipeline_dir, cached_dir, tmp_path / "parts", **settings)) == expected
+
+
 def test_packs_with_text_in_the_sequence_hold_the_tokens_that_the_cache_has(tiny_folder, tmp_path: Path) -> None:
     from PIL import Image
 
