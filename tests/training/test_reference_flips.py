@@ -91,7 +91,7 @@ def test_samples_with_references_are_mirrored_with_them_or_refused_before_weight
     with pytest.raises(BucketingError, match="Omit `flip_references`: there are none"):
         opened("without", **both)
     with pytest.raises(BucketingError, match=r"mirrored without their references\. Cache them again"):
-        opened("cached")
+        opened("cached", trust_cache=True)
     prepared = PreparedDataset.load(folders["rows"])
     for views, refused in ((ViewRule(flip_probability=0.5), True), (ViewRule(**both), False)):
         config = CacheConfig(folder=str(tmp_path / "cache"), views=views)
