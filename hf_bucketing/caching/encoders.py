@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .fingerprints import Encoder
 
@@ -159,14 +159,18 @@ def _file_of(component: Component, name: str) -> Path | None:
 
 
 def _describe_weights(component: Component) -> dict[str, Any] | None:
-    """Describe the weights of a component; None where they are not on this machine."""
+    """Describe the weights of a component; None where they cannot be read on this machine."""
     for name in _WEIGHTS:
         names = [name]
         if (index := _file_of(component, f"{name}.index.json")) is not None:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [path for path in (_file_of(component, part) for part in names) if path is not None]
-        if len(files) == len(names):
+        if len(files) < len(names):
+            continue
+        try:
             return _describe_tensors(files) if name.endswith(".safetensors") else _describe_bytes(files)
+        except (OSError, SafetensorError):  # the run loads none of them
+            return None
     return None
 
 
@@ -236,7 +240,7 @@ def _differing(name: str, cached: Mapping[str, Any] | None, running: Mapping[str
     if None in (cached["config"], running["config"], cached["weights"], running["weights"]):
         if cached["place"] == running["place"]:
             return []
-        return [f"its {name} was that of {cached['place']}, and that of {running['place']} is not on this machine"]
+        return [f"its {name} was that of {cached['place']}, and that of {running['place']} cannot be read here"]
     before, now = _settings(cached), _settings(running)
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if changed:

@@ -72,12 +72,15 @@ def test_with_caches_a_run_opens_neither_text_encoder_nor_vae(
 ) -> None:
     source = unreadable(pipeline_dir, tmp_path / "source", "vae", "text_encoder")
     settings = {**BATCHES[batching], "lora_rank": 2}
-    losses = run(in_process(source, cached_dirs[batching], tmp_path / "run", **settings))
+    with pytest.raises(BucketingError, match=r"its vae was that of .* cannot be read here"):
+        Trainer(in_process(source, cached_dirs[batching], tmp_path / "run", **settings))
+    trusted = {**settings, "trust_cache": True}
+    losses = run(in_process(source, cached_dirs[batching], tmp_path / "run", **trusted))
     assert losses == pytest.approx(run(in_process(pipeline_dir, cached_dirs[batching], tmp_path / "all", **settings)))
     DiffusionPipeline.from_pretrained(pipeline_dir).load_lora_weights(tmp_path / "run")
     if batching == "pack":
         return
-    auto = in_process(source, cached_dirs[batching], tmp_path / "auto", **{**settings, "max_tokens": "auto"})
+    auto = in_process(source, cached_dirs[batching], tmp_path / "auto", **{**trusted, "max_tokens": "auto"})
     assert Trainer(auto).config.batches.token_limit
     with pytest.raises(BucketingError, match="cannot be loaded"):
         Trainer(in_process(source, prepared_dir, tmp_path / "no_cache", **settings))
@@ -153,7 +156,7 @@ def test_validation_borrows_what_steps_do_not_call(pipeline_dir, cached_dirs, tm
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"trained_dtype": "bf16"}, '`trained_dtype="bf16"` needs `mixed_precision="bf16"`, not "no"'),
-    ({"vae_tiling": True}, "Omit `vae_tiling`: latents are cached"),
+    ({"vae_tiling": True, "trust_cache": True}, "Omit `vae_tiling`: latents are cached"),
 ])  # fmt: skip
 def test_contradicting_settings_are_refused_before_weights_are_loaded(
     settings, message: str, pipeline_dir, cached_dirs, tmp_path: Path

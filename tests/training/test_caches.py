@@ -113,7 +113,7 @@ def test_models_that_are_not_on_this_machine_are_compared_by_their_place(pipelin
     assert differences(before, there, texts=True) == []
     there["texts"]["models"]["text_encoder"]["place"] = "elsewhere/text_encoder"
     (reason,) = differences(before, there, texts=True)
-    assert reason.endswith("and that of elsewhere/text_encoder is not on this machine")
+    assert reason.endswith("and that of elsewhere/text_encoder cannot be read here")
     assert differences(before, there, texts=False) == []
 
 

@@ -36,7 +36,7 @@ def runs(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     make_media_dataset(folder / "clips", num_samples=4, clips=(Clip(9, 64, 96, 8), Clip(5, 64, 64, 8)))
     make_media_dataset(folder / "stills", num_samples=4, clips=(Clip(9, 64, 96, 8), Clip(1, 64, 64)))
     made.prepare([folder / "clips", folder / "stills"])
-    made.cache()
+    made.cache(max_sequence_length=32)
     return made
 
 
