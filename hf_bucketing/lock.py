@@ -1,4 +1,4 @@
-"""Keep two programs from writing into one folder: a file that names the host and the process that write."""
+"""Keep two programs from writing into one folder: a lock of the system, and a file that names who holds it."""
 
 from __future__ import annotations
 
@@ -6,67 +6,55 @@ import json
 import logging
 import os
 import socket
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import BucketingError
+from .errors import BucketingError, WriteError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 logger = logging.getLogger(__name__)
 
-_CLOCK_STEP = 5.0
-"""Seconds by which the start of a process may differ between two readings, after the clock was set."""
-
 
 class _Owner(NamedTuple):
-    """A process: its host, its number, and when it began, because numbers are given again."""
+    """A process that holds a lock, or did until it was killed."""
 
     host: str
     pid: int
-    began: float
-
-    @classmethod
-    def this_process(cls) -> _Owner:
-        """Return this process."""
-        return cls(socket.gethostname(), os.getpid(), _began(os.getpid()) or 0.0)
-
-    @property
-    def here(self) -> bool:
-        """Whether the process is one of this host."""
-        return self.host == socket.gethostname()
-
-    @property
-    def may_live(self) -> bool:
-        """Whether the process runs, or is on another host, of which nothing is known."""
-        began = _began(self.pid) if self.here else self.began
-        return began is not None and abs(began - self.began) < _CLOCK_STEP
 
 
 @contextmanager
 def locked(path: Path, *, what: str) -> Iterator[None]:
-    """Hold the lock file `path` inside a `with` block.
+    """Hold a lock inside a `with` block, and name this host and process in the file `path`.
 
-    The lock of a process of this host that has ended is taken over, with a warning.
+    The system ends the lock with its process, however that ends and whatever the clock says; a name that is left is
+    replaced, with a warning. On another host the system may not know of the lock, so its name alone refuses.
 
     Args:
-        path (`Path`): The lock file; missing folders above it are made.
+        path (`Path`): The file that names the process; missing folders above it are made. The lock itself is on a file
+            beside it, as the name must be readable meanwhile.
         what (`str`): What is locked, for messages, such as `"The run in out"`.
 
     Raises:
-        BucketingError: If another process holds the lock, or one of another host, which may have ended.
+        BucketingError: If another process holds the lock, or a process of another host is named.
     """
-    own = _Owner.this_process()
     path.parent.mkdir(parents=True, exist_ok=True)
-    while not _created(path, own):
-        check_unlocked(path, what=what)
-        _remove_stale(path, what)
+    lock = _acquire(path, what)
     try:
-        yield
+        if path.exists():
+            left = _read_owner(path)
+            whose = f"process {left.pid} of this host, which has ended" if left else "a process that ended at once"
+            logger.warning(f"{what} was locked by {whose}; the lock is taken over.")
+        path.write_text(json.dumps(_Owner(socket.gethostname(), os.getpid())._asdict()))
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
     finally:
-        if _read_owner(path) == own:
-            path.unlink()
+        _release(lock)
 
 
 def check_unlocked(path: Path, *, what: str) -> None:
@@ -75,57 +63,53 @@ def check_unlocked(path: Path, *, what: str) -> None:
     Raises:
         BucketingError: As [`locked`].
     """
+    if path.exists():
+        _release(_acquire(path, what))
+
+
+def _acquire(path: Path, what: str) -> BaseFileLock:
+    from filelock import FileLock, Timeout  # which huggingface_hub needs too
+
     owner = _read_owner(path)
-    if owner is None or not owner.may_live:
-        return
-    if owner.here:
-        way = "Wait for its end, end it, or choose another folder"
-    else:
-        way = f"If that process has ended, remove {path.absolute()}; else wait for its end, or choose another folder"
-    raise BucketingError(f"{what} is written by process {owner.pid} on host {owner.host}. {way}.")
-
-
-def _remove_stale(path: Path, what: str) -> None:
-    """Remove the lock of a process that has ended; if another process did so before and has locked anew, not that."""
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    if owner is not None and owner.host != socket.gethostname():
+        raise BucketingError(
+            f"{_held(what, owner)}. If that process has ended, remove {path.absolute()}; else wait for its end, or "
+            "choose another folder."
+        )
+    lock = FileLock(path.with_name(f"{path.name}.held"))
     try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    owner = _read_owner(aside)
-    if owner is not None and owner.may_live:
-        aside.rename(path)
-        return
-    aside.unlink()
-    whose = f"process {owner.pid} of this host, which has ended" if owner else "a process that ended at once"
-    logger.warning(f"{what} was locked by {whose}; the lock is taken over.")
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise BucketingError(
+            f"{_held(what, _read_owner(path))}. Wait for its end, end it, or choose another folder."
+        ) from None
+    except OSError as error:
+        raise WriteError(
+            f"{lock.lock_file} cannot be locked ({error.strerror}). Choose a folder that is writable, on a file system "
+            "that has locks."
+        ) from error
+    return lock
 
 
-def _created(path: Path, own: _Owner) -> bool:
-    try:
-        with path.open("x") as file:
-            file.write(json.dumps(own._asdict()))
-    except FileExistsError:
-        return False
-    return True
+def _held(what: str, owner: _Owner | None) -> str:
+    return f"{what} is written by " + (f"process {owner.pid} on host {owner.host}" if owner else "another process")
+
+
+def _release(lock: BaseFileLock) -> None:
+    """Remove the file of a lock and release it; filelock tells a process that opened the file before that it is gone."""
+    from filelock import UnixFileLock
+
+    if isinstance(lock, UnixFileLock):  # the others remove their file
+        Path(lock.lock_file).unlink(missing_ok=True)
+    lock.release()
 
 
 def _read_owner(path: Path) -> _Owner | None:
-    """Return the process that a lock file names; None if there is none, or it was killed before it was named."""
+    """Return the process that a file names; None if there is none, or it was killed before it was named."""
     try:
-        return _Owner(**json.loads(path.read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-
-
-def _began(pid: int) -> float | None:
-    """Return when a process of this host began, in seconds; None if it does not run."""
-    import psutil  # which accelerate needs too
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
+        values = json.loads(path.read_text())
+        return _Owner(values["host"], values["pid"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -136,5 +120,7 @@ def owner_tag() -> str:
 
 def owner_runs(tag: str) -> bool:
     """Return whether the process of an [`owner_tag`] may still write; so may all of other hosts, and other texts."""
+    import psutil  # which accelerate needs too
+
     host, _, pid = tag.rpartition("-")
-    return host != socket.gethostname() or not pid.isdigit() or _began(int(pid)) is not None
+    return host != socket.gethostname() or not pid.isdigit() or psutil.pid_exists(int(pid))

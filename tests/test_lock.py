@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,10 +17,25 @@ import psutil
 import pytest
 
 from hf_bucketing import BucketingError
+from hf_bucketing.errors import WriteError
 from hf_bucketing.files import complete_file, complete_folder
 from hf_bucketing.lock import check_unlocked, locked
 
 HERE = socket.gethostname()
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from hf_bucketing.lock import locked
+with locked(Path(sys.argv[1]), what="It"):
+    worker = os.fork()
+    if not worker:
+        print("held", flush=True)
+        os.close(1)
+        time.sleep(60)
+    time.sleep(60)
+"""
+"""A process that holds a lock, and a worker that it forked."""
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +62,66 @@ def test_a_second_writer_is_refused_by_host_and_process_until_the_first_has_ende
     assert list(path.parent.iterdir()) == []
 
 
+def test_a_lock_is_held_whatever_the_clock_and_the_file_that_names_its_process_say(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "run.lock"
+    began = psutil.Process.create_time
+    with locked(path, what="It"):
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: began(self) + 10)  # the clock is put forward
+        for name, holder in ((path.read_text(), f"process {os.getpid()} on host {HERE}"), ("", "another process")):
+            path.write_text(name)
+            with pytest.raises(BucketingError, match=f"It is written by {holder}. Wait"), locked(path, what="It"):
+                pytest.fail("two hold the lock")
+            with pytest.raises(BucketingError, match=f"It is written by {holder}. Wait"):
+                check_unlocked(path, what="It")
+        path.unlink()
+        with pytest.raises(BucketingError, match="by another process"), locked(path, what="It"):
+            pytest.fail("two hold the lock")
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once_though_its_workers_run(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "run.lock"
+    command = [sys.executable, "-c", KILLED, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        (worker,) = psutil.Process(process.pid).children()
+        with pytest.raises(BucketingError, match=f"by process {process.pid} on host {HERE}"):
+            check_unlocked(path, what="It")
+        process.kill()
+        process.wait()
+        assert worker.is_running()
+        with locked(path, what="It"):
+            assert f"It was locked by process {process.pid} of this host, which has ended" in caplog.text
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_has_a_file_for_a_lock_and_other_faults_of_it_are_named(
+    tmp_path: Path, monkeypatch
+) -> None:
+    path = tmp_path / "run.lock"
+
+    def refuse(number: int) -> None:
+        def flock(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    refuse(errno.ENOSYS)
+    with pytest.warns(UserWarning, match="flock not supported"), locked(path, what="It"):
+        with pytest.raises(BucketingError, match=f"by process {os.getpid()}"), locked(path, what="It"):
+            pytest.fail("two hold the lock")
+    assert list(tmp_path.iterdir()) == []
+    refuse(errno.ENOLCK)
+    with pytest.raises(WriteError, match=r"run.lock.held cannot be locked \(No locks available\)"):
+        locked(path, what="It").__enter__()
+
+
 def test_the_lock_of_a_process_that_ended_is_taken_over_with_a_warning(tmp_path: Path, ended, caplog) -> None:
     path = tmp_path / "run.lock"
     same_number = {"host": HERE, "pid": os.getpid(), "began": 1.0}  # as in a container that was started again
-    for content in (json.dumps(ended), json.dumps(same_number), ""):
+    for content in (json.dumps(ended), json.dumps(same_number), "", "{}"):
         path.write_text(content)
         check_unlocked(path, what="It")
         with caplog.at_level(logging.WARNING), locked(path, what="It"):
@@ -55,7 +129,7 @@ def test_the_lock_of_a_process_that_ended_is_taken_over_with_a_warning(tmp_path:
     assert [record.message.split(";")[0] for record in caplog.records] == [
         f"It was locked by process {ended['pid']} of this host, which has ended",
         f"It was locked by process {os.getpid()} of this host, which has ended",
-        "It was locked by a process that ended at once",
+        *["It was locked by a process that ended at once"] * 2,
     ]
     assert list(tmp_path.iterdir()) == []
 
