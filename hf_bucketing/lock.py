@@ -85,8 +85,8 @@ def _acquire(path: Path, what: str) -> BaseFileLock:
         ) from None
     except OSError as error:
         raise WriteError(
-            f"{lock.lock_file} cannot be locked ({error.strerror}). Choose a folder that is writable, on a file system "
-            "that has locks."
+            f"{lock.lock_file} cannot be locked ({error.strerror}). Choose a writable folder, on a file system that "
+            "has locks."
         ) from error
     return lock
 
@@ -96,7 +96,7 @@ def _held(what: str, owner: _Owner | None) -> str:
 
 
 def _release(lock: BaseFileLock) -> None:
-    """Remove the file of a lock and release it; filelock tells a process that opened the file before that it is gone."""
+    """Remove the file of a lock and release it; filelock does not lock a file that was removed since it was opened."""
     from filelock import UnixFileLock
 
     if isinstance(lock, UnixFileLock):  # the others remove their file

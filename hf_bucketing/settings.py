@@ -11,6 +11,7 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 | `parse` | function that reads the text of its flag |
 | `flag` | False if no script takes it, `"listed"` if only a list of configurations in a file does |
 | `common` | True if the short help of scripts shows its flag |
+| `infinite` | True if it may be infinity, as a limit that nothing reaches |
 | `one_of` | name of a choice among settings, of which one is given |
 | `on_resume` | what a resumed run does about another value; `training/on_resume.py` lists the rules |
 | `decides_steps` | True if the number of optimizer steps follows from it |
@@ -102,7 +103,8 @@ def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a configuration from its settings by name; settings that are not given keep their defaults.
 
     Raises:
-        BucketingError: If there is no setting of a given name, or the configuration refuses a value.
+        BucketingError: If there is no setting of a given name, a number is not finite, or the configuration refuses a
+            value.
     """
     check_names(kind, values)
     hints, arguments = _hints(cast(Any, kind)), {}
@@ -114,8 +116,17 @@ def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
             given = {name: values[name] for name in names_of(hint) if name in values}  # type: ignore[arg-type]
             arguments[field.name] = build(hint, {**inherited, **given})  # type: ignore[arg-type]
         elif field.name in values:
-            arguments[field.name] = values[field.name]
+            arguments[field.name] = _finite(field, values[field.name])
     return kind(**arguments)
+
+
+def _finite(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return the value of a setting; raise BucketingError if it is, or contains, a number that is not finite."""
+    refused = math.isnan if field.metadata.get("infinite") else lambda number: not math.isfinite(number)
+    for number in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(number, float) and refused(number):
+            raise BucketingError(f"`{field.name}` must be a finite number, got {number}.")
+    return value
 
 
 def chosen_config(

@@ -158,7 +158,9 @@ def check_component(path: str, *, component: str) -> None:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     of_both = folder.name in transformers_of("both") and not (folder / SETTINGS).is_file()
     run = folder.parent if of_both else folder
-    settings = (run.parent if run.name.startswith("checkpoint-") else run) / SETTINGS
+    settings = run / SETTINGS
+    if not settings.is_file() and run.name.startswith("checkpoint-"):  # also a copy of one, as checkpoint-best
+        settings = run.parent / SETTINGS
     trained = json.loads(settings.read_text())["trained_component"] if settings.is_file() else component
     if trained == "both" and of_both:
         trained = folder.name

@@ -90,8 +90,8 @@ class AssignmentRule:
     """
 
     metric: Metric = field(default="log", metadata={"flag": False})
-    max_aspect_error: float | None = None
-    max_upscale: float = 1.0
+    max_aspect_error: float | None = field(default=None, metadata={"infinite": True})
+    max_upscale: float = field(default=1.0, metadata={"infinite": True})
 
     def __post_init__(self) -> None:
         if self.metric not in ("log", "linear"):

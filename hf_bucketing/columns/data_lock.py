@@ -95,11 +95,20 @@ def read_lock(folder: str | os.PathLike[str]) -> DataLock | None:
     """Return the lock in a prepared folder or in the output folder of a run.
 
     None if it was written before there were locks, or by a release that hashed other things.
+
+    Raises:
+        BucketingError: If the file is damaged.
     """
     path = Path(folder, LOCK_FILE)
     if not path.is_file():
         return None
-    table = feather.read_table(str(path))
+    try:
+        table = feather.read_table(str(path))
+    except pa.ArrowInvalid as error:
+        raise BucketingError(
+            f"{path} is damaged or cut off ({error}). Copy its folder anew, or remove the file: the rows are then not "
+            "compared."
+        ) from error
     if (table.schema.metadata or {}).get(_VERSION) != str(RULE_VERSION).encode():
         return None
     return DataLock(**{field.name: table[field.name].to_numpy() for field in fields(DataLock)})

@@ -102,7 +102,7 @@ class TableConfig:
     each_budget: bool = False
     bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames", common=True)
     bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
-    aspect_step: float = 0.08
+    aspect_step: float = setting(0.08, infinite=True)
     max_aspect_ratio: float = 2.5
     image_sizes: Literal["own", "video"] = setting(
         "own", needs_rows="a stream does not know the sizes of its videos before they come"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -77,7 +78,12 @@ class FlagParser(argparse.ArgumentParser):
             self.add_settings(kind)
 
     def add_argument(self, *names: str, common: bool = False, **options: Any) -> argparse.Action:
-        """Add a flag or a positional argument; a `common` flag is one that the short help shows."""
+        """Add a flag or a positional argument; a `common` flag is one that the short help shows.
+
+        Numbers of type `float` must be finite; of settings, [`build`][hf_bucketing.settings.build] checks that.
+        """
+        if options.get("type") is float:
+            options["type"] = _finite_number
         action = super().add_argument(*names, **options)
         if common:
             self._common.add(action.dest)
@@ -341,7 +347,7 @@ def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:
         if not values:
             raise wrong("is an empty list; write a value, or remove the line")
         return values
-    if isinstance(value, list) and action.type not in (None, str, int, float, Path):
+    if isinstance(value, list) and action.type not in (None, str, int, float, _finite_number, Path):
         value = _as_one_text(value)  # of a flag that reads lists, such as 1,17,49
     if isinstance(value, list):
         raise wrong("takes one value, not a list")
@@ -368,6 +374,15 @@ def _or_one_of(kind: Callable[[str], Any], words: Sequence[str]) -> Callable[[st
             ) from None
 
     return read
+
+
+def _finite_number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return number
+
+
+_finite_number.__name__ = "float"  # as messages name its type
 
 
 def numbers(text: str) -> list[int]:

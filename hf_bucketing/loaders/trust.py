@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 
 from accelerate.utils import load
 
@@ -35,7 +34,7 @@ def only_values(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # damaged pickles raise errors of every kind
         raise BucketingError(
             f"{path} holds more than plain values and tensors, or is damaged, so loading it could run code; it "
             "was not loaded. Take the checkpoint from the run that saved it."

@@ -58,7 +58,7 @@ class OptimizerConfig:
     adam_beta2: float = 0.999
     adam_weight_decay: float = 1e-2
     adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = setting(1.0, infinite=True)
     max_skipped_steps: int = 10
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,8 +57,11 @@ def plan_options(
         `list` of [`MemoryOption`]: Rows for the options that the model can have, and that save something.
 
     Raises:
-        BucketingError: If there is no such pipeline, or it cannot be trained on such samples.
+        BucketingError: If there is no such pipeline, it cannot be trained on such samples, or `gpu_memory` is not
+            above 0.
     """
+    if not 0 < gpu_memory < math.inf:
+        raise BucketingError(f"`gpu_memory` must be above 0 GiB, got {gpu_memory}.")
     components = read_components(name_or_path, trained=config.trained_component)
     rows: list[MemoryOption] = []
     for name, settings, plan in iter_plans(components, config):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
+from safetensors import safe_open
 
 from ..adapters.files import ADAPTER_FILES
 from ..errors import BucketingError
@@ -28,6 +31,9 @@ from ..placement.shards import SHARDED
 logger = get_logger(__name__)
 
 PROGRESS = "progress.json"
+
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+"""Name of a folder that a run saves. Other names, as of copies, are those of their owner, and are left alone."""
 
 LAYOUT = 4
 """Number that is raised when the files of a checkpoint, or their meaning, change. Layout 1 had no number."""
@@ -76,14 +82,56 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
             (partial / PROGRESS).write_text(json.dumps({"layout": LAYOUT, **asdict(progress)}))
             size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     if accelerator.is_main_process:
-        remove_folders(list_checkpoints(folder)[: -limit if limit else 0])
+        saved = [path for path in list_checkpoints(folder) if not path.is_symlink()]
+        remove_folders(saved[: -limit if limit else 0])
         logger.info(f"Saved {final.name} ({size / 2**20:.1f} MiB) in {time.perf_counter() - start:.1f} s")
 
 
 def load_state(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Load what [`save_checkpoint`] saved."""
+    """Load what [`save_checkpoint`] saved.
+
+    Raises:
+        BucketingError: If a file of the checkpoint is missing or damaged; the message names it.
+    """
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    accelerator.load_state(str(checkpoint), **({"load_module_strict": False} if deepspeed else {}))
+    # accelerate passes over missing random states in silence. Those of the first process are in every checkpoint.
+    needed = ["random_states_0.pkl", *(f"custom_checkpoint_{i}.pkl" for i in range(len(accelerator._custom_objects)))]
+    for name in needed:
+        if not (checkpoint / name).is_file():
+            raise _unusable(checkpoint, f"there is no {name}")
+    try:
+        accelerator.load_state(str(checkpoint), **({"load_module_strict": False} if deepspeed else {}))
+    except BucketingError:
+        raise
+    except FileNotFoundError as error:
+        raise _unusable(checkpoint, f"there is no {Path(str(error.filename)).name}") from error
+    except Exception as error:
+        if damaged := [path for path in sorted(checkpoint.rglob("*")) if _is_damaged(path)]:
+            raise _unusable(checkpoint, f"{damaged[0].relative_to(checkpoint)} is damaged or cut off") from error
+        raise
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a file of tensors cannot be read; of torch's, all bytes are compared with their checksums."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                return False
+        if path.suffix in (".bin", ".pkl", ".pt"):
+            with zipfile.ZipFile(path) as archive:
+                return archive.testzip() is not None
+    except Exception:  # damage raises errors of every kind
+        return True
+    return False
+
+
+def _unusable(checkpoint: Path, reason: str) -> BucketingError:
+    others = [path.name for path in list_checkpoints(checkpoint.parent) if path.name != checkpoint.name]
+    return BucketingError(
+        f"{checkpoint} cannot be loaded: {reason}. Copy it anew if it is a copy, give another checkpoint "
+        f"({', '.join(others) or 'there is none'}) as `resume_from_checkpoint`, or start a new run in another "
+        "`output_dir`."
+    )
 
 
 @contextmanager
@@ -100,8 +148,14 @@ def without_accelerates_lines() -> Iterator[None]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, the oldest first."""
-    found = [path for path in folder.glob("checkpoint-*") if (path / PROGRESS).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    saved = [path for path in folder.glob("checkpoint-*") if checkpoint_step(path) is not None]
+    return sorted((path for path in saved if (path / PROGRESS).is_file()), key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Return the optimizer step in the name of a checkpoint; None if a run gives no such name."""
+    name = _NAME.fullmatch(path.name)
+    return None if name is None else int(name[1])
 
 
 def list_results(folder: Path) -> list[str]:
@@ -118,8 +172,8 @@ def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
     the result of a finished run.
 
     Raises:
-        BucketingError: If the named checkpoint does not exist, is incomplete, of another run or of an earlier release,
-            or there is none in a folder that holds a finished run.
+        BucketingError: If the named checkpoint does not exist, is incomplete, damaged, renamed, of another run or of
+            an earlier release, or there is none in a folder that holds a finished run.
     """
     checkpoints = list_checkpoints(folder)
     if name == "latest":
@@ -139,7 +193,13 @@ def find_checkpoint(folder: Path, name: str) -> Checkpoint | None:
             f"{path} belongs to the run in {path.resolve().parent}, and a resumed run continues its logs and "
             f"checkpoints; give that folder as --output_dir, not {folder}."
         )
-    return Checkpoint(path, _read_progress(path))
+    progress = _read_progress(path)
+    if checkpoint_step(path) not in (None, progress.global_step):
+        raise BucketingError(
+            f"{path} was saved after optimizer step {progress.global_step} and renamed since. Name it "
+            f"checkpoint-{progress.global_step}, or checkpoint-{progress.global_step}-copy if it is a copy."
+        )
+    return Checkpoint(path, progress)
 
 
 def _warn_of_new_run(folder: Path) -> None:
@@ -160,7 +220,10 @@ def _warn_of_new_run(folder: Path) -> None:
 
 
 def _read_progress(path: Path) -> Progress:
-    values: dict[str, Any] = json.loads((path / PROGRESS).read_text())
+    try:
+        values: dict[str, Any] = json.loads((path / PROGRESS).read_text())
+    except ValueError as error:
+        raise _unusable(path, f"{PROGRESS} is damaged or cut off") from error
     layout = values.pop("layout", 1)
     if layout != LAYOUT:
         raise BucketingError(

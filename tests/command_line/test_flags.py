@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from hf_bucketing import BucketingError
+from hf_bucketing import AssignmentRule, BucketingError
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.errors import FlagError
 from hf_bucketing.loaders.faults import FaultRule
 from hf_bucketing.media import ViewRule
 from hf_bucketing.optimizers import OptimizerConfig
-from hf_bucketing.settings import build, changed, check_literals, flatten, not_default, settings_in
+from hf_bucketing.planner.options import plan_options
+from hf_bucketing.planner.settings import PlanConfig
+from hf_bucketing.settings import build, changed, check_literals, flatten, not_default, parts_of, settings_in
 from hf_bucketing.training import BatchConfig, TrainingConfig
 
 PATHS = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": "o"}
@@ -144,3 +147,24 @@ def test_a_setting_in_the_wrong_place_or_misspelt_is_refused_with_the_right_one(
             make(**PATHS, max_token=640)
     with pytest.raises(BucketingError, match="TrainingConfig has no setting speed"):
         build(TrainingConfig, {**PATHS, "speed": 1})
+
+
+def test_a_number_that_is_not_finite_is_refused_unless_infinity_is_a_limit_that_nothing_reaches() -> None:
+    numbers = [setting for setting in settings_in(TrainingConfig) if float in parts_of(setting.hint)]
+    assert len(numbers) > 20
+    for name in (setting.name for setting in numbers):
+        with pytest.raises(BucketingError, match=f"`{name}` must be a finite number, got nan"):
+            build(TrainingConfig, {**PATHS, name: math.nan})
+    with pytest.raises(BucketingError, match="`learning_rate` must be a finite number, got inf"):
+        build(TrainingConfig, {**PATHS, "learning_rate": math.inf})
+    assert build(TrainingConfig, {**PATHS, "max_grad_norm": math.inf}).optimizer.max_grad_norm == math.inf
+    assert build(AssignmentRule, {"max_upscale": math.inf}).max_upscale == math.inf
+    parser = FlagParser("It plans.")
+    parser.add_argument("--gpu_memory", type=float)
+    assert parser.parse_args(["--gpu_memory", "1e2"]).gpu_memory == 100
+    for text, message in (("nan", "expected a finite number, got 'nan'"), ("x", "invalid float value: 'x'")):
+        with pytest.raises(FlagError, match=f"--gpu_memory: {message}"):
+            parser.parse_args(["--gpu_memory", text])
+    for memory in (math.nan, math.inf, 0, -8):
+        with pytest.raises(BucketingError, match=f"`gpu_memory` must be above 0 GiB, got {memory}"):
+            plan_options("nowhere", PlanConfig(), gpu_memory=memory)
