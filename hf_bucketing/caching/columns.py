@@ -75,10 +75,10 @@ class LatentColumns(_CachedColumns):
     first frame, resized size, crop and flip; for a video also on the decoder, as the pixels of two decoders may
     differ, on the rules by which it is decoded (`decoding_rules` in `media/probe.py`), on the files of its conditions
     and the rule of its audio, and where one of these files can hold transparent parts, as their headers say, on the
-    background. For a URL it is the URL, the length, and the ETag or other version that its server tells. So after any
-    change, exactly the samples that it affects are encoded
-    again. Rows without a bucket get empty keys. An entry also holds its `size`, `crop`, `flip` and `fps`, for the
-    collator.
+    background. For a URL it is the URL, the length, and the ETag or other version that its server tells. Where a time
+    has no fraction, as archives set it, parts of the file are read too. So after any change, exactly the samples that
+    it affects are encoded again. Rows without a bucket get empty keys. An entry also holds its `size`, `crop`, `flip`
+    and `fps`, for the collator.
 
     Args:
         encode (callable): Encodes pixels `(B, 3, F, H, W)` in [−1, 1] and the data set's conditions of each sample,

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from ..errors import MediaError
-from .remote import HEADER_BLOCK, WHOLE_BLOCK, RemoteFile, below, check_allowed, is_url, version
+from .remote import (
+    HEADER_BLOCK,
+    WHOLE_BLOCK,
+    RemoteFile,
+    below,
+    check_allowed,
+    digest_of_parts,
+    is_url,
+    version,
+)
 
 _ENDS = 2**16
 """Bytes at the beginning and at the end of a file in memory that a quick look at its version reads."""
@@ -75,11 +84,14 @@ class MediaSource:
     def version(self, *, quick: bool = False) -> list[Any]:
         """Return what changes with the contents of the file: its length and time of modification, or a hash.
 
+        A time in whole seconds may be that of an archive, which gives it to all its files, so a hash of parts of the
+        file joins it. A time with a fraction was set by the program that wrote the file.
+
         Args:
-            quick (`bool`): Whether to ask no server, and to read only the length and the ends of bytes.
+            quick (`bool`): Whether to ask no server, to read no file, and only the length and the ends of bytes.
 
         Raises:
-            MediaError: If a URL cannot be reached.
+            MediaError: If a file cannot be opened, or a URL not be reached.
         """
         if self.data is not None:
             ends = [len(self.data), hashlib.sha256(self.data[:_ENDS] + self.data[-_ENDS:]).hexdigest()]
@@ -87,7 +99,11 @@ class MediaSource:
         if is_url(self.path):
             return [] if quick else version(self.path)
         status = os.stat(self.path)
-        return [status.st_size, status.st_mtime_ns]
+        told = [status.st_size, status.st_mtime_ns]
+        if quick or status.st_mtime_ns % 10**9:
+            return told
+        with self.open_binary() as file:
+            return [*told, digest_of_parts(file, status.st_size)]
 
     def opened(self, *, headers: bool = False) -> MediaSource:
         """Return the source with its URL opened, once for all that read it next; other sources as they are.

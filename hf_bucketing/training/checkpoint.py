@@ -148,8 +148,8 @@ def without_accelerates_lines() -> Iterator[None]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, the oldest first."""
-    saved = [path for path in folder.glob("checkpoint-*") if checkpoint_step(path) is not None]
-    return sorted((path for path in saved if (path / PROGRESS).is_file()), key=checkpoint_step)
+    steps = {path: step for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None}
+    return sorted((path for path in steps if (path / PROGRESS).is_file()), key=steps.__getitem__)
 
 
 def checkpoint_step(path: Path) -> int | None:

@@ -16,7 +16,7 @@ from hf_bucketing import BucketingError, BucketTable, ColumnError, LatentSpec, M
 from hf_bucketing.caching import CacheConfig, LatentColumns, TextColumns
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
-from hf_bucketing.media import MediaColumns, ViewRule, write_video
+from hf_bucketing.media import MediaColumns, MediaSource, ViewRule, write_video
 from tests.media.test_media import numbered_frames
 from tests.media.test_video import B_FRAMES, encode
 
@@ -127,6 +127,18 @@ def test_a_changed_file_is_encoded_again_and_no_other(media: Path) -> None:
     assert encoded(media) == 1
     os.utime(media / "2.png", ns=(0, 0))
     assert encoded(media) == 1
+
+
+def test_a_file_of_the_same_length_and_the_time_of_an_archive_is_told_by_its_contents(media: Path) -> None:
+    path, seconds = media / "0.png", 315532800
+    for time, another in ((seconds * 10**9, 1), (seconds * 10**9 + 1, 0)):  # what a program set, it meant
+        for shade in (0, 255):
+            Image.new("RGB", (56, 40), (shade,) * 3).save(path, compress_level=0)
+            os.utime(path, ns=(time, time))
+            samples = encoded(media)
+        assert samples == another
+    assert MediaSource.from_cell(str(path)).version() == [path.stat().st_size, time], "as in keys of earlier releases"
+    assert encoded(media) == 0
 
 
 def test_a_moved_folder_is_not_encoded_again(media: Path) -> None:

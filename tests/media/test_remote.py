@@ -136,6 +136,15 @@ def test_the_version_of_a_url_changes_with_the_file(folder: Path, served: Served
     assert first[0] == (folder / "b.png").stat().st_size
     os.utime(folder / "b.png", ns=(1, 1))
     assert version(url) != first
+    content = (folder / "b.png").read_bytes()
+    versions = []
+    for part in (0, len(content) // 2, len(content) - 1):
+        (folder / "b.png").write_bytes(content[:part] + bytes([255 - content[part]]) + content[part + 1 :])
+        os.utime(folder / "b.png", ns=(0, 0))
+        versions.append(version(f"file://{folder}/b.png"))  # which has a time, and no ETag
+    assert len({str(told) for told in versions}) == 3
+    assert len({str(told[:2]) for told in versions}) == 1
+    (folder / "b.png").write_bytes(content)
     with pytest.raises(MediaError, match=r"gone\.png"):
         version(f"{served.url}/gone.png")
 
