@@ -111,9 +111,7 @@ def with_steps(plan: EpochPlan, remainder: str, chosen: EpochRows) -> EpochPlan:
     """Return the plan of a new epoch, or raise PlanError if it has no step."""
     if not plan.num_steps and not chosen.consumed:
         hint = ' under `remainder="drop"`; use `remainder="short"` or smaller batches' if remainder == "drop" else ""
-        raise PlanError(
-            f"{len(chosen.rows)} usable rows do not fill one step of {chosen.num_processes} processes{hint}."
-        )
+        raise PlanError(f"{chosen} do not fill one step of {chosen.num_processes} processes{hint}.")
     return plan
 
 

@@ -251,6 +251,8 @@ def plan_buckets(
         consumed=consumed,
     )
     if not len(chosen.rows) and not chosen.consumed:
+        if chosen.drop_reasons.get("weight"):
+            raise PlanError(f"No row that has a bucket occurs in epoch {epoch}, by `weights`; raise them.")
         raise PlanError(
             "No row has a bucket: the data set is empty or every row was rejected. "
             "Look at the counts of its rejection column, and choose a table that fits the data."

@@ -37,7 +37,8 @@ class EpochPlan:
             bucket of its own, [`PACKED`] (−3) for a pack.
         num_processes (`int`): Processes that share the batches.
         repeated (`int`): Occurrences in the plan of rows that the epoch holds already.
-        drop_reasons (mapping of `str` to `int`): Number of rows that are not in the plan, by reason.
+        drop_reasons (mapping of `str` to `int`): Number of rows that are not in the plan, by reason; where rows occur
+            several times, the `remainder` counts occurrences.
         consumed (`int`): Occurrences that the epoch had before this plan. Above 0 for the plan of what is left of an
             epoch, made for another number of processes. `kept + dropped + consumed` is the number of rows, unless
             rows repeat.
@@ -102,7 +103,7 @@ class EpochPlan:
 
     @property
     def dropped(self) -> int:
-        """Rows that are not in the plan."""
+        """Rows that are not in the plan, and occurrences of the remainder; see `drop_reasons`."""
         return sum(self.drop_reasons.values())
 
     @property

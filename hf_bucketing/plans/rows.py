@@ -105,10 +105,20 @@ class EpochRows(NamedTuple):
     def check_enough(self, *, of: int, have: str) -> None:
         """Raise PlanError if a training epoch has fewer rows than processes, of a number of rows in all."""
         if len(self.rows) < (1 if self.evaluation else self.num_processes) and not self.consumed:
+            different, unweighted = len(np.unique(self.rows)), self.drop_reasons.get("weight", 0)
+            occur = f", which occur {len(self.rows)} times in this epoch" if self.repeats else ""
+            idle = f" ({unweighted} more do not occur in this epoch, by `weights`)" if unweighted else ""
             raise PlanError(
-                f"{len(self.rows)} of {of} rows have {have}, fewer than the {self.num_processes} processes. Look at "
-                "the counts of the data set's rejection column."
+                f"{different} of {of} rows have {have}{occur}, fewer than the {self.num_processes} processes{idle}. "
+                "Look at the counts of the data set's rejection column."
             )
+
+    def __str__(self) -> str:
+        """Return how many rows there are, and how often they occur if that is more."""
+        different = len(np.unique(self.rows))
+        return (
+            f"{len(self.rows)} occurrences of {different} usable rows" if self.repeats else f"{different} usable rows"
+        )
 
 
 def epoch_rows(

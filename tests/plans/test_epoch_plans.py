@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketingError, PlanError
-from hf_bucketing.plans import MIXED, BucketPlanConfig, EpochPlan, PackPlanConfig, plan_buckets, plan_packs
+from hf_bucketing.plans import (
+    MIXED,
+    BucketPlanConfig,
+    EpochPlan,
+    LengthPlanConfig,
+    PackPlanConfig,
+    plan_buckets,
+    plan_lengths,
+    plan_packs,
+)
 
 processes = st.integers(1, 5)
 bucket_columns = st.lists(st.integers(-1, 6), min_size=5, max_size=200).filter(
@@ -151,6 +160,10 @@ def buckets(ids, *, num_processes: int = 1, **config):
     return plan_buckets(ids, BucketPlanConfig(**{"batch_size": 1, **config}), epoch=0, num_processes=num_processes)
 
 
+def weighted(plan, config, *, weights=(2, 2, 0)):
+    return plan([1, 1, 1], config, epoch=0, num_processes=5, weights=weights)
+
+
 def epoch_plan(stop: int, *, num_processes: int):
     return EpochPlan(
         indices=np.arange(3), offsets=np.array([0, stop]), bucket_ids=np.zeros(1), num_processes=num_processes
@@ -164,6 +177,11 @@ def epoch_plan(stop: int, *, num_processes: int):
     (lambda: buckets([0], batch_size=0), "at least 1"),
     (lambda: buckets([0], remainder="cut"), '`remainder` must be one of "short", "drop"'),
     (lambda: plan_packs([0, 5], PackPlanConfig(max_tokens=64), epoch=0, num_processes=2), "1 of 2 rows have tokens"),
+    (lambda: weighted(plan_lengths, LengthPlanConfig(batch_size=1)),
+     "^2 of 3 rows have a length, which occur 4 times in this epoch, fewer than the 5 processes .1 more do not occur"),
+    (lambda: weighted(plan_packs, PackPlanConfig(max_tokens=64)), "^2 of 3 rows have tokens, which occur 4 times"),
+    (lambda: weighted(plan_buckets, BucketPlanConfig(batch_size=1)), "^4 occurrences of 2 usable rows do not fill"),
+    (lambda: weighted(plan_buckets, BucketPlanConfig(batch_size=1), weights=[0, 0, 0]), "No row .* by `weights`"),
     (lambda: PackPlanConfig(max_tokens=0), "`max_tokens` must be at least 1"),
     (lambda: PackPlanConfig(max_tokens=9, strategy="magic"), "first_fit"),
     (lambda: epoch_plan(3, num_processes=2), "evenly"),
