@@ -55,6 +55,10 @@ class EqualEpochs(PlannedBatchSampler):
         """Raise as the sampler does whose epochs are cut."""
         self._cut.check_tables(loader)
 
+    def _check_processes(self) -> None:
+        super()._check_processes()
+        self._cut._check_processes()
+
     def _ordered_plan(self, epoch: int, num_processes: int, consumed: IntArray | None) -> EpochPlan:
         if consumed is not None:
             raise PlanError("EqualEpochs resumes on as many processes as before.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate import PartialState
@@ -49,13 +50,59 @@ def process_group() -> tuple[int, int | None]:
     """Return how many processes take different batches, and which one this is if nothing else shares them out.
 
     accelerate shares batches out itself, among the data-parallel ranks of its device mesh: processes of one tensor- or
-    context-parallel group take the same batch. Without accelerate, the group of torch.distributed is asked.
+    context-parallel group take the same batch. Without accelerate, the group of torch.distributed is asked, and before
+    either has started, the launcher's `WORLD_SIZE`.
+
+    Raises:
+        PlanError: As [`num_running`].
     """
+    running = num_running()
     if PartialState._shared_state:
-        return data_parallel_size(PartialState().num_processes), None
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size(), distributed.get_rank()
-    return 1, None
+        return data_parallel_size(running), None
+    return running, distributed.get_rank() if _group_started() else None
+
+
+def num_running() -> int:
+    """Return the number of processes of this run, by accelerate, torch.distributed or the launcher's `WORLD_SIZE`.
+
+    Raises:
+        PlanError: If these say different numbers, or `WORLD_SIZE` is no number.
+    """
+    numbers: dict[str, int] = {}
+    if PartialState._shared_state:
+        numbers["accelerate's PartialState"] = PartialState().num_processes
+    if _group_started():
+        numbers["torch.distributed"] = distributed.get_world_size()
+    if launched := os.environ.get("WORLD_SIZE"):
+        if not launched.isdecimal():
+            raise PlanError(f"The environment's WORLD_SIZE is {launched!r}; expected the number of processes.")
+        numbers["the environment's WORLD_SIZE"] = int(launched)
+    if len({*numbers.values()}) > 1:
+        said = ", ".join(f"{number} by {source}" for source, number in numbers.items())
+        raise PlanError(
+            f"The number of processes differs: {said}. Start all with `accelerate launch` or `torchrun`, unset "
+            "WORLD_SIZE where it belongs to another job, or give `num_processes`."
+        )
+    return next(iter(numbers.values()), 1)
+
+
+def process_rank() -> int | None:
+    """Return which process this is, by the same and the launcher's `RANK`; None if nothing says it."""
+    if PartialState._shared_state:
+        return PartialState().process_index
+    if _group_started():
+        return distributed.get_rank()
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else None
+
+
+def processes_started() -> bool:
+    """Return whether accelerate or torch.distributed has started, so that a process knows its batches."""
+    return bool(PartialState._shared_state) or _group_started()
+
+
+def _group_started() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def data_parallel_size(num_processes: int) -> int:

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
-from .host import check_host, current_loader, process_group, skipped_by
+from .host import check_host, current_loader, process_group, processes_started, skipped_by
 from .occurrences import RepeatedRow
 from .state import VERSION, check_state, describe, epoch_number
 
@@ -69,12 +69,15 @@ class PlannedBatchSampler(Sampler[list[int]]):
         longest_first (`bool`): Start every epoch with its most expensive step, so that a lack of memory shows at once:
             by cost with a `cost_model`, else by tokens, or by samples × longest where samples differ in length alone.
         num_processes (`int`, *optional*): Number of processes; by default accelerate's, of a device mesh only the
-            data-parallel ranks, else that of torch.distributed.
+            data-parallel ranks, else that of torch.distributed, else the launcher's `WORLD_SIZE`, else 1. Where these
+            differ, it is an error.
         process_index (`int`, *optional*): Process whose batches alone are yielded; by default the rank, if
             torch.distributed runs without accelerate.
 
     Raises:
-        PlanError: If `process_index` is not below `num_processes`, or `evaluation` meets `weights` or `longest_first`.
+        PlanError: If `process_index` is not below `num_processes`, or `evaluation` meets `weights` or `longest_first`;
+            while iterating, if nothing says which of several processes this is, or another number of them runs than
+            `total_steps` counted for.
     """
 
     def __init__(
@@ -110,13 +113,18 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self._legs: Legs = ()
         self._cached: tuple[tuple[int, int, Legs], EpochPlan, IntArray] | None = None
         self._counted: dict[tuple[int, int], int] = {}
+        self._counted_for: int | None = None
         self._described: tuple[int, dict[str, str]] | None = None
         if process_index is not None and not 0 <= process_index < self.num_processes:
             raise PlanError(f"process_index={process_index} must be from 0 to {self.num_processes - 1}.")
 
     @property
     def num_processes(self) -> int:
-        """Processes that share the batches."""
+        """Processes that share the batches.
+
+        Raises:
+            PlanError: If accelerate, torch.distributed and `WORLD_SIZE` say different numbers.
+        """
         return process_group()[0] if self._num_processes is None else self._num_processes
 
     @property
@@ -190,6 +198,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             PlanError: If an epoch cannot be planned.
         """
         epochs = plain_number(epochs, "epochs", whole=True, error=PlanError)
+        self._counted_for = self.num_processes
         if self._equal_epochs:
             return epochs * self._steps_of(0, self.num_processes)
         return sum(self._steps_of(epoch, self.num_processes) for epoch in range(epochs))
@@ -209,6 +218,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             PlanError: If an epoch cannot be planned.
         """
         epochs = max(0, stop - start)
+        self._counted_for = self.num_processes
         counted = min(epochs, 1 if self._equal_epochs else max(1, _COUNTED_ROWS // (self.num_rows + _ROWS_OF_A_PLAN)))
         first = (self._steps_of(start + epoch, self.num_processes) for epoch in range(counted))
         steps = sum(math.ceil(number / accumulation_steps) for number in first)
@@ -303,6 +313,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         loader = current_loader(self)
         if loader is not None:
             self._follow(loader)
+        self._check_processes()
         plan, consumed = self._plan_and_consumed(self.epoch)
         if loader is not None and self.config.evaluation:
             # gather_for_metrics keeps so many samples of the last step; 0 means all.
@@ -318,6 +329,20 @@ class PlannedBatchSampler(Sampler[list[int]]):
             [RepeatedRow(row, times) if times else row for row, times in zip(batch, numbers.tolist(), strict=True)]
             for batch, numbers in zip(batches, occurrences, strict=True)
         )
+
+    def _check_processes(self) -> None:
+        """Raise PlanError if another number of processes iterates than was counted for, or none knows its batches."""
+        if self._counted_for not in (None, self.num_processes):
+            raise PlanError(
+                f"Steps were counted for {self._counted_for} processes, but {self.num_processes} take different "
+                "batches; ask for total_steps after the Accelerator is made, or give `num_processes`."
+            )
+        if self._num_processes is None and self.num_processes > 1 and not processes_started():
+            raise PlanError(
+                f"WORLD_SIZE says {self.num_processes} processes, but neither accelerate nor torch.distributed has "
+                "started, so that each process would take all batches; start one of them before iterating, or give "
+                "`num_processes` and `process_index`."
+            )
 
     def _follow(self, loader: Any) -> None:
         """Take the epoch from a loader of accelerate that begins to draw, and tell it to the collator.

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from accelerate import PartialState
 from datasets import Dataset
 from datasets.arrow_dataset import Column
 
 from ..buckets.arrays import BoolArray, whole_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
+from .host import process_rank
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,7 @@ def warn_of_rejected(
     if rejection is not None and isinstance(rejection, Sequence | np.ndarray) and len(rejection) != len(usable):
         raise PlanError(f"`rejection` needs one value per row: expected {len(usable)}, got {len(rejection)}.")
     rejected = np.flatnonzero(~usable)
-    if process_index is not None:
-        main = process_index == 0
-    else:
-        main = PartialState().is_main_process if PartialState._shared_state else True
+    main = (process_rank() if process_index is None else process_index) in (None, 0)
     if not len(rejected) or not main:
         return
     if rejection is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from datasets import IterableDataset as Stream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -19,6 +19,7 @@ from ..errors import BucketingError, MediaError, explains_arguments
 from ..loaders.bucket_sampler import check_table
 from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
+from ..loaders.host import num_running, process_rank
 from ..loaders.state import describe
 from ..settings import check_at_least, chosen_config, names_of
 from .config import StreamLimits
@@ -60,13 +61,14 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
-        num_processes (`int`, *optional*): Processes that share the stream; by default those of accelerate's
-            `PartialState` if it is up, else 1.
-        process_index (`int`, *optional*): This process's number; by default accelerate's, else 0.
+        num_processes (`int`, *optional*): Processes that share the stream; by default accelerate's, else those of
+            torch.distributed, else the launcher's `WORLD_SIZE`, else 1.
+        process_index (`int`, *optional*): This process's number; by default by the same, with the launcher's `RANK`;
+            else 0.
 
     Raises:
-        BucketingError: On a value below 1, a data set that is no stream or split for another process, or bucket ids of
-            another table.
+        BucketingError: On a value below 1, a data set that is no stream or split for another process, bucket ids of
+            another table, or if nothing or not the same says how many processes there are and which one this is.
     """
 
     def __init__(
@@ -90,9 +92,14 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         check_at_least(1, self, "snapshot_every")
         if isinstance(grouping, BucketGrouping):
             check_table(dataset.features, grouping.table, column="bucket_id")
-        state = PartialState() if PartialState._shared_state else None
-        self.num_processes = num_processes or (state.num_processes if state else 1)
-        self.process_index = process_index if process_index is not None else (state.process_index if state else 0)
+        self.num_processes = num_processes or num_running()
+        rank = process_rank() if process_index is None else process_index
+        if rank is None and num_processes is None and self.num_processes > 1:
+            raise BucketingError(
+                f"{self.num_processes} processes share the stream, but there is no RANK that says which one this is; "
+                "make it after the Accelerator, or give `process_index`."
+            )
+        self.process_index = rank or 0
         self.num_shards = dataset.num_shards
         self.dataset = _split(dataset, self.process_index, self.num_processes)
         self.grouping = grouping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest.mock import patch
 
 import numpy as np
@@ -37,10 +38,14 @@ def expect(message: str, function, *arguments) -> None:
 def check_plain_ddp() -> None:
     """Each process takes its own batches, whether the sampler was made before the process group or after."""
     early = sampler_of()
-    assert (early.num_processes, early.process_index) == (1, None)
+    world = int(os.environ["WORLD_SIZE"])
+    assert (early.num_processes, early.process_index) == (world, None), "the launcher says it"
+    steps = early.total_steps(3)
+    expect("so that each process would take all batches", list, early)
     distributed.init_process_group("gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     for sampler in (early, sampler_of(), sampler_of(num_processes=size)):
+        assert sampler.total_steps(3) == steps
         assert (sampler.num_processes, sampler.process_index) == (size, rank)
         own = [batch.tolist() for batch in loader_of(sampler)]
         assert own == [batch.tolist() for batch in sampler.plan().batches(process_index=rank)]

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator, PartialState, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from hf_bucketing import BucketTable, LatentSpec, PlanError, Size, open_table
+from hf_bucketing import BucketingError, BucketTable, LatentSpec, PlanError, Size, StreamingBucketBatcher, open_table
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.loaders import (
     BucketBatchSampler,
+    EqualEpochs,
     LengthBatchSampler,
     PackBatchSampler,
     RandomResize,
     check_loader,
 )
+from hf_bucketing.streaming import PackGrouping
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)))
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -112,6 +115,40 @@ def test_resuming_at_every_step_yields_exactly_the_rest(make, num_processes: int
                 if step < plan.num_steps:
                     following = make(num_processes=num_processes).plan(epoch + 1).batches(process_index=process)
                     assert list(loader) == [batch.tolist() for batch in following], "the next epoch is whole"
+
+
+def test_the_launcher_says_how_many_processes_before_they_start_and_differing_numbers_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for make in (pack_sampler, lambda **options: EqualEpochs(pack_sampler(**options))):
+        sampler, steps = make(), make(num_processes=2).total_steps(3)
+        assert sampler.total_steps(3) == steps < make(num_processes=1).total_steps(3)
+        with pytest.raises(PlanError, match="so that each process would take all batches"):
+            iter(sampler)
+        assert list(make(num_processes=2, process_index=1)) == [
+            batch.tolist() for batch in make(num_processes=2).plan().batches(process_index=1)
+        ]
+        monkeypatch.delenv("WORLD_SIZE")
+        with pytest.raises(
+            PlanError, match="counted for 2 processes, but 1 take different batches; ask for total_steps"
+        ):
+            iter(sampler)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    stream = Dataset.from_dict({"num_tokens": TOKENS.tolist()}).to_iterable_dataset(num_shards=2)
+    batcher = partial(StreamingBucketBatcher, stream, PackGrouping(max_tokens=150), collate_fn=list)
+    with pytest.raises(BucketingError, match="no RANK that says which one this is"):
+        batcher()
+    monkeypatch.setenv("RANK", "1")
+    assert (batcher().num_processes, batcher().process_index) == (2, 1)
+    monkeypatch.setattr(PartialState, "_shared_state", {"num_processes": 1, "process_index": 0})
+    differs = "differs: 1 by accelerate's PartialState, 2 by the environment's WORLD_SIZE"
+    for refused in (lambda: pack_sampler().total_steps(3), lambda: iter(pack_sampler()), batcher):
+        with pytest.raises(PlanError, match=differs):
+            refused()
+    assert pack_sampler(num_processes=1).total_steps(3) > steps, "given, it need not be guessed"
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(PlanError, match="WORLD_SIZE is 'two'; expected the number of processes"):
+        pack_sampler().total_steps(1)
 
 
 @samplers
