@@ -66,7 +66,7 @@ def num_running() -> int:
     """Return the number of processes of this run, by accelerate, torch.distributed or the launcher's `WORLD_SIZE`.
 
     Raises:
-        PlanError: If these say different numbers, or `WORLD_SIZE` is no number.
+        PlanError: If these say different numbers, or `WORLD_SIZE` is not a number.
     """
     numbers: dict[str, int] = {}
     if PartialState._shared_state:

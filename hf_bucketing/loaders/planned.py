@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +20,12 @@ from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
-from .host import check_host, current_loader, process_group, processes_started, skipped_by
+from .drawn import Drawn, DrawnBatches
+from .host import check_host, current_loader, process_group, process_rank, processes_started, skipped_by
 from .occurrences import RepeatedRow
 from .state import VERSION, check_state, describe, epoch_number
+
+logger = logging.getLogger(__name__)
 
 Legs = tuple[tuple[int, int], ...]
 """History of the present epoch: pairs of a number of processes and the steps that they finished."""
@@ -50,7 +55,9 @@ class PlannedBatchSampler(Sampler[list[int]]):
     come, and the loader must not be prepared (Lightning: `Trainer(use_distributed_sampler=False)`).
 
     A prepared loader tells the sampler the epoch whenever it is iterated, also inside `skip_first_batches`, and the
-    sampler tells the collator. The sampler refuses a loader that would lose batches.
+    sampler tells the collator. The sampler refuses a loader that would lose batches. A plain `DataLoader` tells it
+    nothing: call [`set_epoch`][hf_bucketing.loaders.PlannedBatchSampler.set_epoch] before every epoch, without which
+    all epochs have the batches of the first, and the second one is warned of.
 
     Where training holds a row a second time in an epoch, its number comes as a
     [`RepeatedRow`][hf_bucketing.loaders.occurrences.RepeatedRow], an `int` that also says which occurrence it is; see
@@ -114,6 +121,8 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self._cached: tuple[tuple[int, int, Legs], EpochPlan, IntArray] | None = None
         self._counted: dict[tuple[int, int], int] = {}
         self._counted_for: int | None = None
+        self._drawn: Drawn | None = None
+        self._warned = False
         self._described: tuple[int, dict[str, str]] | None = None
         if process_index is not None and not 0 <= process_index < self.num_processes:
             raise PlanError(f"process_index={process_index} must be from 0 to {self.num_processes - 1}.")
@@ -262,21 +271,28 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self._loader = None
         if epoch != self.epoch:
             self.epoch, self._legs = epoch, ()
+            self._drawn = None
+        elif self._drawn is not None and self._drawn.ended:
+            self._drawn = None  # it is iterated again on purpose
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """Return the state to resume this epoch from, as JSON values, the same on every process.
 
         Args:
-            step (`int`, *optional*): Number of finished steps of the present plan, by default `first_step`. Only the
-                training loop knows it, because workers draw batches ahead.
+            step (`int`, *optional*): Number of finished steps of the present plan, by default those whose batches
+                were handed out, as torchdata's StatefulDataLoader needs it, which saves the state of each batch.
+                Where another loader draws ahead, in workers or by accelerate, only the training loop knows the number.
 
         Returns:
             `dict`: `version`, `fingerprint`, `seed`, `epoch` and `consumed`: pairs of a number of processes and the
             steps that they finished, in order.
+
+        Raises:
+            PlanError: If there is no `step` and a loader of accelerate, which draws ahead, is inside the epoch.
         """
         seed, fingerprint = self._fingerprint()
         legs = self._legs[:-1] if self._resumes_its_plan else self._legs
-        step = self.first_step if step is None else plain_number(step, "step", whole=True, error=PlanError)
+        step = self._steps_drawn() if step is None else plain_number(step, "step", whole=True, error=PlanError)
         consumed = [list(leg) for leg in (*legs, (self.num_processes, step)) if leg[1]]
         return {
             "version": VERSION,
@@ -285,6 +301,18 @@ class PlannedBatchSampler(Sampler[list[int]]):
             "epoch": self.epoch,
             "consumed": consumed,
         }
+
+    def _steps_drawn(self) -> int:
+        """Return the steps whose batches were handed out; raise PlanError inside an epoch of accelerate's loader."""
+        if self._drawn is None:
+            return self.first_step
+        loader, inside = current_loader(self), self._drawn.batches and not self._drawn.ended
+        if loader is not None and inside and not hasattr(loader.base_dataloader, "state_dict"):
+            raise PlanError(
+                "accelerate's loader draws ahead, so that the sampler cannot know the finished steps: give "
+                "state_dict(step=…), or iterate resume(accelerator, loader), whose place save_state holds."
+            )
+        return self._drawn.step
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, on any number of processes.
@@ -298,7 +326,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         seed, fingerprint = self._fingerprint()
         check_state(state, fingerprint=fingerprint, seed=seed)
-        self._loader = None
+        self._loader = self._drawn = None
         self.epoch = int(state["epoch"])
         self._legs = tuple((int(processes), int(steps)) for processes, steps in state["consumed"])
 
@@ -318,7 +346,35 @@ class PlannedBatchSampler(Sampler[list[int]]):
         if loader is not None and self.config.evaluation:
             # gather_for_metrics keeps so many samples of the last step; 0 means all.
             loader.remainder = plan.num_processes - plan.repeated if plan.repeated else 0
-        at: dict[str, Any] = {"process_index": self.process_index, "first_step": self.first_step}
+        again = loader is None and self._drawn is not None and self._drawn.ended
+        process_index, first_step = self.process_index, self.first_step
+        self._drawn = Drawn(
+            first_step=first_step,
+            num_steps=plan.num_steps,
+            batches_per_step=plan.num_processes if process_index is None else 1,
+        )
+        return DrawnBatches(
+            self._batches(plan, consumed, process_index=process_index, first_step=first_step),
+            self._drawn,
+            before_first=partial(self._warn_of_repeats, again),
+            next_epoch=lambda: self.set_epoch(self.epoch + 1),
+        )
+
+    def _warn_of_repeats(self, again: bool) -> None:
+        """Warn once of an epoch that begins `again` because nobody chose the next one, where epochs differ."""
+        differ = self.config.shuffle or self.weights is not None
+        if not again or not differ or self.config.evaluation or self._warned:
+            return
+        self._warned = True
+        if (process_rank() if self.process_index is None else self.process_index) in (None, 0):
+            logger.warning(
+                f"Epoch {self.epoch} comes again, in the same order, because nobody chose the next one: call "
+                "sampler.set_epoch(epoch) before each epoch, and collator.set_epoch(epoch) where the collator draws "
+                "views, or prepare the loader with accelerate, which does both."
+            )
+
+    def _batches(self, plan: EpochPlan, consumed: IntArray, **at: Any) -> Iterator[list[int]]:
+        """Return batches of a plan, from a step on and of one process or all, with the repeated rows marked."""
         batches = (batch.tolist() for batch in plan.batches(**at))
         repeats = not self.config.evaluation and (self.weights is not None or plan.repeated > 0)
         earlier = earlier_occurrences(plan.indices, before=consumed) if repeats else None

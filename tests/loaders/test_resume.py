@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,9 +17,17 @@ from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hf_bucketing import BucketTable, PlanError, Size
-from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler, check_loader, resume
+from hf_bucketing.loaders import (
+    BucketBatchSampler,
+    EqualEpochs,
+    LengthBatchSampler,
+    PackBatchSampler,
+    check_loader,
+    resume,
+)
 from hf_bucketing.loaders.state import VERSION
 from tests.loaders.loader_worker import IDS, TABLE, make_sampler
 
@@ -315,3 +325,80 @@ def test_check_loader_sends_stateful_loaders_to_resume_which_makes_them_exact() 
     sampler.batch_size = 4
     with pytest.raises(PlanError, match="batch_size=4"):
         check_loader(Accelerator(cpu=True), DataLoader(range(len(IDS)), batch_sampler=sampler))
+
+
+@pytest.mark.parametrize(("make", "num_workers"), [(bucket, 0), (pack, 0), (bucket, 2)])
+def test_a_stateful_loader_of_torchdata_resumes_with_the_batch_after_the_last_one(make, num_workers: int) -> None:
+    def stateful() -> StatefulDataLoader:
+        sampler = make(num_processes=1, weights=np.where(np.arange(len(IDS)) % 3, 1.0, 1.5))
+        return StatefulDataLoader(range(len(IDS)), batch_sampler=sampler, collate_fn=list, num_workers=num_workers)
+
+    def epochs(loader: StatefulDataLoader, start: int) -> Iterator[tuple[int, list[int]]]:
+        for epoch in range(start, 2):
+            loader.batch_sampler.set_epoch(epoch)
+            yield from ((epoch, batch) for batch in loader)
+
+    whole, states, wanted = stateful(), [], []
+    for epoch, batch in epochs(whole, 0):
+        wanted.append(batch)
+        states.append((epoch, len(wanted), pickle.dumps(whole.state_dict())))
+    plans = [stateful().batch_sampler.plan(epoch) for epoch in range(2)]
+    assert wanted == [batch.tolist() for plan in plans for batch in plan.batches()]
+    first = plans[0].num_steps
+    for epoch, seen, state in [states[place] for place in (0, 5, first - 2, first - 1, first, -2)]:
+        resumed = stateful()
+        resumed.load_state_dict(pickle.loads(state))
+        assert [batch for _, batch in epochs(resumed, epoch)] == wanted[seen:], (epoch, seen)
+    ended = stateful()
+    assert len(list(ended)) == first
+    resumed = stateful()
+    resumed.load_state_dict(ended.state_dict())
+    resumed.batch_sampler.set_epoch(1)  # before torchdata loads the state, in `iter`
+    assert list(resumed) == wanted[first:], "the epoch after the one that had ended"
+
+
+@samplers
+def test_a_state_without_a_step_counts_the_batches_that_were_handed_out(make) -> None:
+    for num_processes in (1, 2):
+        sampler = make(num_processes=num_processes)
+        batches = [batch.tolist() for batch in sampler.plan().batches()]
+        drawn = iter(sampler)
+        for count in range(len(batches) + 1):
+            steps = count // num_processes
+            assert sampler.state_dict()["consumed"] == ([[num_processes, steps]] if steps else [])
+            again = make(num_processes=num_processes)
+            again.load_state_dict(sampler.state_dict())
+            assert list(again) == batches[steps * num_processes :]
+            next(drawn, None)
+        sampler.set_epoch(0)
+        assert sampler.state_dict()["consumed"] == [], "it is iterated again"
+    sampler = make()
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(len(IDS)), batch_sampler=sampler, collate_fn=list))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(PlanError, match=r"draws ahead, .*: give state_dict\(step=…\)"):
+        sampler.state_dict()
+
+
+def test_a_plain_loader_that_repeats_an_epoch_is_warned_once_how_to_choose_the_next(caplog) -> None:
+    def iterate(sampler, *, epochs: int = 3) -> int:
+        caplog.clear()
+        for _ in range(epochs):
+            list(DataLoader(range(len(IDS)), batch_sampler=sampler, collate_fn=list))
+        return sum("call sampler.set_epoch(epoch) before each epoch" in message for message in caplog.messages)
+
+    for make in (bucket, pack, length):
+        assert iterate(make(num_processes=1), epochs=1) == 0
+        assert iterate(make(num_processes=1)) == 1
+        assert iterate(make(num_processes=2, process_index=1)) == 0, "the first process says it"
+        for same in ({"shuffle": False}, {"shuffle": False, "evaluation": True}):
+            assert iterate(make(num_processes=1, **same)) == 0, "every epoch is the same"
+    assert iterate(EqualEpochs(pack(num_processes=1))) == 1
+    chosen = bucket(num_processes=1)
+    for epoch in (0, 0, 1, 2):
+        chosen.set_epoch(epoch)
+        assert iterate(chosen, epochs=1) == 0
+    prepared = Accelerator(cpu=True).prepare(DataLoader(range(len(IDS)), batch_sampler=bucket(), collate_fn=list))
+    caplog.clear()
+    assert list(prepared) != list(prepared)
+    assert not caplog.messages
