@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from datasets.arrow_dataset import Column
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, has_bucket
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
@@ -26,6 +26,7 @@ from ..settings import check_at_least, chosen_config, plain_number
 from .occurrences import NumberedRows
 from .planned import PlannedBatchSampler
 from .rejected import warn_of_rejected
+from .row_column import RowColumn, column_name
 
 
 @explains_arguments(PlanError)
@@ -41,8 +42,9 @@ class BucketBatchSampler(PlannedBatchSampler):
         table ([`BucketTable`] or [`OpenTable`]): The table that the ids belong to. A column that `map_columns` made
             says which table it is, also after `select`, `map`, `filter`, `concatenate_datasets` and saving, and
             another is refused. A list or array does not say it: ids that this table lacks are refused, and when an
-            accelerate loader draws, so is another table of its data set's `bucket_id` column or of its collator. Plain
-            ids of another table of as many buckets, without such a column, cannot be told apart.
+            accelerate loader draws, so are another table of its data set's `bucket_id` column or of its collator, and
+            rows whose `bucket_id` differs, as after `shuffle`. Plain ids of another table of as many buckets, without
+            such a column, cannot be told apart.
         config ([`BucketPlanConfig`][hf_bucketing.plans.BucketPlanConfig], *optional*): All settings of the plan; the
             `base` of catch-all batches is the table's.
         spec ([`LatentSpec`], *optional*): Strides and patch, to count tokens for `max_tokens`, `max_cost` and
@@ -129,6 +131,7 @@ class BucketBatchSampler(PlannedBatchSampler):
                 raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(table) - 1}.")
             if self.parts is not None:
                 self.weights = row_weights(self.bucket_ids.astype(np.int64), self.weights)
+        self._column = RowColumn(name=column_name(bucket_ids) or "bucket_id", values=self.bucket_ids, must_equal=True)
         usable = has_bucket(self.bucket_ids)
         warn_of_rejected(bucket_ids, usable, rejection=rejection, process_index=self.process_index)
 
@@ -231,8 +234,11 @@ class BucketBatchSampler(PlannedBatchSampler):
             return columns
         return {**columns, "costs": self._costs(self._present)}  # they decide which step comes first
 
-    def check_tables(self, loader: Any) -> None:
-        """Raise PlanError if a loader's `bucket_id` column or its collator belongs to another table."""
+    def _drawn_rows(self) -> BoolArray:
+        return has_bucket(self.bucket_ids)
+
+    def check_rows(self, loader: Any) -> None:
+        """Raise PlanError if a loader's rows have other bucket ids, or its column or collator another table."""
         rows = loader.dataset.dataset if isinstance(loader.dataset, NumberedRows) else loader.dataset
         check_table(getattr(rows, "features", None), self.table, column="bucket_id")
         table = getattr(loader.collate_fn, "table", self.table)
@@ -241,6 +247,9 @@ class BucketBatchSampler(PlannedBatchSampler):
                 f"The sampler's table has {self.table.ids_mark}, but its loader's collator {table.ids_mark}; give "
                 "both the table that the column was computed with."
             )
+        if hasattr(loader.collate_fn, "allow_mixed"):
+            loader.collate_fn.allow_mixed(self.config.remainder == "catch_all")
+        super().check_rows(loader)
 
 
 def _end(table: BucketTable | OpenTable) -> int:
@@ -251,7 +260,7 @@ def _end(table: BucketTable | OpenTable) -> int:
 def _ids_in(table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Return bucket ids as an array of shape `(n,)`; raise PlanError if the table lacks one, or they are another's."""
     if isinstance(bucket_ids, Column):
-        check_table(bucket_ids.source.features, table, column=bucket_ids.column_name)
+        _check_column(bucket_ids, table)
     ids, end = column_of(bucket_ids, "bucket_ids", whole=True), _end(table)
     wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
     if len(wrong):
@@ -260,6 +269,18 @@ def _ids_in(table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> npt.ND
             f"{REJECTED_BUCKET}; compute the column again with this table."
         )
     return ids.astype(np.int32)
+
+
+def _check_column(column: Column, table: BucketTable | OpenTable) -> None:
+    """Raise PlanError if a column holds ids of another table, or if another column of its data set holds the ids."""
+    features, name = column.source.features, column.column_name
+    check_table(features, table, column=name)
+    marked = [other for other, feature in features.items() if getattr(feature, "id", None) == table.ids_mark]
+    if marked and name not in marked:
+        raise PlanError(
+            f"`bucket_ids` got the column {name}, but {marked[0]} holds the {table.ids_mark}; give "
+            f'ds["{marked[0]}"], or remove it from the data set if {name} takes its place.'
+        )
 
 
 def check_table(features: Mapping[str, Any] | None, table: BucketTable | OpenTable, *, column: str) -> None:

@@ -25,7 +25,8 @@ def check_loader(accelerator: Accelerator | None, loader: DataLoader[Any]) -> No
     Raises:
         PlanError: Under `dispatch_batches`, `split_batches` or, without [`resume`][hf_bucketing.loaders.resume],
             `use_stateful_dataloader`; for a loader without a planned sampler, whose sampler has a `batch_size`, or
-            whose data set has another length; for one not sharded although several processes run, or sharded twice.
+            whose data set has another length, or other numbers in the column that the sampler was made from; for one
+            not sharded although several processes run, or sharded twice.
     """
     if accelerator is not None:
         _check_settings(accelerator)
@@ -42,9 +43,9 @@ def check_loader(accelerator: Accelerator | None, loader: DataLoader[Any]) -> No
             f"The sampler has batch_size={batch_size}, by which accelerate drops each group of batches that "
             "holds a shorter one, up to 92 % of the data; delete the attribute."
         )
-    sampler.check_tables(loader)
     planned = sampler.num_processes
     check_host(loader, sampler)
+    sampler.check_rows(loader)
     running = planned if accelerator is None else data_parallel_size(accelerator.num_processes)
     if planned != running:
         raise PlanError(

@@ -207,7 +207,8 @@ class MediaCollator:
 class BucketCollator(MediaCollator):
     """Make a batch of one bucket: cover-resize and crop every sample to the bucket's size, and stack them.
 
-    Rows of several buckets, a catch-all batch, get the size of the table's base bucket.
+    Rows of several buckets, a catch-all batch, get the size of the table's base bucket. They are refused where the
+    sampler plans no such batches, which a prepared loader or [`check_loader`] says to the collator.
 
     Called with rows of a data set that has `bucket_id`, `num_frames` and `fps` columns, returns a `dict` with
     `pixel_values` (`float32`, `(B, 3, F, H, W)`, in [−1, 1]), `bucket_id`, and the lists `caption`, `size`, `crop`,
@@ -220,12 +221,25 @@ class BucketCollator(MediaCollator):
 
     table: BucketTable | OpenTable
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Shared memory, as the epoch: 0 while no sampler was asked, 1 if all keep buckets apart, 2 if one mixes them.
+        self._mixed = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def allow_mixed(self, allowed: bool) -> None:
+        """Choose whether batches may mix buckets; what one of several samplers of this collator allows stays allowed.
+
+        A sampler in a prepared loader does it by itself.
+        """
+        self._mixed.fill_(max(int(self._mixed), 2 if allowed else 1))
+
     def target(self, rows: Sequence[Row]) -> list[Size]:
         """Return the size of the rows' bucket for each row.
 
         Raises:
             ColumnError: If there is no `bucket_id` column.
-            BucketingError: If the rows have no bucket, or several buckets and the table has no base bucket.
+            BucketingError: If the rows have no bucket, or several buckets and the table has no base bucket or the
+                sampler plans no such batch.
         """
         return [self.table.size(self._bucket(rows))] * len(rows)
 
@@ -235,10 +249,11 @@ class BucketCollator(MediaCollator):
         ids = {int(row["bucket_id"]) for row in rows}
         if len(ids) == 1:
             return ids.pop()
-        if self.table.base is None:
+        if self.table.base is None or int(self._mixed) == 1:
             raise BucketingError(
-                f"A batch holds the buckets {sorted(ids)}, which cannot be stacked; draw it with a "
-                "BucketBatchSampler, or give the table a base bucket for batches that mix buckets."
+                f"A batch holds rows of the buckets {sorted(ids)}, but the sampler planned one bucket. Make the "
+                "BucketBatchSampler from these rows in their present order, after shuffle and sort; batches that mix "
+                'buckets need `remainder="catch_all"` and a table with a base bucket.'
             )
         return self.table.base
 

@@ -51,9 +51,9 @@ class EqualEpochs(PlannedBatchSampler):
     def _columns(self) -> Mapping[str, object]:
         return {**self._cut._columns(), "epochs": "equal"}
 
-    def check_tables(self, loader: Any) -> None:
+    def check_rows(self, loader: Any) -> None:
         """Raise as the sampler does whose epochs are cut."""
-        self._cut.check_tables(loader)
+        self._cut.check_rows(loader)
 
     def _check_processes(self) -> None:
         super()._check_processes()

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError, explains_arguments
 from ..plans.epoch import EpochPlan
 from ..plans.lengths import (
@@ -22,6 +22,7 @@ from ..plans.lengths import (
 from ..plans.rows import column_of
 from ..settings import chosen_config
 from .planned import PlannedBatchSampler
+from .row_column import RowColumn, column_name, refuse_bucket_ids
 
 
 @explains_arguments(PlanError)
@@ -82,6 +83,7 @@ class LengthBatchSampler(PlannedBatchSampler):
             seed=seed,
             evaluation=evaluation,
         )
+        refuse_bucket_ids(lengths, argument="lengths")
         self.lengths = column_of(lengths, "lengths")
         super().__init__(
             config,
@@ -91,6 +93,9 @@ class LengthBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
+        name = column_name(lengths)
+        if name is not None:
+            self._column = RowColumn(name=name, values=self.lengths, must_equal=True)
         oversize_rows(self.lengths, self.config)
 
     @property
@@ -98,6 +103,10 @@ class LengthBatchSampler(PlannedBatchSampler):
         """Upper bound of each bucket, included: the lengths to pad to for static shapes; whole if the lengths are."""
         bounds: list[float] = length_buckets(self.lengths, self.config).tolist()
         return bounds
+
+    def _drawn_rows(self) -> BoolArray:
+        drawn: BoolArray = self.lengths > 0
+        return drawn
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_lengths, self.lengths, self.config)

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.cost import CostModel
 from ..errors import PlanError, explains_arguments
 from ..plans.bin_packing import PackStrategy
@@ -17,6 +17,7 @@ from ..plans.rows import column_of
 from ..settings import chosen_config
 from .planned import PlannedBatchSampler
 from .rejected import warn_of_rejected
+from .row_column import RowColumn, column_name, refuse_bucket_ids
 
 
 @explains_arguments(PlanError)
@@ -77,6 +78,7 @@ class PackBatchSampler(PlannedBatchSampler):
             seed=seed,
             evaluation=evaluation,
         )
+        refuse_bucket_ids(num_tokens, argument="num_tokens")
         self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", whole=True)
         first = self.tokens_in(0)
         super().__init__(
@@ -87,6 +89,9 @@ class PackBatchSampler(PlannedBatchSampler):
             num_processes=num_processes,
             process_index=process_index,
         )
+        if not callable(num_tokens):
+            name = column_name(num_tokens)
+            self._column = RowColumn(name=name or "num_tokens", values=first, must_equal=name is not None)
         self.text_tokens = texts_of(text_tokens)
         sample_spans(first, self.config, text_tokens=self.text_tokens)
         warn_of_rejected(num_tokens, first > 0, rejection=rejection, process_index=self.process_index)
@@ -101,6 +106,10 @@ class PackBatchSampler(PlannedBatchSampler):
         if not callable(self._num_tokens):
             return self._num_tokens
         return column_of(self._num_tokens(epoch), "num_tokens", whole=True)
+
+    def _drawn_rows(self) -> BoolArray:
+        drawn: BoolArray = self.tokens_in(0) > 0
+        return drawn
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
         return partial(plan_packs, self.tokens_in(epoch), self.config, text_tokens=self.text_tokens)

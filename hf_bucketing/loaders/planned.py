@@ -15,7 +15,7 @@ import numpy.typing as npt
 from accelerate import PartialState
 from torch.utils.data import Sampler
 
-from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
@@ -23,6 +23,7 @@ from ..settings import numbers_by_id, plain_bool, plain_number
 from .drawn import Drawn, DrawnBatches
 from .host import check_host, current_loader, process_group, process_rank, processes_started, skipped_by
 from .occurrences import RepeatedRow
+from .row_column import RowColumn
 from .state import VERSION, check_state, describe, epoch_number
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self._cached: tuple[tuple[int, int, Legs], EpochPlan, IntArray] | None = None
         self._counted: dict[tuple[int, int], int] = {}
         self._counted_for: int | None = None
+        self._column: RowColumn | None = None
         self._drawn: Drawn | None = None
         self._warned = False
         self._described: tuple[int, dict[str, str]] | None = None
@@ -258,8 +260,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """Return the columns and tables that the plan depends on, by name."""
         raise NotImplementedError
 
-    def check_tables(self, loader: Any) -> None:
-        """Raise PlanError if a loader's rows or collator have another table than the sampler; here there is none."""
+    def check_rows(self, loader: Any) -> None:
+        """Raise PlanError if a loader's rows or collator are not those that the sampler was made for."""
+        if self._column is not None:
+            self._column.check(loader.dataset, drawn=self._drawn_rows())
+
+    def _drawn_rows(self) -> BoolArray:
+        """Return which rows may be drawn, shape `(n,)`."""
+        raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the present epoch again changes nothing.
@@ -407,7 +415,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
             PlanError: If it would lose batches.
         """
         check_host(loader, self)
-        self.check_tables(loader)
+        self.check_rows(loader)
         self.set_epoch(loader.iteration)
         if self.first_step and (skipped := skipped_by(loader)):
             raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from functools import partial
 
 import numpy as np
@@ -12,14 +13,26 @@ from accelerate import Accelerator, PartialState, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from hf_bucketing import BucketingError, BucketTable, LatentSpec, PlanError, Size, StreamingBucketBatcher, open_table
+from hf_bucketing import (
+    BucketColumns,
+    BucketingError,
+    BucketTable,
+    LatentSpec,
+    PlanError,
+    Size,
+    StreamingBucketBatcher,
+    map_columns,
+    open_table,
+)
 from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.loaders import (
     BucketBatchSampler,
+    BucketCollator,
     EqualEpochs,
     LengthBatchSampler,
+    NumberedRows,
     PackBatchSampler,
     RandomResize,
     check_loader,
@@ -271,3 +284,75 @@ def test_tables_and_random_sizes_read_columns_of_a_data_set_as_a_whole(columns_r
     counter = RandomResize(spec=WAN).token_counter(**{name: rows[name] for name in (*sizes, "index")})
     assert counter(0).min() > 0
     assert len(columns_read_whole) == 12
+
+
+def test_rows_in_another_order_than_the_sampler_was_made_from_are_refused() -> None:
+    columns = {"bucket_id": IDS, "num_tokens": TOKENS, "label": np.arange(len(IDS))[::-1]}
+    rows = Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
+    made = {
+        "ids": lambda: bucket_sampler_of(rows["bucket_id"]),
+        "ids in a list": lambda: bucket_sampler_of(IDS.tolist()),
+        "tokens": lambda: PackBatchSampler(rows["num_tokens"], max_tokens=150),
+        "tokens in an array": lambda: PackBatchSampler(TOKENS, max_tokens=150),
+        "lengths": lambda: LengthBatchSampler(rows["num_tokens"], batch_size=4),
+        "cut": lambda: EqualEpochs(bucket_sampler_of(rows["bucket_id"])),
+    }
+    shuffled = rows.shuffle(seed=1)
+    orders = {
+        "shuffled": shuffled,
+        "flattened": shuffled.flatten_indices(),
+        "sorted": rows.sort("label"),
+        "numbered": NumberedRows(shuffled),
+        "a subset": Subset(rows, range(len(IDS))[::-1]),
+        "a subset of a subset": Subset(Subset(rows, range(len(IDS))[::-1]), range(len(IDS))),
+    }
+    same = [rows, NumberedRows(rows), rows.add_column("other", columns["label"]), Subset(rows, range(len(IDS)))]
+    same += [orders["a subset"].dataset, Subset(orders["a subset"], range(len(IDS))[::-1])]
+    for name, make in made.items():
+        for order, dataset in orders.items():
+            with pytest.raises(PlanError, match=r"rows differ\): rows were shuffled, sorted or changed"):
+                check_loader(None, DataLoader(dataset, batch_sampler=make()))
+            if order == "shuffled":
+                with pytest.raises(PlanError, match=r"Row \d+ of the loader's data set has (bucket_id|num_tokens)"):
+                    next(iter(Accelerator(cpu=True).prepare(DataLoader(dataset, batch_sampler=make()))))
+        for dataset in [*same, range(len(IDS)), rows.remove_columns(["bucket_id", "num_tokens"])]:
+            assert check_loader(None, DataLoader(dataset, batch_sampler=make())) is None, name
+    rejected = np.where(np.arange(len(IDS)) % 7, IDS, -1)
+    check_loader(None, DataLoader(rows, batch_sampler=bucket_sampler_of(rejected)))  # which are never drawn
+    check_loader(None, DataLoader(rows, batch_sampler=PackBatchSampler(TOKENS + 5, max_tokens=150)))
+
+
+def bucket_sampler_of(ids) -> BucketBatchSampler:
+    return BucketBatchSampler(ids, table=TABLE, batch_size=4)
+
+
+def test_columns_of_other_meaning_are_refused_by_the_mark_of_bucket_ids() -> None:
+    sizes = Dataset.from_dict({"width": [64, 128, 64, 128], "height": [64] * 4, "label": [0, 1, 0, 2]})
+    rows = map_columns(sizes, BucketColumns(TABLE, WAN))
+    bucket_sampler_of(rows["bucket_id"])
+    PackBatchSampler(rows["num_tokens"], max_tokens=99)
+    for make in (PackBatchSampler, LengthBatchSampler):
+        with pytest.raises(PlanError, match="got the column bucket_id, which holds ids of table"):
+            make(rows["bucket_id"], max_tokens=100)
+    with pytest.raises(PlanError, match="got the column label, but bucket_id holds the ids of table"):
+        bucket_sampler_of(rows["label"])
+    with pytest.raises(PlanError, match="has bucket_id 0, but the sampler was made with 1"):
+        check_loader(
+            None, DataLoader(rows, batch_sampler=bucket_sampler_of((1 - np.array(rows["bucket_id"])).tolist()))
+        )
+    assert bucket_sampler_of(rows.remove_columns("bucket_id")["label"]).num_rows == 4, "ids of one's own"
+
+
+def test_a_collator_refuses_mixed_buckets_that_no_sampler_planned() -> None:
+    table = TABLE.with_base()
+    rows = [{"bucket_id": bucket} for bucket in (0, 1)]
+    collator = BucketCollator(table)
+    assert collator.target(rows) == [table.size(table.base)] * 2, "nothing is known of the sampler"
+    for remainder in ("short", "catch_all"):
+        sampler = BucketBatchSampler([0, 1], table=table, batch_size=1, remainder=remainder)
+        check_loader(None, DataLoader(rows, batch_sampler=sampler, collate_fn=collator))
+        if remainder == "short":
+            with pytest.raises(BucketingError, match=r"of the buckets \[0, 1\], but the sampler planned one bucket"):
+                pickle.loads(pickle.dumps(collator)).target(rows)
+        assert collator.target(rows[:1] * 2) == [table.size(0)] * 2
+    assert collator.target(rows) == [table.size(table.base)] * 2
