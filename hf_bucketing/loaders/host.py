@@ -46,20 +46,24 @@ def current_loader(sampler: Any) -> Any:
     return loader if loader is not None and samplers_of(loader)[-1] is sampler else None
 
 
-def process_group() -> tuple[int, int | None]:
-    """Return how many processes take different batches, and which one this is if nothing else shares them out.
+def num_sharing() -> int:
+    """Return how many processes take different batches.
 
-    accelerate shares batches out itself, among the data-parallel ranks of its device mesh: processes of one tensor- or
-    context-parallel group take the same batch. Without accelerate, the group of torch.distributed is asked, and before
-    either has started, the launcher's `WORLD_SIZE`.
+    accelerate shares batches out among the data-parallel ranks of its device mesh: processes of one tensor- or
+    context-parallel group take the same batch. Without accelerate, all processes take different ones.
 
     Raises:
         PlanError: As [`num_running`].
     """
     running = num_running()
-    if PartialState._shared_state:
-        return data_parallel_size(running), None
-    return running, distributed.get_rank() if _group_started() else None
+    return data_parallel_size(running) if PartialState._shared_state else running
+
+
+def group_rank(num_processes: int) -> int | None:
+    """Return the rank in the group of torch.distributed; None if it has not started, or with another number."""
+    if not _group_started() or distributed.get_world_size() != num_processes:
+        return None
+    return distributed.get_rank()
 
 
 def num_running() -> int:

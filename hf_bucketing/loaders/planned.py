@@ -21,7 +21,15 @@ from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfi
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
 from .drawn import Drawn, DrawnBatches
-from .host import check_host, current_loader, process_group, process_rank, processes_started, skipped_by
+from .host import (
+    check_host,
+    current_loader,
+    group_rank,
+    num_sharing,
+    process_rank,
+    processes_started,
+    skipped_by,
+)
 from .occurrences import RepeatedRow
 from .row_column import RowColumn
 from .state import VERSION, check_state, describe, epoch_number
@@ -136,15 +144,14 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If accelerate, torch.distributed and `WORLD_SIZE` say different numbers.
         """
-        return process_group()[0] if self._num_processes is None else self._num_processes
+        return num_sharing() if self._num_processes is None else self._num_processes
 
     @property
     def process_index(self) -> int | None:
         """Process whose batches alone are yielded; None if accelerate shares them out, or there is one process."""
         if self._process_index is not None or PartialState._shared_state:
             return self._process_index
-        running, rank = process_group()
-        return rank if running == self.num_processes else None
+        return group_rank(self.num_processes)
 
     @property
     def sampler(self) -> PlannedBatchSampler:
@@ -229,7 +236,6 @@ class PlannedBatchSampler(Sampler[list[int]]):
             PlanError: If an epoch cannot be planned.
         """
         epochs = max(0, stop - start)
-        self._counted_for = self.num_processes
         counted = min(epochs, 1 if self._equal_epochs else max(1, _COUNTED_ROWS // (self.num_rows + _ROWS_OF_A_PLAN)))
         first = (self._steps_of(start + epoch, self.num_processes) for epoch in range(counted))
         steps = sum(math.ceil(number / accumulation_steps) for number in first)

@@ -51,6 +51,9 @@ def check_plain_ddp() -> None:
         assert own == [batch.tolist() for batch in sampler.plan().batches(process_index=rank)]
         assert len(own) == len(sampler) == sampler.plan().num_steps
     assert not PartialState._shared_state, "accelerate was not asked"
+    with patch.dict(os.environ, {"WORLD_SIZE": str(size + 1)}):
+        expect("4 by torch.distributed, 5 by the environment's WORLD_SIZE", list, early)
+        assert list(sampler) == own, "its number was given"
 
 
 def check_accelerate() -> None:
