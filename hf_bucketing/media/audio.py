@@ -12,8 +12,7 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 
-from ..errors import MediaError
-from .probe import open_video, video_stream
+from .probe import open_video, reading, video_stream
 from .source import MediaSource
 
 CHANNELS = 2
@@ -22,6 +21,8 @@ CHANNELS = 2
 Waveform = npt.NDArray[np.float32]
 """Sound of shape `(2, samples)`, in [−1, 1]."""
 
+_UNREADABLE = "The sound of {path} cannot be decoded ({error}); write the file again, or remove the row."
+
 
 def has_audio(source: MediaSource) -> bool:
     """Return whether a file has a track of sound, by its header.
@@ -29,11 +30,8 @@ def has_audio(source: MediaSource) -> bool:
     Raises:
         MediaError: If the file cannot be opened as a video.
     """
-    try:
-        with open_video(source.opened()) as container:
-            return bool(container.streams.audio)
-    except (av.error.FFmpegError, EOFError) as error:
-        raise _unreadable(source, error) from error
+    with reading(source, _UNREADABLE), open_video(source.opened()) as container:
+        return bool(container.streams.audio)
 
 
 def read_audio(source: MediaSource, *, start: float, samples: int, rate: int) -> Waveform | None:
@@ -55,23 +53,20 @@ def read_audio(source: MediaSource, *, start: float, samples: int, rate: int) ->
         MediaError: If the track cannot be decoded.
     """
     waveform = np.zeros((CHANNELS, samples), np.float32)
-    try:
-        with open_video(source.opened()) as container:
-            if not container.streams.audio:
-                return None
-            stream = container.streams.audio[0]
-            origin = _first_second(container) + start
-            if start:
-                _seek(container, origin)
-            for first, heard in _resampled(container, stream, rate):
-                place = round((first - origin) * rate)
-                if place >= samples:
-                    break
-                begin, end = max(place, 0), min(place + heard.shape[1], samples)
-                if begin < end:
-                    waveform[:, begin:end] = heard[:, begin - place : end - place]
-    except (av.error.FFmpegError, EOFError) as error:
-        raise _unreadable(source, error) from error
+    with reading(source, _UNREADABLE), open_video(source.opened()) as container:
+        if not container.streams.audio:
+            return None
+        stream = container.streams.audio[0]
+        origin = _first_second(container) + start
+        if start:
+            _seek(container, origin)
+        for first, heard in _resampled(container, stream, rate):
+            place = round((first - origin) * rate)
+            if place >= samples:
+                break
+            begin, end = max(place, 0), min(place + heard.shape[1], samples)
+            if begin < end:
+                waveform[:, begin:end] = heard[:, begin - place : end - place]
     return waveform
 
 
@@ -108,9 +103,3 @@ def _resampled(container: InputContainer, stream: AudioStream, rate: int) -> Ite
     for piece in pieces():
         heard = piece.to_ndarray()
         yield float(piece.time or 0.0), np.repeat(heard, CHANNELS // len(heard), axis=0)
-
-
-def _unreadable(source: MediaSource, error: Exception) -> MediaError:
-    return MediaError(
-        f"The sound of {source.path} cannot be decoded ({error}); write the file again, or remove the row."
-    )

@@ -37,6 +37,13 @@ _COMPOSED = {
     b"clap": "is cropped",
     b"auxC": "has a plane beside its colours",
 }
+_PLAYLISTS = {
+    b"#EXTM3U": "an HLS playlist",
+    b"ffconcat": "a list of files for FFmpeg",
+    b"<?xml": "an XML file, such as a playlist of DASH",
+    b"<MPD": "a playlist of DASH",
+    b"v=0": "a description of streams (SDP)",
+}
 _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT, _TRACKS, _TRACK, _TRACK_TYPE = 0x18538067, 0x1654AE6B, 0xAE, 0x83
 _VIDEO, _PROJECTION, _YAW, _ROLL = 0xE0, 0x7670, 0x7673, 0x7675
@@ -57,6 +64,11 @@ def container_of(head: bytes) -> ContainerName | None:
     if head[4:8] in _MOV_STARTS and head[8:12] not in _IMAGE_BRANDS:
         return "mov"
     return None
+
+
+def playlist_of(head: bytes) -> str | None:
+    """Return what a list that names other files is called, from the first 12 bytes of a file; `None` for media."""
+    return next((name for start, name in _PLAYLISTS.items() if head.startswith(start)), None)
 
 
 def is_heif(head: bytes) -> bool:
@@ -164,8 +176,10 @@ def _matrix_at(header: bytes, offsets: tuple[int, int]) -> _Matrix:
 
 
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the kind of each mp4 box, and the start and end of its contents."""
+    """Yield the kind of each mp4 box, and the start and end of its contents; one may not leave its parent."""
     for _ in range(_MAX_ELEMENTS):
+        if start >= end:  # a length is only what a file says
+            return
         head = _read_span(file, (start, end), 16)
         if len(head) < 8:
             return
@@ -207,8 +221,10 @@ def _float(value: bytes) -> float:
 
 
 def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the id of each Matroska element, and the start and end of its contents."""
+    """Yield the id of each Matroska element, and the start and end of its contents, within its parent."""
     for _ in range(_MAX_ELEMENTS):
+        if start >= end:
+            return
         head = _read_span(file, (start, end), 12)
         id_length = 9 - head[0].bit_length() if head else 9
         size_length = 9 - head[id_length].bit_length() if id_length < len(head) else 9
@@ -218,5 +234,6 @@ def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, 
         size = int.from_bytes(head[id_length:header], "big") - (1 << 7 * size_length)
         if size == (1 << 7 * size_length) - 1:  # unknown: it ends with its parent
             size = end - start - header
-        yield int.from_bytes(head[:id_length], "big"), start + header, min(start + header + size, end)
-        start += header + size
+        start += header
+        yield int.from_bytes(head[:id_length], "big"), start, min(start + size, end)
+        start += size

@@ -27,6 +27,7 @@ from .colours import Colours, corrected_to_bt709, is_untagged_hd, rgb_pixels
 from .images import WHITE, exif_orientation, laid_on, open_image, rgb_array
 from .probe import (
     MAX_REORDERED,
+    PYAV_ERRORS,
     MediaInfo,
     VideoHeader,
     are_times_of_decoding,
@@ -158,7 +159,9 @@ def _iter_video(
                         return
                     if frame is not None:
                         shown, shown_at, passed = frame, second, passed + 1
-        except (av.error.FFmpegError, IndexError, EOFError) as error:
+        except BucketingError:
+            raise
+        except PYAV_ERRORS as error:
             if not decoders:
                 raise _undecodable(source, error) from error
         if waiting and not decoders:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import BinaryIO
 
 import numpy as np
@@ -26,12 +28,35 @@ _OPAQUE = 128
 _SAME_COLOUR = 8
 """Levels by which these colours may differ, as lossy files and small opacities round them."""
 
+_FORMATS = (
+    "AVIF",
+    "BMP",
+    "DDS",
+    "DIB",
+    "GIF",
+    "ICO",
+    "JPEG",
+    "JPEG2000",
+    "PCX",
+    "PNG",
+    "PPM",
+    "PSD",
+    "QOI",
+    "SGI",
+    "TGA",
+    "TIFF",
+    "WEBP",
+    "XBM",
+    "XPM",
+)
+"""Formats that Pillow reads by itself; others start programs (EPS, Ghostscript), or can only be recognised."""
+
 _ANIMATED = {"GIF", "PNG", "WEBP", "AVIF"}
 """Formats whose frames are shown one after the other, unlike those of TIFF and MPO."""
 _TRANSPOSED = {5, 6, 7, 8}  # EXIF orientations that swap width and height
 _BOMBS = Image.DecompressionBombError, Image.DecompressionBombWarning  # the second where warnings are errors
-_MALFORMED = SyntaxError, TypeError, LookupError, ArithmeticError, ValueError, RuntimeError, struct.error
-_PILLOW_ERRORS = (OSError, EOFError, *_MALFORMED, *_BOMBS)
+_MALFORMED = SyntaxError, TypeError, LookupError, ArithmeticError, ValueError, RuntimeError, struct.error, zlib.error
+_PILLOW_ERRORS = (OSError, EOFError, AssertionError, AttributeError, *_MALFORMED, *_BOMBS)
 
 
 @contextmanager
@@ -46,7 +71,7 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
             file.seek(0)
             image: ImageFile.ImageFile | None
             try:
-                image = Image.open(file)
+                image = Image.open(file, formats=_readable_formats())
             except UnidentifiedImageError:
                 file.seek(0)
                 image = _open_heif(file) if is_heif(head) else None
@@ -62,6 +87,13 @@ def open_image(source: MediaSource) -> Iterator[ImageFile.ImageFile | None]:
             f"{source.path} cannot be decoded ({error}); the image may be corrupt or cut off. Remove the row or write "
             "the file again."
         ) from error
+
+
+@lru_cache(maxsize=1)
+def _readable_formats() -> tuple[str, ...]:
+    """Return which of the formats this release of Pillow reads."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def _open_heif(file: BinaryIO) -> ImageFile.ImageFile | None:

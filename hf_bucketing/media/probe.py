@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice, pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -15,9 +16,9 @@ from av.packet import Packet
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from ..errors import MediaError
+from ..errors import BucketingError, MediaError
 from .colours import Colours, is_untagged_hd, with_opacity
-from .containers import ContainerName, Turn, container_of, picture_changes, read_turn
+from .containers import ContainerName, Turn, container_of, picture_changes, playlist_of, read_turn
 from .images import open_image, upright_size
 from .source import MediaSource
 
@@ -38,6 +39,29 @@ _ATTEMPTS: dict[ContainerName | None, tuple[dict[str, str], ...]] = {
 _HEADERS_SUFFICE = {"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"}
 """Decoders of the codecs whose size and sample aspect ratio are known under `_HEADERS_ONLY`."""
 
+_VIDEO_FORMATS = (
+    "mov,matroska,avi,asf,asf_o,flv,live_flv,kux,mpegts,mpegtsraw,mpeg,mpegvideo,ogg,mxf,gxf,nut,nsv,rm,ivf,wtv,dv,"
+    "dhav,nuv,pva,swf,ty,film_cpk,r3d,smjpeg,mpjpeg,yuv4mpegpipe,h261,h263,h264,hevc,vvc,evc,apv,av1,obu,m4v,mjpeg,"
+    "mjpeg_2000,dirac,dnxhd,vc1,vc1test,cavsvideo,avs2,avs3,gif,apng,smk,bink,flic,roq"
+)
+_PICTURE_FORMATS = (
+    "image2,bmp_pipe,cri_pipe,dds_pipe,dpx_pipe,exr_pipe,gem_pipe,gif_pipe,hdr_pipe,j2k_pipe,jpeg_pipe,jpegls_pipe,"
+    "jpegxl_anim,jpegxl_pipe,jpegxs_pipe,pam_pipe,pbm_pipe,pcx_pipe,pfm_pipe,pgm_pipe,pgmyuv_pipe,pgx_pipe,phm_pipe,"
+    "photocd_pipe,pictor_pipe,png_pipe,ppm_pipe,psd_pipe,qdraw_pipe,qoi_pipe,sgi_pipe,sunrast_pipe,tiff_pipe,vbn_pipe,"
+    "webp_pipe,xbm_pipe,xpm_pipe,xwd_pipe"
+)
+_SOUND_FORMATS = "aac,ac3,aiff,amr,ape,au,caf,eac3,flac,mp3,w64,wav,wv"
+_ONE_FILE = {
+    "format_whitelist": f"{_VIDEO_FORMATS},{_PICTURE_FORMATS},{_SOUND_FORMATS}",
+    "protocol_whitelist": "file",
+    "pattern_type": "none",
+}
+"""Options under which FFmpeg reads the file itself and no other one.
+
+They list the formats that hold what they show. Playlists (hls, dash, concat, sdp, …) open the files that they name
+before a caller could refuse them. `image2` would take a path for a pattern of paths.
+"""
+
 _TITLES: dict[str, Any] = {"metadata_errors": "replace"} if hasattr(InputContainer, "metadata_errors") else {}
 """Accept titles and comments that are not UTF-8, as PyAV 19 and newer always do."""
 
@@ -55,6 +79,14 @@ _INSTANT = 1e-6
 
 _WITHOUT_DISPLAY_TIMES = {"avi", "asf"}
 """Containers, by FFmpeg's names, that store one time per packet, in ascending order."""
+
+PYAV_ERRORS = av.error.FFmpegError, EOFError, IndexError, ArithmeticError, ValueError
+"""What PyAV raises about files: errors of FFmpeg, and those of numbers in a header that fit no integer."""
+
+_UNOPENABLE = (
+    "{path} is neither an image nor a video that can be opened ({error}); it may be corrupt, cut off or of a format "
+    "that is not read. Remove the row or write the file again."
+)
 
 DecodingRule = Literal["BT.709 without tags", "mapped to SDR", "times in ascending order"]
 """A rule, beyond FFmpeg's own, that decides the frames of some videos."""
@@ -214,22 +246,16 @@ def read_video_header(
     No frame is decoded, unless FFmpeg needs some for a rare codec. With `quick`, a number of frames may be a guess
     where `probe` would read the whole file to count them.
     """
-    try:
-        with source.open_binary() as file:
-            name = container_of(file.read(12))
-            with _open_headers(source, name) as container:
-                stream = _usable_stream(source, container, file)
-                stretched = _stretched(stream)
-                check_pixels(source, max(stream.width, stretched[0]), stream.height, max_pixels=max_pixels)
-                position = container.streams.video.index(stream)
-                transparent = _has_opacity(stream)
-                turn = read_turn(file, name, track_id=stream.id, position=position)
-                if exact:
-                    count = _count_packets(container, stream)
-                else:
-                    count = _read_count(container, stream, name, quick=quick)
-    except (av.error.FFmpegError, EOFError) as error:
-        raise _unopenable(source, error) from error
+    with reading(source, _UNOPENABLE), source.open_binary() as file:
+        name = container_of(file.read(12))
+        with _open_headers(source, name) as container:
+            stream = _usable_stream(source, container, file)
+            stretched = _stretched(stream)
+            check_pixels(source, max(stream.width, stretched[0]), stream.height, max_pixels=max_pixels)
+            position = container.streams.video.index(stream)
+            transparent = _has_opacity(stream)
+            turn = read_turn(file, name, track_id=stream.id, position=position)
+            count = _count_packets(container, stream) if exact else _read_count(container, stream, name, quick=quick)
     num_frames, fps, estimated, seconds = count
     if not (0 < num_frames < 2**31 and fps > 0):
         raise MediaError(
@@ -238,13 +264,6 @@ def read_video_header(
         )
     size = stretched[::-1] if turn.transposed else stretched
     return VideoHeader(MediaInfo(*size, num_frames, fps, estimated), seconds, stretched, turn, transparent)
-
-
-def _unopenable(source: MediaSource, error: Exception) -> MediaError:
-    return MediaError(
-        f"{source.path} is neither an image nor a video that can be opened ({error}); it may be corrupt or cut off. "
-        "Remove the row or write the file again."
-    )
 
 
 def decoding_rules(source: MediaSource) -> list[DecodingRule]:
@@ -259,16 +278,13 @@ def decoding_rules(source: MediaSource) -> list[DecodingRule]:
     with open_image(source) as image:
         if image is not None:
             return []
-    try:
-        with source.open_binary() as file:
-            name = container_of(file.read(12))
-            with _open_headers(source, name) as container:
+    with reading(source, _UNOPENABLE), source.open_binary() as file:
+        name = container_of(file.read(12))
+        with _open_headers(source, name) as container:
+            rules = _rules_of(container, _usable_stream(source, container, file))
+        if name is not None and "BT.709 without tags" in rules:  # FFmpeg may have to decode a frame for the tags
+            with open_video(source) as container:
                 rules = _rules_of(container, _usable_stream(source, container, file))
-            if name is not None and "BT.709 without tags" in rules:  # FFmpeg may have to decode a frame for the tags
-                with open_video(source) as container:
-                    rules = _rules_of(container, _usable_stream(source, container, file))
-    except (av.error.FFmpegError, EOFError) as error:
-        raise _unopenable(source, error) from error
     return rules
 
 
@@ -295,8 +311,30 @@ def check_pixels(source: MediaSource, width: int, height: int, *, max_pixels: in
 def open_video(
     source: MediaSource, *, name: ContainerName | None = None, options: dict[str, str] | None = None
 ) -> InputContainer:
-    """Open a video with PyAV; titles and comments need not be UTF-8."""
-    return av.open(source.open(), "r", format=name, options=options, **_TITLES)
+    """Open a video with PyAV; it reads no other file, and titles and comments need not be UTF-8."""
+    return av.open(source.open(), "r", format=name, options=options, container_options=_ONE_FILE, **_TITLES)
+
+
+@contextmanager
+def reading(source: MediaSource, refusal: str) -> Iterator[None]:
+    """Turn what PyAV raises in a `with` block about a file into a `MediaError` that names it.
+
+    Args:
+        source ([`MediaSource`]): The file.
+        refusal (`str`): What could not be done, and what to do, with `{path}` and `{error}`.
+    """
+    try:
+        yield
+    except BucketingError:
+        raise
+    except PYAV_ERRORS as error:
+        with source.open_binary() as file:
+            playlist = playlist_of(file.read(12))
+        if playlist is not None:
+            raise MediaError(
+                f"{source.path} is {playlist}, which names other files; name the videos themselves, or remove the row."
+            ) from error
+        raise MediaError(refusal.format(path=source.path, error=error)) from error
 
 
 def video_stream(container: InputContainer) -> VideoStream | None:
