@@ -45,7 +45,13 @@ class TensorCache:
     folder: str | os.PathLike[str]
 
     def path(self, key: str) -> str:
-        """Return the path or URL of an entry's file."""
+        """Return the path or URL of an entry's file.
+
+        Raises:
+            CacheError: If the key, which a column of a data set holds, is none and would lead elsewhere.
+        """
+        if key and not key.isalnum():
+            raise CacheError(f"{key!r} is no key of an entry, which has letters and digits; cache the data set again.")
         return posixpath.join(self.folder, key[:2], f"{key}.safetensors")
 
     def check_writable(self) -> None:

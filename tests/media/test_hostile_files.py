@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import av
@@ -17,6 +15,7 @@ from hf_bucketing import MediaError
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
 from hf_bucketing.media.audio import has_audio
 from hf_bucketing.media.containers import Turn, picture_changes, read_turn
+from tests.media.http_server import serving
 
 FRAMES = np.zeros((3, 48, 64, 3), np.uint8)
 
@@ -40,7 +39,8 @@ def test_no_length_in_a_file_is_believed_beyond_its_end(size: int) -> None:
     """At any depth, in the containers and in pictures, and in a file that is then read on."""
     head = struct.pack(">I4s8x", 16, b"ftyp")
     liar = box(b"free", b"12345678", size=size)
-    for content in (liar * 3, box(b"moov", liar * 3), box(b"moov", box(b"trak", liar) * 2), box(b"moov", b"", size=size)):
+    movies = box(b"moov", liar * 3), box(b"moov", box(b"trak", liar) * 2), box(b"moov", b"", size=size)
+    for content in (liar * 3, *movies):
         assert read_turn(io.BytesIO(head + content), "mov", track_id=1, position=0) == Turn()
     picture = struct.pack(">I4s4s4x", 16, b"ftyp", b"heic")
     assert picture_changes(io.BytesIO(picture + box(b"meta", b"1234" + liar * 2) + liar)) == []
@@ -60,7 +60,7 @@ def test_a_corrupt_file_is_named_whatever_its_lengths_say(tmp_path: Path) -> Non
             if packet.dts is not None:
                 packet.stream = stream
                 copy.mux(packet)
-    refused = 0
+    refused = []
     for path in (tmp_path / "clip.mp4", tmp_path / "clip.mkv"):
         data = path.read_bytes()
         for at in range(4, min(len(data), 1200), 24):
@@ -69,33 +69,18 @@ def test_a_corrupt_file_is_named_whatever_its_lengths_say(tmp_path: Path) -> Non
                 try:
                     read(in_memory(broken, path.name))
                 except MediaError as error:
-                    assert path.name in str(error)
-                    refused += 1
-    assert refused > 20
+                    refused.append(str(error))
+    assert len(refused) > 20
+    assert all("clip.m" in message for message in refused)
 
 
-class Requests(BaseHTTPRequestHandler):
-    """Note each request."""
-
-    seen: list[str] = []  # noqa: RUF012
-
-    def do_GET(self) -> None:
-        self.seen.append(self.path)
-        self.send_error(404)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def playlists(media: Path, port: int) -> dict[str, str]:
+def playlists(media: Path, url: str) -> dict[str, str]:
     """Return lists that name a video or a server, each in a format of FFmpeg."""
     lines = "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{}\n#EXT-X-ENDLIST\n"
     return {
         "file.m3u8": lines.format(media.as_uri()),
         "path.m3u8": lines.format(media),
-        "server.m3u8": lines.format(f"http://127.0.0.1:{port}/clip.mp4"),
+        "server.m3u8": lines.format(f"{url}/clip.mp4"),
         "list.ffconcat": f"ffconcat version 1.0\nfile '{media.name}'\n",
         "list.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 96\n",
         "dash.mpd": f"<?xml version='1.0'?><MPD><BaseURL>{media.as_uri()}</BaseURL></MPD>",
@@ -107,19 +92,18 @@ def test_a_playlist_is_refused_by_name_and_opens_nothing(tmp_path: Path) -> None
     write_video(tmp_path / "secret" / "clip.mp4", FRAMES, fps=8)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "clip.mp4").write_bytes((tmp_path / "secret" / "clip.mp4").read_bytes())
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name, text in playlists(tmp_path / "secret" / "clip.mp4", server.server_port).items():
-        (tmp_path / "set" / name).write_text(text)
-        for cell in (name, {"path": name, "bytes": text.encode()}):
-            source = MediaSource.from_cell(cell, root=tmp_path / "set")
-            for read in (probe, lambda source: [*iter_frames(source, [0.0])], has_audio):
-                with pytest.raises(MediaError, match=rf"{name} is an? .*, which names other files"):
-                    read(source)
-    server.shutdown()
-    assert Requests.seen == []
-    pattern = MediaSource.from_cell("clip.mp4", root=tmp_path / "set")
-    assert probe(pattern).num_frames == 3, "videos in a container are read as before"
+    with serving(tmp_path / "secret") as served:
+        for name, text in playlists(tmp_path / "secret" / "clip.mp4", served.url).items():
+            (tmp_path / "set" / name).write_text(text)
+            for cell in (name, {"path": name, "bytes": text.encode()}):
+                source = MediaSource.from_cell(cell, root=tmp_path / "set")
+                for read in (probe, lambda source: [*iter_frames(source, [0.0])], has_audio):
+                    with pytest.raises(MediaError, match=rf"{name} is an? .*, which names other files"):
+                        read(source)
+    assert served.requests == []
+    assert probe(MediaSource.from_cell("clip.mp4", root=tmp_path / "set")).num_frames == 3, (
+        "videos in a container are read as before"
+    )
 
 
 def test_a_name_is_no_pattern_of_names(tmp_path: Path) -> None:
