@@ -1,6 +1,6 @@
 """Tell the prepared folders that this user made from those of strangers, which may not name files everywhere.
 
-A record in the folder proves nothing, as whoever made the folder wrote it. Saving therefore seals the manifest with a
+A record in the folder proves nothing, as its maker wrote it. Saving therefore seals the manifest with a
 key that lies beside the user's caches of Hugging Face.
 """
 
