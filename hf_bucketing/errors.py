@@ -108,7 +108,13 @@ class PlanError(BucketingError):
 
 
 class OversizeError(PlanError):
-    """A sample exceeds the limit of a batch by itself."""
+    """A sample exceeds the limit of a batch by itself.
+
+    Attributes:
+        row (`int`, *optional*): Number of its row, which the message begins with, if it is known.
+    """
+
+    row: int | None = None
 
 
 class PackingError(BucketingError):

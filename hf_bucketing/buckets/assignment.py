@@ -66,6 +66,8 @@ class Rejection(IntEnum):
     """A condition, such as a mask, is missing or does not fit its sample (sizes of `CONDITION_SIZE`)."""
     CLIP = 8
     """The clip does not lie in its file (sizes of `CLIP_SIZE`)."""
+    TOO_LARGE = 9
+    """No pack holds the sample: it has more tokens than those of the run, or than the model has positions for."""
 
     @property
     def label(self) -> str:

@@ -155,18 +155,19 @@ class OpenTable:
     def assign(self, frames: npt.ArrayLike, heights: npt.ArrayLike, widths: npt.ArrayLike) -> Assignment:
         """Assign each sample to its own rounded size; arguments as in [`BucketTable.assign`].
 
-        If the table has `image_sizes`, an image is assigned to one of them or rejected.
+        If the table has `image_sizes`, an image is assigned to one of them or rejected. A sample of more than
+        512 × 2048 × 2048 tokens is rejected.
 
         Raises:
-            BucketingError: If the arrays differ in length, or a sample is larger than 512 × 2048 × 2048 tokens.
+            BucketingError: If the arrays differ in length.
         """
         count, height, width = as_columns(self.cut(frames), heights, widths)
         rejection = unusable(count, height, width)
         usable = rejection == Rejection.NONE
         whole = self.spec.snap_arrays(*(np.where(usable, column, 1) for column in (count, height, width)))
         t, h, w = self.spec.grid_of(*whole)
-        if len(count) and (t.max() > 512 or max(h.max(), w.max()) > 2048):
-            raise BucketingError("A sample is larger than 512 × 2048 × 2048 tokens; use a BucketTable to bound it.")
+        rejection[usable & ((t > 512) | (np.maximum(h, w) > 2048))] = Rejection.TOO_LARGE
+        usable = rejection == Rejection.NONE
         error = np.abs(np.log(whole[2] / whole[1]) - np.log(np.maximum(width, 1) / np.maximum(height, 1)))
         assignment = Assignment(
             bucket_id=np.where(usable, _id_of_grid(t, h, w), REJECTED_BUCKET).astype(np.int32),
@@ -204,7 +205,7 @@ class OpenTable:
             rule ([`AssignmentRule`], *optional*): Metric and limits; by default log, ln 2, and no enlargement.
 
         Raises:
-            BucketingError: If the arrays differ in length, a sample is larger than the table, or there is no video.
+            BucketingError: If the arrays differ in length, or there is no video.
 
         Example:
             >>> table = open_table(LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2)))

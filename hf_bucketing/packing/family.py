@@ -221,7 +221,20 @@ class Family:
         """
         words, tokens = self.text_length(transformer.config) or self.text.shortest, None if kept is None else (kept,)
         layout = PackedLayout(grids=(grid,), shown=(shown,), text_lengths=(words,), strip_length=1, kept=tokens)
-        self.check_layout(transformer, layout)
+        try:
+            self.check_layout(transformer, layout)
+        except PackingError as error:  # which numbers the samples of a pack
+            raise PackingError(
+                str(error).replace("Sample 0 ", "A sample ", 1).replace("of sample 0 ", "of a sample ", 1)
+            ) from error
+
+    def refusal(self, transformer: Transformer, grid: Grid) -> str | None:
+        """Return why the model cannot run a sample of this token grid; None if it can."""
+        try:
+            self.check_grid(transformer, grid)
+        except PackingError as error:
+            return str(error)
+        return None
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return the largest token grid that the model has positions for."""

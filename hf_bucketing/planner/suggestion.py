@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..buckets.arrays import IntArray
-from ..buckets.assignment import count_rejections
+from ..buckets.arrays import BoolArray, IntArray
+from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.sizes import Size
 from ..errors import BucketingError
 from ..media.references import Appended
@@ -25,7 +25,7 @@ from ..models.conditioning import appended_by, read_conditions
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
-from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
+from ..plans.packs import FEW, PackPlanConfig, are_few, plan_packs, strip_tokens
 from ..report.measure import Targets, kept_pixels
 from ..settings import changed
 from ..units import format_bytes
@@ -218,8 +218,35 @@ class Suggester:
         source = self.speed.source if self.measured is None else self.measured.source
         return Suggestion(candidates=tuple(candidates), refused=tuple(refused), source=source)
 
-    def _candidates_of(self, way: Way) -> Iterator[Candidate]:
-        """Plan a way with the tokens of its largest sample per step, and with as many as memory holds."""
+    def _candidates_of(self, way: Way) -> list[Candidate]:
+        """Plan a way with the tokens of its largest sample per step, and with as many as memory holds.
+
+        Training rejects a few rows that fit no pack; they are left out of a way that could not be otherwise.
+        """
+        if way.batching == "bucket":
+            return [*self._planned(way)]
+        way = self._within_positions(way)
+        try:
+            return [*self._planned(way)]
+        except BucketingError:
+            largest = _few_largest(way.targets.all_tokens)
+            if not largest.any():
+                raise
+            return [*self._planned(way.without(largest))]
+
+    def _within_positions(self, way: Way) -> Way:
+        """Return a way without the rows whose size the model cannot take, if they are few."""
+        spec, model = self.components.spec, self.components.transformer.build()
+        ids, first, of_row = np.unique(way.targets.bucket_id, return_index=True, return_inverse=True)
+        sizes = (Size(*(int(side[row]) for side in way.targets.sizes)) for row in first)
+        refused = [
+            bucket_id > REJECTED_BUCKET and self.components.recipe.family.refusal(model, spec.grid(size)) is not None
+            for bucket_id, size in zip(ids.tolist(), sizes, strict=True)
+        ]
+        beyond = np.array(refused, np.bool_)[of_row.ravel()]
+        return way.without(beyond) if are_few(beyond, way.targets.num_tokens) else way
+
+    def _planned(self, way: Way) -> Iterator[Candidate]:
         ids, where = np.unique(way.targets.num_tokens, return_index=True)
         if not len(ids) or ids[-1] == 0:
             rejected = count_rejections(way.targets.rejection).items()
@@ -400,6 +427,13 @@ class Suggester:
         half = 4 if config.mixed_precision == "no" else 2
         texts = half * width * (length * (self.rows.total or 0) + read / self.rows.share)
         return round(latents / self.rows.share + texts)
+
+
+def _few_largest(num_tokens: IntArray) -> BoolArray:
+    """Return the rows with the most tokens that a run may reject, `(n,)`: as many as there may be at most."""
+    ordered = np.sort(num_tokens[num_tokens > 0])
+    limit = ordered[len(ordered) - 1 - (len(ordered) - 1) // FEW] if len(ordered) else 0
+    return np.asarray(num_tokens > limit)
 
 
 def _tokens_that_fit(fewer: MemoryPlan, more: MemoryPlan, memory: float) -> float:

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..buckets.arrays import IntArray
-from ..buckets.assignment import AssignmentRule, has_bucket
+from ..buckets.arrays import BoolArray, IntArray
+from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, Rejection, has_bucket
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.settings import TableConfig
@@ -82,6 +82,16 @@ class Way(NamedTuple):
     table: BucketTable
     batching: Batching
     targets: Targets
+
+    def without(self, rows: BoolArray) -> Way:
+        """Return the way in which rows, of shape `(n,)`, are rejected as too large for packs."""
+        targets = self.targets._replace(
+            bucket_id=np.where(rows, np.int32(REJECTED_BUCKET), self.targets.bucket_id),
+            rejection=np.where(rows, np.int8(Rejection.TOO_LARGE), self.targets.rejection),
+            num_tokens=np.where(rows, 0, self.targets.num_tokens),
+            beside_tokens=np.where(rows, 0, self.targets.beside_tokens),
+        )
+        return self._replace(targets=targets)
 
 
 def ways_of(

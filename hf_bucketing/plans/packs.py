@@ -23,6 +23,9 @@ from .rows import EpochRows, RowPlanConfig, check_positive, column_of, epoch_row
 Balance = Literal["none", "cost"]
 Tokens = TypeVar("Tokens", int, IntArray)
 
+FEW = 20
+"""Where one row of this many fits no pack, that row is at fault; where more do, the limits of packs are."""
+
 SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of scripts/prepare_dataset.py)"
 """Advice on samples that exceed a limit, where their frames are not known."""
 
@@ -201,7 +204,7 @@ def sample_spans(
         worst = int(np.where(over, spans, -1).argmax())
         name = "max_tokens" if spans[worst] > config.max_tokens else "max_cost"
         strips = f", in strips of {config.strip_length}," if num_tokens[worst] % config.strip_length else ""
-        raise OversizeError(
+        error = OversizeError(
             f"Row {worst} takes {spans[worst]} tokens{strips} and exceeds `{name}={getattr(config, name)}` "
             f"({np.count_nonzero(over)} of {len(over)} rows do).",
             advice=[
@@ -211,7 +214,19 @@ def sample_spans(
                 'give `oversize="own_batch"` or `oversize="drop"`',
             ],
         )
+        error.row = worst
+        raise error
     return spans, over
+
+
+def are_few(rows: BoolArray, num_tokens: IntArray) -> bool:
+    """Return whether some rows are marked, and so few of those with tokens that they can be rejected by name.
+
+    Example:
+        >>> are_few(np.arange(41) < 2, np.ones(41)), are_few(np.arange(41) < 3, np.ones(41))
+        (True, False)
+    """
+    return bool(0 < np.count_nonzero(rows) * FEW < np.count_nonzero(num_tokens))
 
 
 def texts_of(text_tokens: npt.ArrayLike) -> IntArray:

@@ -39,6 +39,10 @@ _REASONS = {
         "what they would be shown is missing or does not fit",
         "write those files again; --on_error raise says what is wrong with the first ones",
     ),
+    Rejection.TOO_LARGE: (
+        "no pack holds as many tokens, or the model has no positions for them",
+        "make the files smaller, or train in buckets, which crop them",
+    ),
     Rejection.CLIP: ("their clip does not lie in its file", "correct the columns start and end, in seconds"),
 }
 

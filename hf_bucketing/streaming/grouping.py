@@ -16,6 +16,8 @@ from ..buckets.arrays import IntArray
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..columns.faults import path_of
+from ..columns.stream_columns import MEDIA
 from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
@@ -296,9 +298,9 @@ class PackGrouping(PackLimits):
             span = strip_tokens(tokens, self.strip_length) + self.text_tokens if tokens > 0 else 0
             if span > self.max_tokens:
                 strips = f", in strips of {self.strip_length}," if tokens % self.strip_length else ""
+                name = path_of(row.get(MEDIA)) or f"Row {row.get('index', 'without an index')}"
                 raise OversizeError(
-                    f"Row {row.get('index', 'without an index')} takes {span} tokens{strips} and exceeds "
-                    f"`max_tokens={self.max_tokens}`.",
+                    f"{name} takes {span} tokens{strips} and exceeds `max_tokens={self.max_tokens}`.",
                     advice=["raise `max_tokens`", SHORTEN, "filter such rows out of the stream"],
                 )
             spans.append(span or None)

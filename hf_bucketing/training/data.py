@@ -17,6 +17,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from ..buckets.assignment import REJECTED_BUCKET
 from ..buckets.calibration import read_cost_model
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
@@ -46,7 +47,7 @@ from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
 from ..plans.buckets import BucketPlanConfig
 from ..plans.epoch import EpochPlan
-from ..plans.packs import PackPlanConfig, sample_spans
+from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
 from .agreement import check_same
@@ -61,6 +62,7 @@ from .data_checks import (
     check_reference_dropout,
 )
 from .held_out import check_apart, split_rows
+from .oversize import beyond_positions, exceeding, with_file, without_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
 from .source_weights import weights_of_sources
 
@@ -84,7 +86,7 @@ class TrainingData(RunData):
         audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
             trained.
         source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
-        file_names (callable, *optional*): Returns the files of some rows, by their places in `dataset`.
+        file_names (callable): Returns the names of the files of some rows, by their places in `dataset`.
     """
 
     dataset: Dataset
@@ -95,7 +97,7 @@ class TrainingData(RunData):
     references: RowReferences | None = None
     audio: RowAudio | None = None
     source_ids: npt.NDArray[np.int64] | None = None
-    file_names: Callable[[Sequence[int]], list[str]] | None = None
+    file_names: Callable[[Sequence[int]], list[str]]
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
@@ -131,6 +133,11 @@ class TrainingData(RunData):
         """Return the buckets of the usable rows, each with its number of rows."""
         ids, counts = np.unique(self.bucket_ids[self.num_tokens > 0], return_counts=True)
         return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+    def example_of(self, bucket_id: int) -> str:
+        """Return the name of the first file of a bucket, after a comma."""
+        rows = np.flatnonzero((self.bucket_ids == bucket_id) & (self.num_tokens > 0))
+        return f", such as {self.file_names(rows[:1].tolist())[0]}"
 
     def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> StepCount:
         """Return the optimizer steps from the place of the loader to the end of the last epoch.
@@ -211,7 +218,7 @@ class TrainingData(RunData):
 
     def name_rows(self, rows: Sequence[int]) -> list[str]:
         """Return the numbers of rows with their files."""
-        if self.file_names is None or not rows:
+        if not rows:
             return super().name_rows(rows)
         places = dict(zip(column_array(self.dataset, "index").tolist(), range(len(self.dataset)), strict=True))
         names = zip(rows, self.file_names([places[row] for row in rows]), strict=True)
@@ -363,7 +370,6 @@ def _data_of(
     audio = prepared.row_audio
     if audio is not None:
         num_tokens = num_tokens + audio.num_tokens(sample_sizes(bucket_ids, table)[:, 0])
-    learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     cost_model = make_cost_model(config, width=counting.width)
     resize, views = None, None
     if batches.random_resize is not None:
@@ -371,6 +377,15 @@ def _data_of(
     elif prepared.cache is not None and batches.cached_views == "draw":
         resize = resize_of_views(prepared)
         views = partial(views_in_turn, count=prepared.cache.views_per_sample, seed=config.seed)
+    order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
+    packs = _pack_plan(config, cost_model, order)
+    if packs is not None:
+        prepared, rejected = _without_oversize(
+            config, prepared, None if resize is not None else packs, num_tokens, counting=counting
+        )
+        dataset, bucket_ids = prepared.dataset, np.where(rejected, REJECTED_BUCKET, bucket_ids)
+        own_tokens, num_tokens = np.where(rejected, 0, own_tokens), np.where(rejected, 0, num_tokens)
+    learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
     sampler: PlannedBatchSampler
     weights = None if evaluation else _weights(prepared, views=batches.cached_views)
     common: dict[str, Any] = {
@@ -379,25 +394,16 @@ def _data_of(
         "text_tokens": counting.text_tokens,
         "longest_first": batches.longest_first,
     }
-    order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
-    if batches.batching == "bucket":
+    if packs is None:
         buckets = BucketPlanConfig(**vars(batches.bucket_limits), remainder=batches.remainder, **order)
         sampler = BucketBatchSampler(
             bucket_ids, table=table, config=buckets, spec=spec, references=references, audio=audio, **common
         )
     else:
-        names = ("num_frames", "height", "width", "index")
-        sizes: dict[str, Any] = {name: column_array(dataset, name) for name in names}
+        sides = ("num_frames", "height", "width")
+        sizes: dict[str, Any] = {name: np.where(rejected, -1, column_array(dataset, name)) for name in sides}
+        sizes["index"] = column_array(dataset, "index")
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
-        packs = PackPlanConfig(
-            **vars(batches.pack_limits),
-            strategy=batches.pack_strategy,
-            balance=batches.balance,
-            cost_model=cost_model if batches.balance == "cost" else None,
-            accumulation_steps=config.gradient_accumulation_steps,
-            oversize="own_batch" if evaluation else "error",  # without gradients, it takes less memory
-            **order,
-        )
         tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = num_tokens
         if resize is not None:
             tokens = resize.token_counter(**sizes, references=references, audio=audio, views=views)
@@ -408,7 +414,7 @@ def _data_of(
             advice = _frames_that_fit(
                 prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
             )
-            raise OversizeError(error.fact, advice=[error.advice[0], *advice]) from error
+            raise with_file(error, prepared, advice=advice) from error
     if (references is not None or audio is not None) and config.faults.on_error == "replace":
         counted = {"num_tokens": num_tokens}  # by which replacements are chosen
         if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
@@ -486,6 +492,56 @@ def _weights(prepared: PreparedDataset, *, views: Literal["draw", "all", "first"
     return None if times == 1 else np.full(len(prepared.dataset), times, np.float64)
 
 
+def _pack_plan(config: TrainingConfig, cost_model: CostModel, order: Mapping[str, Any]) -> PackPlanConfig | None:
+    """Return the settings of the plan of packs; None for buckets."""
+    batches = config.batches
+    if batches.batching == "bucket":
+        return None
+    return PackPlanConfig(
+        **vars(batches.pack_limits),
+        strategy=batches.pack_strategy,
+        balance=batches.balance,
+        cost_model=cost_model if batches.balance == "cost" else None,
+        accumulation_steps=config.gradient_accumulation_steps,
+        oversize="own_batch" if order["evaluation"] else "error",  # without gradients, it takes less memory
+        **order,
+    )
+
+
+def _without_oversize(
+    config: TrainingConfig,
+    prepared: PreparedDataset,
+    packs: PackPlanConfig | None,
+    num_tokens: npt.NDArray[np.int64],
+    *,
+    counting: ModelTokens,
+) -> tuple[PreparedDataset, npt.NDArray[np.bool_]]:
+    """Reject the few rows that fit no pack, by the model's positions or, where they are given, by the limits of packs.
+
+    Many are left as they are, so that the checks which follow refuse them.
+
+    Returns:
+        The data set, and which rows are rejected now, `(n,)`.
+    """
+    rejected = np.zeros(len(num_tokens), np.bool_)
+    if counting.refuse is not None and config.batches.base_size is None:  # stretched positions fit any sample
+        ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
+        beyond = beyond_positions(ids, prepared.open_table, counting.refuse) & (num_tokens > 0)
+        if are_few(beyond, num_tokens):
+            first = prepared.open_table.size(int(ids[beyond.argmax()]))
+            why = f"{counting.refuse(prepared.spec.grid(first))} Make the files smaller, or train in buckets."
+            prepared, rejected = without_rows(prepared, beyond, why=why), beyond
+            num_tokens = np.where(rejected, 0, num_tokens)
+    if packs is not None and packs.oversize == "error":
+        over = exceeding(num_tokens, packs, text_tokens=counting.text_tokens)
+        if are_few(over, num_tokens):
+            most = strip_tokens(int(num_tokens.max()), packs.strip_length) + counting.text_tokens
+            why = f"The largest takes {most:,} tokens, and a pack {packs.max_tokens:,}; raise --max_tokens, or cut "
+            why += "videos with --max_frames of scripts/prepare_dataset.py."
+            prepared, rejected = without_rows(prepared, over, why=why), rejected | over
+    return prepared, rejected
+
+
 def _frames_that_fit(
     prepared: PreparedDataset,
     packs: PackPlanConfig,
@@ -519,7 +575,7 @@ def _frames_that_fit(
         most_frames.setdefault(fitting(frames), frames)
     most_frames.pop(fitting(longest))  # as many rows as now
     if not most_frames:
-        return ["use smaller files"]
+        return ["use smaller files", "train in buckets, which crop them (--batching bucket)"]
     fewest, most = min(most_frames), max(most_frames)
     options = [f"--max_frames {most_frames[rows]} (keeps {rows:,} rows)" for rows in dict.fromkeys((fewest, most))]
     return [

@@ -27,6 +27,7 @@ from ..media.references import Appended, ReferenceRule
 from ..models.conditioning import appended_by
 from ..models.recipe import Recipe
 from ..models.texts import TextEmbeddings
+from ..packing.names import Grid
 from .config import TrainingConfig
 
 
@@ -43,6 +44,7 @@ class ModelTokens:
         keyframe_text_tokens (`int`, *optional*): Where the text encoder sees appended frames, tokens that each adds to
             its text beside as many as it has itself.
         reference_text_factor (`int`): How many further ones each reference adds for each token that it has itself.
+        refuse (callable, *optional*): Returns why the model cannot take a sample of a token grid, or None if it can.
     """
 
     width: int
@@ -51,6 +53,7 @@ class ModelTokens:
     reference_text_tokens: int = 0
     keyframe_text_tokens: int | None = None
     reference_text_factor: int = 0
+    refuse: Callable[[Grid], str | None] | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> ModelTokens:
@@ -62,6 +65,7 @@ class ModelTokens:
             reference_text_tokens=recipe.reference_text_tokens,
             keyframe_text_tokens=recipe.keyframe_text_tokens,
             reference_text_factor=recipe.reference_text_factor,
+            refuse=lambda grid: recipe.family.refusal(recipe.transformer, grid),
         )
 
     def rule_of(
@@ -213,6 +217,10 @@ class RunData(ABC):
     @abstractmethod
     def check_same(self, accelerator: Accelerator) -> None:
         """Raise BucketingError on all processes if they do not draw from the same rows, as far as that is known."""
+
+    def example_of(self, bucket_id: int) -> str:
+        """Return the name of a file of a bucket, after a comma; nothing where files are not known before they come."""
+        return ""
 
     def check_buckets(self, check: Callable[[Mapping[int, int]], None]) -> None:
         """Call a function, which may raise, with the buckets of all samples, each with its number of samples."""

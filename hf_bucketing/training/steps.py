@@ -14,9 +14,7 @@ import torch
 
 from ..adapters.base import base_model
 from ..buckets.arrays import IntArray
-from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
-from ..buckets.table import BucketTable
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
@@ -426,7 +424,7 @@ def check_data(step: Step, data: RunData) -> None:
     """Raise BucketingError if the model cannot take samples of the data, or their cache lacks what it is shown."""
 
     def check(counts: Mapping[int, int]) -> None:
-        check_positions(step, data.table, counts, data.spec)
+        check_positions(step, data, counts)
         step.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
 
     data.check_buckets(check)
@@ -440,22 +438,21 @@ def check_data(step: Step, data: RunData) -> None:
     check_cached(step.recipe, data)
 
 
-def check_positions(step: Step, table: BucketTable | OpenTable, counts: Mapping[int, int], spec: LatentSpec) -> None:
+def check_positions(step: Step, data: RunData, counts: Mapping[int, int]) -> None:
     """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images.
 
-    `counts` are the buckets of samples in the table, each with its number of samples.
+    `counts` are the buckets of samples in the table of the data, each with its number of samples.
     """
     if isinstance(step, PackStep) and step.packing.base_size is not None:
         return  # stretched positions fit any sample
     for bucket_id, count in counts.items():
-        size = table.size(bucket_id)
-        try:
-            step.recipe.family.check_grid(step.recipe.transformer, spec.grid(size))
-        except PackingError as error:
+        size = data.table.size(bucket_id)
+        refusal = step.recipe.family.refusal(step.recipe.transformer, data.spec.grid(size))
+        if refusal is not None:
             raise BucketingError(
-                f"The model cannot take the {count} samples of {size}: {error} --max_frames of "
-                "scripts/prepare_dataset.py cuts samples that are too long."
-            ) from error
+                f"The model cannot take the {count} samples of {size}{data.example_of(bucket_id)}: {refusal} "
+                "--max_frames of scripts/prepare_dataset.py cuts samples that are too long."
+            )
 
 
 def _replaced(values: torch.Tensor, of_base: torch.Tensor, targets: Sequence[BaseTarget | None]) -> torch.Tensor:

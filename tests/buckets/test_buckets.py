@@ -239,8 +239,13 @@ def test_lengths_that_differ_and_ids_that_do_not_exist_are_errors() -> None:
     for call in (lambda: novelai_ladder().size(19), lambda: open_table(WAN).size(-1)):
         with pytest.raises(BucketingError):
             call()
-    with pytest.raises(BucketingError, match="512 × 2048 × 2048"):
-        open_table(WAN).assign([1], [16 * 2049], [16])
+
+
+def test_a_sample_of_more_tokens_than_an_id_holds_is_rejected_and_no_other() -> None:
+    found = open_table(WAN).assign([1, 1, 2049], [16 * 2049, 16 * 2048, 16], [16, 16, 16])
+    assert found.rejection.tolist() == [Rejection.TOO_LARGE, Rejection.NONE, Rejection.TOO_LARGE]
+    assert found.bucket_id[[0, 2]].tolist() == [-1, -1]
+    assert open_table(WAN).num_tokens(found.bucket_id, spec=WAN).tolist() == [0, 2048, 0]
 
 
 def test_a_base_bucket_is_named_or_the_one_that_most_samples_can_fill() -> None:

@@ -255,7 +255,7 @@ def test_models_that_the_pipeline_shows_no_picture_are_shown_none(
     recipe = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=()))
     with pytest.raises(BucketingError, match="`appended_first_frame`, but a Kandinsky6TI2VAPipeline"):
         recipe.check_drawn(read_condition("appended_first_frame:0.5,none:0.5"), (), cached=False)
-    with pytest.raises(PackingError, match=r"Sample 0 has a picture, for which this Kandinsky6.*lacks"):
+    with pytest.raises(PackingError, match=r"A sample has a picture, for which this Kandinsky6.*lacks"):
         FAMILY.check_grid(make(**settings), (2, 3, 4), shown=((1, 3, 4),))
 
 

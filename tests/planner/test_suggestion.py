@@ -78,6 +78,30 @@ def test_tables_are_those_of_the_models_sizes_and_of_the_data(components: Compon
     assert tables_of(components, images)["sizes of the data"].bucket_frames == [1]
 
 
+@pytest.mark.parametrize("reason", ["A sample has a token grid of", "needs 9 GiB"])
+def test_a_panorama_rules_out_no_packs(reason: str, components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny Wan model has 128 positions for columns, and a larger sample may need more memory than there is."""
+    if reason == "needs 9 GiB":
+        option = Suggester._option
+
+        def limited(suggester: Suggester, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
+            if size.width > 128:
+                raise BucketingError(reason)
+            return option(suggester, way, size)
+
+        monkeypatch.setattr(Suggester, "_option", limited)
+    panorama = (1, 16, 4096 if reason.startswith("A") else 2048)
+    for images, fits in ((40, True), (10, False)):
+        sizes = Sizes(*np.array([(1, 96, 128)] * images + [panorama]).T)
+        rows = DataRows(sizes=sizes, total=images + 1, caption_characters=20.0, decoding=1e-3)
+        if fits:
+            suggestion = suggest(components, rows, names="packs")
+            assert {(run.dropped["too_large"], run.way.batching) for run in suggestion.candidates} == {(1, "pack")}
+        else:
+            with pytest.raises(BucketingError, match=reason):
+                suggest(components, rows, names="packs")
+
+
 def test_packs_are_prepared_with_the_table_that_rejects_fewest_rows(components: Components) -> None:
     (packs,) = (way for way in ways(components, MIXED) if way.batching == "pack")
     assert packs.settings == tables_of(components, MIXED.sizes)["sizes of the data"]

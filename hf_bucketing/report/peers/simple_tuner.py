@@ -22,8 +22,9 @@ class SimpleTuner:
 
     A row is scaled to cover the size of its aspect ratio and cropped to it, though `crop` is off by default. Of two
     ratios whose sizes have equal rounded ratios, the first that occurs decides the size. Shorter videos than
-    `num_frames` are skipped, others keep their first frames. A bucket of fewer samples than a batch is dropped; the
-    last batch of a bucket draws samples again.
+    `num_frames` are skipped, others keep their first frames. The trainer divides by the rounded ratio, so that rows
+    are skipped too whose ratio rounds to 0. A bucket of fewer samples than a batch is dropped; the last batch of a
+    bucket draws samples again.
 
     Source: bghira/SimpleTuner bc8e6ab7, simpletuner/helpers/multiaspect/image.py and sampler.py,
     image_manipulation/training_sample.py, metadata/backends/base.py and data_backend/config/image.py.
@@ -49,15 +50,20 @@ class SimpleTuner:
         videos = sizes.frames > 1
         short = videos & (sizes.frames < self.num_frames)
         of_images = videos & (self.num_frames == 1)
-        rows = np.flatnonzero(~short & ~of_images)
+        rounded = _two_digits(sizes.widths / sizes.heights)
+        narrow = (rounded == 0) & ~short & ~of_images
+        rows = np.flatnonzero(~short & ~of_images & ~narrow)
         _, heights, widths = sizes.select(rows)
-        ratios, first, inverse = np.unique(_two_digits(widths / heights), return_index=True, return_inverse=True)
+        ratios, first, inverse = np.unique(rounded[rows], return_index=True, return_inverse=True)
         order = np.argsort(first)
         looked_up = self._targets(ratios[order].tolist())[np.argsort(order)][inverse]
         targets = Sizes(np.where(videos[rows], self.num_frames, 1), *looked_up[:, 4:].T)
         resized = self._resized(heights, widths, looked_up)
         views = cover(sizes, rows, targets)._replace(resized_heights=resized[0], resized_widths=resized[1])
-        return Taken(views, count_skipped(videos=of_images, fewer_frames_than_num_frames=short))
+        skipped = count_skipped(
+            videos=of_images, fewer_frames_than_num_frames=short, aspect_ratio_that_rounds_to_0=narrow
+        )
+        return Taken(views, skipped)
 
     def _resized(self, heights: IntArray, widths: IntArray, targets: IntArray) -> tuple[FloatArray, FloatArray]:
         """Return height and width of frames before the crop; `targets` are rows of [`SimpleTuner._targets`]."""

@@ -225,6 +225,14 @@ def test_of_two_near_ratios_the_first_decides_the_size_in_simpletuner() -> None:
     assert sizes_of(rule, [wider, tall]) == [(0, 1, 808, 504, 808, 509), (1, 1, 808, 504, 812, 504)]
 
 
+def test_a_ratio_that_rounds_to_zero_is_skipped_by_simpletuner_which_divides_by_it() -> None:
+    sizes = Sizes(np.ones(3, int), np.array([4096, 640, 16]), np.array([16, 480, 4096]))
+    for name, make in PEERS.items():
+        taken = make.like(TABLE, SPEC).views(sizes) if hasattr(make, "like") else None
+        if name == "simpletuner":
+            assert taken.skipped == {"aspect ratio that rounds to 0": 1}
+
+
 def test_ratios_of_simpletuner_are_rounded_by_their_binary_value() -> None:
     """171 ÷ 120 as a float is a little more than 1.425, which numpy rounds down."""
     rule = SimpleTuner(megapixels=0.7, num_frames=1, alignment=16)
