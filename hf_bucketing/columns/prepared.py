@@ -279,7 +279,7 @@ class PreparedDataset:
         cache = cache and cache.with_folders(lambda folder: read_root(folder, path))
         root = manifest["root"] and read_root(manifest["root"], path)
         other_roots = tuple(read_root(root, path) for root in manifest["other_roots"])
-        check_places([root, *other_roots, cache and cache.folder], path, manifest)
+        check_places([root, *other_roots, None if cache is None else cache.folder], path, manifest)
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),

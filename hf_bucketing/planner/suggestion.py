@@ -221,7 +221,7 @@ class Suggester:
     def _candidates_of(self, way: Way) -> list[Candidate]:
         """Plan a way with the tokens of its largest sample per step, and with as many as memory holds.
 
-        Training rejects a few rows that fit no pack; they are left out of a way that could not be otherwise.
+        A few rows that fit no pack are rejected, as training rejects them, where no run would be possible otherwise.
         """
         if way.batching == "bucket":
             return [*self._planned(way)]
