@@ -26,6 +26,7 @@ from synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
+from hf_bucketing.training.checkpoint import list_checkpoints
 from hf_bucketing.training.review import losses_of
 
 SCRIPTS = Path(__file__).parent
@@ -127,7 +128,7 @@ def main(args: argparse.Namespace) -> None:
         out = folder / "out"
         figures["optimizer_steps"] = len(losses_of(out))
         figures["replaced"] = len((out / "logs" / "unreadable.jsonl").read_text().splitlines())
-        figures["checkpoints_kept"] = len(list(out.glob("checkpoint-*")))
+        figures["checkpoints_kept"] = len(list_checkpoints(out))
     report(figures, args.output)
     grown = [name for name in SAMPLED if float(str(figures[f"{name}, growth"])) > args.most_growth]
     if grown:
