@@ -29,8 +29,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Nothing is kept in the user's folder. Processes of pytest-xdist are one user, as they share prepared folders.
-os.environ["HF_HOME"] = os.environ.setdefault("HF_BUCKETING_TESTS_HOME", f"{_cache.name}/home")
+# Scripts that fail in tests keep no error in the user's folder.
+os.environ["HF_HOME"] = f"{_cache.name}/home"
 
 # Started processes keep the compiled modules, which saves each later one half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -31,7 +31,6 @@ from .apply import undecoded
 from .arrays import column_array, column_batches
 from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
-from .seal import check_places, root_of, sealed
 from .text_files import TextFiles
 
 MANIFEST = "bucketing.json"
@@ -256,7 +255,7 @@ class PreparedDataset:
         with complete_folder(target, marker=MANIFEST) as partial:
             dataset.save_to_disk(str(partial))
             self.lock_rule.lock(load_from_disk(str(partial))).save(partial / LOCK_FILE)
-            write_manifest(partial, manifest)
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
             write_settings(partial, self.settings)
 
     @classmethod
@@ -264,8 +263,7 @@ class PreparedDataset:
         """Read what [`save`][PreparedDataset.save] wrote.
 
         Raises:
-            BucketingError: If the folder is not a prepared data set, a release wrote it whose folders differ, or it is
-                a stranger's and reads files elsewhere, see [`check_places`][hf_bucketing.columns.seal.check_places].
+            BucketingError: If the folder is not a prepared data set, or a release wrote it whose folders differ.
         """
         path = Path(folder)
         manifest = read_manifest(path)
@@ -274,35 +272,25 @@ class PreparedDataset:
                 f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
                 "from it with `streaming=True`, or prepare its rows without --streaming."
             )
-        audio = manifest.get("audio")
-        cache = None if manifest["cache"] is None else CacheInfo(**manifest["cache"])
-        cache = cache and cache.with_folders(lambda folder: read_root(folder, path))
-        root = manifest["root"] and read_root(manifest["root"], path)
-        other_roots = tuple(read_root(root, path) for root in manifest["other_roots"])
-        check_places([root, *other_roots, None if cache is None else cache.folder], path, manifest)
+        cache, audio = manifest["cache"], manifest.get("audio")
         return cls(
             dataset=load_from_disk(str(path)),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
-            root=root_of(root, path, manifest),
-            other_roots=other_roots,
+            root=manifest["root"] and read_root(manifest["root"], path),
+            other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
             conditions=manifest["conditions"],
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
-            cache=cache,
+            cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
             texts=tuple(
                 TextFiles(**{**texts, "files": tuple(read_root(file, path) for file in texts["files"])})
                 for texts in manifest.get("texts", ())
             ),
             settings=read_settings(path),
         )
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of a prepared folder, sealed by this user."""
-    (folder / MANIFEST).write_text(json.dumps(sealed(manifest), indent=2))
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:

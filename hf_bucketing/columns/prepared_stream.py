@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from ..buckets.union import union_of_tables
 from ..errors import BucketingError, MediaError
 from ..files import complete_folder
 from ..media.references import REFERENCE_SIZES, ReferenceRule
-from ..media.remote import is_url
 from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
@@ -50,10 +49,8 @@ from .prepared import (
     read_rule,
     read_settings,
     root_from,
-    write_manifest,
     write_settings,
 )
-from .seal import check_places, root_of
 from .settings import RowsConfig, SourceConfig
 from .shares import given_shares
 from .sources import SAMPLED_ROWS, bytes_in, find_rows
@@ -280,7 +277,7 @@ class PreparedStream:
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
-            write_manifest(partial, manifest)
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
             write_settings(partial, self.settings)
 
     @classmethod
@@ -288,18 +285,15 @@ class PreparedStream:
         """Read what [`save`][PreparedStream.save] wrote.
 
         Raises:
-            BucketingError: If the folder describes no stream, a release wrote it whose folders differ, or it is a
-                stranger's and reads files elsewhere, see [`check_places`][hf_bucketing.columns.seal.check_places].
+            BucketingError: If the folder describes no stream, or a release wrote it whose folders differ.
         """
         manifest = read_manifest(Path(folder))
         if STREAM not in manifest:
             raise BucketingError(f"{folder} holds rows and describes no stream; prepare it with --streaming.")
         stream, audio = {"table": manifest["table"], **manifest[STREAM]}, manifest.get("audio")
         sample = stream["sample"]
-        parts = [_read_part(part, folder) for part in (stream, *stream.get("others", []))]
-        check_places([place for part in parts for place in _places_of(part)], Path(folder), manifest)
         return cls(
-            parts=tuple(replace(part, root=root_of(part.root, Path(folder), manifest)) for part in parts),
+            parts=tuple(_read_part(part, folder) for part in (stream, *stream.get("others", []))),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
             num_shards=stream["num_shards"],
@@ -373,16 +367,6 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
         root=root,
         table=BucketTable.from_json(json.dumps(part["table"])),
     )
-
-
-def _places_of(part: StreamPart) -> Iterator[str | None]:
-    """Yield the folders and URLs that a source reads: its data set, unless the hub has it, and what lies beside it."""
-    yield part.root
-    if is_url(part.source.dataset) or is_local(part.source.dataset):
-        yield part.source.dataset
-    values = flatten(part.source)
-    for folders in (values[name] for name in _FOLDERS):
-        yield from map(str, folders if isinstance(folders, list) else filter(None, [folders]))
 
 
 def _with_paths(value: Any, change: Callable[[Any], Any]) -> Any:

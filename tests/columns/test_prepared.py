@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
-from hf_bucketing.columns.prepared import CacheInfo
 from hf_bucketing.media.references import ReferenceRule
 from tests.columns.test_map_columns import TABLE, WAN, sized
 
@@ -70,71 +69,6 @@ def test_folders_from_before_references_are_read_unless_they_have_some(tmp_path:
     assert PreparedDataset.load(tmp_path / "without").files == replace(data, conditions={"mask": "caption"}).files
     with pytest.raises(BucketingError, match="before the sizes of references became a column; prepare it again"):
         PreparedDataset.load(tmp_path / "with")
-
-
-CACHE = CacheInfo(folder="cache", batching="bucket", latents_model="a", text_model=None, empty_text_key=None, views={})
-
-
-@pytest.mark.parametrize(("changes", "refused"), [
-    ({"root": "/"}, "/"),
-    ({"root": "../../../../../../../../.."}, "/"),
-    ({"root": "../.."}, "{above}"),
-    ({"root": ".."}, "{beside}"),
-    ({"root": "../../elsewhere"}, "{above}/elsewhere"),
-    ({"other_roots": ["../media", "/"]}, "/"),
-    ({"root": "file:///"}, "file:///"),
-    ({"root": "zip://x::https://server/a.zip"}, "zip://x::https://server/a.zip"),
-    ({"root": "s3://bucket/clips"}, "s3://bucket/clips"),
-    ({"cache": {**asdict(CACHE), "folder": "/cache"}}, "/cache"),
-    ({"root": "../media"}, None),
-    ({"root": "media", "other_roots": ["hf://datasets/owner/name"]}, None),
-    ({"root": "https://server/clips", "cache": {**asdict(CACHE), "folder": "../cache"}}, None),
-])  # fmt: skip
-def test_a_strangers_folder_names_only_places_beside_it(
-    changes: dict, refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever wrote the manifest wrote everything in the folder; what is missing is the key of this user."""
-    folder = tmp_path / "data" / "prepared"
-    prepared(tmp_path / "data" / "media").save(folder)
-    manifest = json.loads((folder / "bucketing.json").read_text())
-    for kept in (manifest, {name: value for name, value in manifest.items() if name != "seal"}):
-        (folder / "bucketing.json").write_text(json.dumps({**kept, **changes}))
-        if refused is None:
-            PreparedDataset.load(folder)
-            continue
-        place = refused.format(above=tmp_path, beside=tmp_path / "data")
-        message = rf"prepared reads files from {place}.* HF_BUCKETING_ALLOWED_PATHS={place}"
-        with pytest.raises(BucketingError, match=message):
-            PreparedDataset.load(folder)
-        if "::" not in place:  # a chain of file systems is never allowed
-            with monkeypatch.context() as allowing:
-                allowing.setenv("HF_BUCKETING_ALLOWED_PATHS", f"s3://other, {place}")
-                PreparedDataset.load(folder)
-
-
-def test_a_folder_of_this_user_names_any_place_until_it_is_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows without a root may then name any file; those of a stranger start from the folder."""
-    (tmp_path / "secret.png").write_bytes(b"secret")
-    folder = tmp_path / "data" / "prepared"
-    prepared(tmp_path / "elsewhere").save(folder)
-    assert PreparedDataset.load(folder).root == str(tmp_path / "elsewhere")
-    folder.rename(tmp_path / "data" / "renamed")
-    assert PreparedDataset.load(tmp_path / "data" / "renamed").root == str(tmp_path / "elsewhere")
-    prepared().save(folder)
-    assert PreparedDataset.load(folder).files.source(str(tmp_path / "secret.png"), name="row 0").path
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home of another"))
-    with pytest.raises(BucketingError, match=f"reads files from {tmp_path}/elsewhere"):
-        PreparedDataset.load(tmp_path / "data" / "renamed")
-    with pytest.raises(BucketingError, match="HF_BUCKETING_ALLOWED_PATHS"):
-        PreparedDataset.load(folder).files.source(str(tmp_path / "secret.png"), name="row 0")
-    prepared(tmp_path / "elsewhere").save(folder)
-    assert PreparedDataset.load(folder).root == str(tmp_path / "elsewhere"), "with a key of their own"
-    assert (tmp_path / "home of another" / "hf_bucketing" / "seal_key").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "home of another" / "hf_bucketing" / "seal_key").write_bytes(b"")
-    with pytest.raises(BucketingError, match="seal_key is empty or damaged; delete it"):
-        prepared().save(folder)
 
 
 def test_files_are_named_by_their_path_or_their_row() -> None:
