@@ -275,6 +275,7 @@ def main(args: argparse.Namespace) -> None:
         max_frames=max_frames,
         references=references,
         audio=prepared.row_audio,
+        weights=prepared.weights,
     )
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
     print(f"Rows {origin}.")
@@ -285,7 +286,7 @@ def main(args: argparse.Namespace) -> None:
         print("\nSources, as they were prepared\n" + describe_sources(counts))
         values["sources"] = [asdict(count) for count in counts]
     if chosen:
-        peers = compare_peers(sizes, report, chosen)
+        peers = compare_peers(sizes, report, chosen, weights=prepared.weights)
         print("\nWhat other trainers would do with these rows\n" + describe_peers(peers))
         values["peers"] = [asdict(peer) for peer in peers]
     if args.json:

@@ -164,23 +164,24 @@ def unusable(*columns: IntArray) -> npt.NDArray[np.int8]:
     return rejection
 
 
-def count_rejections(rejection: npt.ArrayLike) -> dict[str, int]:
+def count_rejections(rejection: npt.ArrayLike, *, times: IntArray | None = None) -> dict[str, int]:
     """Return how many samples were rejected for each reason that occurs, by its label, in the order of [`Rejection`].
 
     Args:
         rejection (array, shape `(n,)`): A `rejection` column, or the numbers of an [`Assignment`].
+        times (array of `int`, shape `(n,)`, *optional*): How often each sample counts; by default once.
 
     Example:
         >>> count_rejections(["too_small", "none", "aspect", "too_small"])
         {'aspect': 1, 'too_small': 2}
     """
     values = whole_column(rejection)
-    counts = (
-        (reason.label, int(np.count_nonzero(values == (reason.label if values.dtype.kind in "UO" else reason))))
-        for reason in Rejection
-        if reason != Rejection.NONE
-    )
-    return {label: count for label, count in counts if count}
+    counts = {}
+    for reason in Rejection:
+        if reason != Rejection.NONE:
+            rejected = values == (reason.label if values.dtype.kind in "UO" else reason)
+            counts[reason.label] = int(np.count_nonzero(rejected) if times is None else times[rejected].sum())
+    return {label: count for label, count in counts.items() if count}
 
 
 class _Samples(NamedTuple):

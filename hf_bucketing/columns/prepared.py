@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, load_from_disk
 
-from ..buckets.arrays import IntArray
+from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
@@ -173,6 +173,13 @@ class PreparedDataset:
         return tuple(feature.names) if isinstance(feature, ClassLabel) else ()
 
     @property
+    def weights(self) -> FloatArray | None:
+        """Occurrences of each row per epoch, `float64` of shape `(n,)`, which all plans take; None for once each."""
+        if ROW_WEIGHT not in self.dataset.column_names:
+            return None
+        return column_array(self.dataset, ROW_WEIGHT).astype(np.float64, copy=False)
+
+    @property
     def source_ids(self) -> IntArray | None:
         """Source of each row, `int64` of shape `(n,)`, as a position in `sources`; None if there is one."""
         return column_array(self.dataset, SOURCE).astype(np.int64) if self.sources else None
@@ -181,10 +188,9 @@ class PreparedDataset:
         """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
         if not self.sources:
             raise BucketingError("The data set has one source, or was prepared without a column of sources.")
-        names = ["bucket_id", "num_tokens", "rejection", ROW_WEIGHT]
+        names = ["bucket_id", "num_tokens", "rejection"]
         columns = {name: column_array(self.dataset, name) for name in names if name in self.dataset.column_names}
-        weights = columns.pop(ROW_WEIGHT, None)
-        return {"sources": self.source_ids, "names": self.sources, "columns": columns, "weights": weights}
+        return {"sources": self.source_ids, "names": self.sources, "columns": columns, "weights": self.weights}
 
     @property
     def spec(self) -> LatentSpec:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..buckets.arrays import FloatArray
 from ..buckets.sizes import Size
 from ..columns.apply import undecoded
 from ..columns.arrays import column_array
@@ -52,6 +53,7 @@ class DataRows:
             rows, where samples have some.
         assigned ([`AssignedColumns`][hf_bucketing.report.measure.AssignedColumns], *optional*): Buckets that the rows
             were prepared with.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default once.
     """
 
     sizes: Sizes
@@ -62,6 +64,7 @@ class DataRows:
     audio: RowAudio | None = None
     references: RowReferences | None = None
     assigned: AssignedColumns | None = None
+    weights: FloatArray | None = None
 
     @property
     def share(self) -> float:
@@ -106,6 +109,7 @@ class DataRows:
             audio=None if prepared.row_audio is None else prepared.row_audio.select(rows),
             references=None if references is None else references.select(rows),
             assigned=_assigned_by(columns),
+            weights=None if prepared.weights is None else prepared.weights[rows],
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..buckets.arrays import BoolArray, IntArray
+from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.sizes import Size
 from ..errors import BucketingError
@@ -26,6 +26,7 @@ from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import FEW, PackPlanConfig, are_few, plan_packs, strip_tokens
+from ..plans.rows import EpochConfig, epoch_occurrences
 from ..report.measure import Targets, kept_pixels
 from ..settings import changed
 from ..units import format_bytes
@@ -74,9 +75,10 @@ class Candidate:
         kept (`float`): Share of the pixels of all readable files that an epoch trains on.
         seconds_per_pixel (`float`): Seconds of an epoch over these pixels: the objective.
         fill (`float`): Share of `max_tokens` that steps hold on average.
-        dropped (mapping of `str` to `int`): Rows that an epoch does not train on, by reason.
-        num_dropped (`int`): Rows of those planned that are dropped.
-        num_rows (`int`): Rows that are planned.
+        dropped (mapping of `str` to `int`): Rows that an epoch does not train on, by reason, each as often as it would
+            occur.
+        num_dropped (`int`): Rows of those planned that are dropped, counted so too.
+        num_rows (`int`): Rows that are planned, counted so too.
     """
 
     way: Way
@@ -190,7 +192,9 @@ class Suggester:
         self.base = replace(base, num_processes=machine.num_gpus, audio_fps=audio_fps)
         self.num_workers = num_workers
         self.text_tokens = components.recipe.text_tokens(base.max_sequence_length)
-        self.pixels = np.prod([column.astype(np.float64) for column in rows.sizes], axis=0) * rows.readable
+        self.times = epoch_occurrences(rows.weights, num_rows=count, seed=EpochConfig.seed)
+        pixels = np.prod([column.astype(np.float64) for column in rows.sizes], axis=0) * rows.readable
+        self.pixels = float((pixels * self.times).sum())
 
     def suggest(self, ways: Iterable[Way]) -> Suggestion:
         """Plan all ways, and rank them.
@@ -249,7 +253,7 @@ class Suggester:
     def _planned(self, way: Way) -> Iterator[Candidate]:
         ids, where = np.unique(way.targets.num_tokens, return_index=True)
         if not len(ids) or ids[-1] == 0:
-            rejected = count_rejections(way.targets.rejection).items()
+            rejected = count_rejections(way.targets.rejection, times=self.times).items()
             reasons = ", ".join(f"{round(count / self.rows.share):,} {reason}" for reason, count in rejected)
             raise BucketingError(f"no row can be trained: {reasons}.")
         sizes = [Size(*(int(side[row]) for side in way.targets.sizes)) for row in where[ids > 0]]
@@ -267,7 +271,8 @@ class Suggester:
         Memory is a line through the smallest sample and the largest, which were traced for their operations.
         """
         text, length = self.text_tokens, plan.shape.length
-        of_epoch = float((way.targets.all_tokens + text * (way.targets.num_tokens > 0)).sum()) / self.rows.share
+        of_rows = way.targets.all_tokens + text * (way.targets.num_tokens > 0)
+        of_epoch = float((of_rows * self.times).sum()) / self.rows.share
         at_most = min(of_epoch / (LEAST_STEPS * processes), MOST_TOKENS)
         small = self._memory(config, smallest)
         room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
@@ -316,8 +321,7 @@ class Suggester:
     def _plan(self, way: Way, size: Size, config: PlanConfig, flops: BatchCost, *, processes: int) -> Candidate:
         """Plan an epoch of a way, its memory and its time."""
         assert config.max_tokens is not None, "every candidate has tokens"
-        tokens = way.targets.all_tokens
-        plan, computed = self._epoch(way, config, processes=processes)
+        plan, computed = self._epoch(way, config, processes=processes, weights=self.rows.weights)
         memory = self._memory(config, size)
         encoding = self.speed.seconds(encoding_flops(self.components, config, size))
         step = self.measured
@@ -330,11 +334,15 @@ class Suggester:
         time = epoch_time(plan, computed, step, rows_of_plan=self.rows.share)
         once = None
         if config.cached == "all":
+            rows, lengths = plan, computed
+            if self.rows.weights is not None:  # a cache encodes each row once, however often it is trained on
+                rows, lengths = self._epoch(way, config, processes=processes)
             more = self._cached_tokens(way.targets, config) - way.targets.all_tokens
-            once = epoch_time(plan, computed + more[plan.indices], encoding, rows_of_plan=self.rows.share)
+            once = epoch_time(rows, lengths + more[rows.indices], encoding, rows_of_plan=self.rows.share)
         kept = kept_pixels(self.rows.sizes, way.targets)[plan.indices].sum()
-        dropped = {**count_rejections(way.targets.rejection), **plan.drop_reasons}
-        dropped.pop("rejected", None)
+        dropped = {**count_rejections(way.targets.rejection, times=self.times), **plan.drop_reasons}
+        for counted in ("rejected", "weight"):  # by their reason; not asked for in this epoch
+            dropped.pop(counted, None)
         workers = self._workers(plan, way.targets, time)
         num_workers = self.num_workers if once is not None else self._started(workers)
         cache = 0 if once is None else self._cache_bytes(way.targets, config)
@@ -352,21 +360,23 @@ class Suggester:
             once=once,
             workers=workers,
             num_workers=num_workers,
-            kept=float(kept / self.pixels.sum()),
+            kept=float(kept / self.pixels),
             seconds_per_pixel=time.seconds * self.rows.share / float(kept),
             fill=float(computed.sum()) / (plan.num_batches * config.max_tokens),
             dropped={reason: round(count / self.rows.share) for reason, count in dropped.items() if count},
-            num_dropped=len(tokens) - plan.kept,
-            num_rows=len(tokens),
+            num_dropped=int(self.times.sum()) - len(plan.indices),
+            num_rows=int(self.times.sum()),
         )
 
-    def _epoch(self, way: Way, config: PlanConfig, *, processes: int) -> tuple[EpochPlan, IntArray]:
+    def _epoch(
+        self, way: Way, config: PlanConfig, *, processes: int, weights: FloatArray | None = None
+    ) -> tuple[EpochPlan, IntArray]:
         """Return the plan of an epoch, and the tokens that are computed for each of its samples."""
         tokens, text = way.targets.all_tokens, self.text_tokens
         assert config.max_tokens is not None, "every candidate has tokens"
         if way.batching == "pack":
             packs = PackPlanConfig(max_tokens=config.max_tokens, strip_length=config.strip_length)
-            plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text)
+            plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text, weights=weights)
             return plan, strip_tokens(tokens[plan.indices], config.strip_length) + text
         spec = self.components.spec
         references, audio = self.rows.references, self.rows.audio
@@ -375,7 +385,8 @@ class Suggester:
         beside = parts.beside_tokens + text
         sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=beside)
         by_part = dict(enumerate(sizes.tolist()))
-        plan = plan_buckets(parts.ids, BucketPlanConfig(batch_size=by_part), epoch=0, num_processes=processes)
+        buckets = BucketPlanConfig(batch_size=by_part)
+        plan = plan_buckets(parts.ids, buckets, epoch=0, num_processes=processes, weights=weights)
         return plan, tokens[plan.indices] + text
 
     def _copied(self, memory: MemoryPlan, config: PlanConfig) -> float:

@@ -213,6 +213,26 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     return counts
 
 
+def epoch_occurrences(weights: npt.ArrayLike | None, *, num_rows: int, seed: int, epoch: int = 0) -> IntArray:
+    """Return how often each row of a data set occurs in an epoch, for those that count what plans hold.
+
+    Args:
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default 1.
+        num_rows (`int`): Rows of the data set.
+        seed (`int`): Seed of the plans.
+        epoch (`int`): Not negative.
+
+    Returns:
+        `int64` of shape `(n,)`.
+
+    Raises:
+        PlanError: As the plans, on weights that they do not take.
+    """
+    if weights is None:
+        return np.ones(num_rows, np.int64)
+    return occurrences(_checked(weights, np.ones(num_rows, np.bool_)), seed=seed, epoch=epoch)
+
+
 def earlier_occurrences(rows: IntArray, *, before: IntArray) -> IntArray | None:
     """Return how often each of some rows occurred before, or None if no row occurs twice.
 

@@ -101,6 +101,7 @@ def _overview(report: Report, beside: Beside) -> list[Block]:
     by_name = {strategy.name: strategy for strategy in report.strategies}
     facts = [
         ("samples", f"{buckets.num_samples:,}"),
+        ("samples per epoch", f"{buckets.samples_per_epoch:,}"),
         ("with a bucket", f"{buckets.num_samples - buckets.rejected:,}"),
         ("rejected", f"{buckets.rejected:,}"),
         ("buckets in use", f"{len(buckets.used):,} of {len(buckets.buckets):,}"),

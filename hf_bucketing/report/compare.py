@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, count_rejections, has_bucket
@@ -51,8 +52,8 @@ class StrategyReport:
 
     Attributes:
         name (`"padding"`, `"bucketing"` or `"packing"`): See [`compare_strategies`].
-        kept (`int`): Samples in the plan.
-        dropped (mapping of `str` to `int`): Samples that are not in the plan, by the label of their
+        kept (`int`): Samples in the plan: rows, each as often as it occurs.
+        dropped (mapping of `str` to `int`): Samples of the epoch that are not in the plan, by the label of their
             [`Rejection`][hf_bucketing.Rejection], or `remainder` for those that fill no step.
         num_steps (`int`): Steps of the epoch, on each process.
         mixed_steps (`int`): Bucketing: steps whose processes hold several buckets. 0 for the others.
@@ -160,6 +161,7 @@ def make_report(
     max_frames: int | None = None,
     references: RowReferences | None = None,
     audio: RowAudio | None = None,
+    weights: npt.ArrayLike | None = None,
 ) -> Report:
     """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
 
@@ -175,6 +177,8 @@ def make_report(
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
             rows, which count the frames that a run appends too.
         audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch, as training takes them
+            of a prepared data set's `weights`; by default once. All plans and what is counted of them have them.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
@@ -190,6 +194,7 @@ def make_report(
         max_frames=max_frames,
         references=references,
         audio=audio,
+        weights=weights,
     )
     return Report(
         config=config,
@@ -206,7 +211,12 @@ def make_report(
         worst_crops=worst_crops(subject),
         random_samples=random_samples(subject),
         references=measure_references(
-            subject.bucketed.bucket_id.astype(np.int64), references, table=table, spec=spec, config=config
+            subject.bucketed.bucket_id.astype(np.int64),
+            references,
+            table=table,
+            spec=spec,
+            config=config,
+            weights=subject.weights,
         ),
         appended=measure_appended(subject.bucketed, references, spec=spec),
     )
@@ -238,7 +248,8 @@ def _padding(subject: Subject) -> _Epoch:
     references to the most tokens that those of one sample take. Every token attends to the whole padded sample.
     """
     targets, config = subject.own, subject.config
-    plan = plan_batches(np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET), config)
+    one_bucket = np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET)
+    plan = plan_batches(one_bucket, config, weights=subject.weights)
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
     table = open_table(subject.spec)
     padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec) + config.text_tokens
@@ -263,11 +274,19 @@ def _packing(subject: Subject) -> _Epoch:
     targets, config = subject.own, subject.config
     max_tokens = config.max_tokens or _default_max_tokens(targets, config)
     lengths = targets.all_tokens
-    if np.count_nonzero(lengths) < config.num_processes:
-        plan = empty_plan(lengths > 0, config)
+    available = int(subject.times[lengths > 0].sum())
+    if available < config.num_processes:
+        plan = empty_plan(available, config)
     else:
         packs = PackPlanConfig(max_tokens=max_tokens, strip_length=config.strip_length, seed=config.seed)
-        plan = plan_packs(lengths, packs, epoch=0, num_processes=config.num_processes, text_tokens=config.text_tokens)
+        plan = plan_packs(
+            lengths,
+            packs,
+            epoch=0,
+            num_processes=config.num_processes,
+            text_tokens=config.text_tokens,
+            weights=subject.weights,
+        )
     tokens = strip_tokens(lengths[plan.indices], config.strip_length) + config.text_tokens
     return _Epoch("packing", targets, plan, tokens, config.costs.pack_cost(tokens, plan.offsets), max_tokens)
 
@@ -285,14 +304,14 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
     targets, plan, rows = epoch.targets, epoch.plan, epoch.plan.indices
     by_step = epoch.costs.reshape(plan.num_steps, plan.num_processes)
     slowest = by_step.max(axis=1)
-    remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason != "rejected"}
+    remainder = {reason: count for reason, count in plan.drop_reasons.items() if reason == "remainder"}
     lengths = targets.all_tokens[rows] + subject.config.text_tokens
     useful = float(subject.config.costs.cost(lengths).sum())
     real, computed = int(lengths.sum()), int(epoch.computed.sum())
     return StrategyReport(
         name=epoch.name,
-        kept=plan.kept,
-        dropped={**count_rejections(targets.rejection), **remainder},
+        kept=len(rows),
+        dropped={**count_rejections(targets.rejection, times=subject.times), **remainder},
         num_steps=plan.num_steps,
         mixed_steps=plan.num_mixed_steps if epoch.name == "bucketing" else 0,
         real_tokens=real,
@@ -304,7 +323,7 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
         efficiency=useful / float(slowest.sum() * plan.num_processes) if plan.num_steps else math.nan,
         max_tokens=epoch.max_tokens,
         token_use=real / computed if computed else math.nan,
-        tokens_per_sample=real / plan.kept if plan.kept else math.nan,
+        tokens_per_sample=real / len(rows) if len(rows) else math.nan,
         plan_bytes=sum(array.nbytes for array in (plan.indices, plan.offsets, plan.bucket_ids)),
         kept_pixels=float(kept_pixels(subject.sizes, targets)[rows].sum()),
     )

@@ -22,6 +22,7 @@ from ..media.row_references import BucketParts, RowReferences, bucket_parts
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig
+from ..plans.rows import epoch_occurrences
 from ..settings import check_at_least, not_default
 
 
@@ -186,7 +187,9 @@ def kept_pixels(sizes: Sizes, targets: Targets) -> FloatArray:
 class Subject(NamedTuple):
     """Everything that a report is computed from: the samples in their buckets and at their own size, and settings.
 
-    `parts` are buckets divided by the sizes of references and the lengths of audio, if samples have some.
+    `parts` are buckets divided by the sizes of references and the lengths of audio, if samples have some. `weights`
+    are the occurrences of each row per epoch, None for once each, and `times` those in the first epoch, which is
+    planned.
     """
 
     sizes: Sizes
@@ -195,7 +198,9 @@ class Subject(NamedTuple):
     table: BucketTable
     spec: LatentSpec
     config: ReportConfig
+    times: IntArray
     parts: BucketParts | None = None
+    weights: FloatArray | None = None
 
 
 class AssignedColumns(NamedTuple):
@@ -245,6 +250,7 @@ def read_subject(
     max_frames: int | None = None,
     references: RowReferences | None = None,
     audio: RowAudio | None = None,
+    weights: npt.ArrayLike | None = None,
 ) -> Subject:
     """Read the columns and find the targets of all samples; raises what `make_report` raises."""
     sizes = read_sizes(columns)
@@ -259,7 +265,9 @@ def read_subject(
     if references is not None or audio is not None:
         parts = bucket_parts(bucketed.bucket_id, table=table, spec=spec, references=references, audio=audio)
     bucketed, own = (targets.beside(references, audio, spec=spec) for targets in (bucketed, own))
-    return Subject(sizes, bucketed, own, table, spec, config, parts)
+    times = epoch_occurrences(weights, num_rows=len(sizes.frames), seed=config.seed)
+    by_row = None if weights is None else np.asarray(weights, np.float64)
+    return Subject(sizes, bucketed, own, table, spec, config, times, parts, by_row)
 
 
 def read_sizes(columns: SizeColumns) -> Sizes:
@@ -352,27 +360,28 @@ def _shrink(sizes: Sizes, max_area: IntArray | int) -> Sizes:
     return Sizes(sizes.frames, heights, widths)
 
 
-def plan_batches(bucket_ids: IntArray, config: ReportConfig) -> EpochPlan:
+def plan_batches(bucket_ids: IntArray, config: ReportConfig, *, weights: FloatArray | None = None) -> EpochPlan:
     """Plan an epoch of batches of one bucket; without a sample for each process, the plan has no step."""
-    if np.count_nonzero(has_bucket(bucket_ids)) < config.num_processes:
-        return empty_plan(has_bucket(bucket_ids), config)
+    times = epoch_occurrences(weights, num_rows=len(bucket_ids), seed=config.seed)
+    available = int(times[has_bucket(bucket_ids)].sum())
+    if available < config.num_processes:
+        return empty_plan(available, config)
     settings = BucketPlanConfig(batch_size=config.batch_size, seed=config.seed)
-    return plan_buckets(bucket_ids, settings, epoch=0, num_processes=config.num_processes)
+    return plan_buckets(bucket_ids, settings, epoch=0, num_processes=config.num_processes, weights=weights)
 
 
 def plan_bucketing(subject: Subject) -> EpochPlan:
     """Plan an epoch of batches as training does: of one bucket, and of references of equal sizes."""
     ids, parts = subject.bucketed.bucket_id.astype(np.int64), subject.parts
     if parts is None:
-        return plan_batches(ids, subject.config)
-    plan = plan_batches(parts.ids, subject.config)
+        return plan_batches(ids, subject.config, weights=subject.weights)
+    plan = plan_batches(parts.ids, subject.config, weights=subject.weights)
     return replace(plan, bucket_ids=parts.buckets_of(plan.bucket_ids))
 
 
-def empty_plan(usable: npt.NDArray[np.bool_], config: ReportConfig) -> EpochPlan:
+def empty_plan(available: int, config: ReportConfig) -> EpochPlan:
     """Return a plan without a step, so that a report can say why: too few samples are usable."""
-    remainder = int(np.count_nonzero(usable))
-    return EpochPlan.without_steps(config.num_processes, drop_reasons={"remainder": remainder} if remainder else {})
+    return EpochPlan.without_steps(config.num_processes, drop_reasons={"remainder": available} if available else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +394,8 @@ class BucketUse:
         num_tokens (`int`): Tokens per sample, without references.
         cost (`float`): Cost of one sample without references: floating-point operations of one transformer block's
             forward pass, or measured seconds.
-        num_samples (`int`): Samples assigned to it. Where there are none, the three means below are NaN.
+        num_samples (`int`): Samples of an epoch that are assigned to it: its rows, each as often as it occurs. Where
+            there are none, the three means below are NaN.
         kept_area (`float`): Mean share of the samples' frames inside the bucket after cover-resize.
         kept_frames (`float`): Mean share of the samples' frames that the bucket has.
         scale (`float`): Mean factor by which cover-resize scales a side; above 1 it enlarges.
@@ -425,13 +435,14 @@ class BucketReport:
 
     Attributes:
         num_samples (`int`): Rows of the data set.
+        samples_per_epoch (`int`): Its rows, each as often as it occurs in the epoch that is planned.
         rejected (`int`): Rows without a bucket.
         rejections (mapping of `str` to `int`): Rejected rows, by the label of their
             [`Rejection`][hf_bucketing.Rejection].
         aspect_error ([`Spread`]): |ln(aspect ratio of a sample ÷ aspect ratio of its bucket)|.
         aspect_difference ([`Spread`]): |aspect ratio of a sample − aspect ratio of its bucket|, as NovelAI prints it.
-        kept_area (`float`): Mean over all samples with a bucket, as in [`BucketUse`]; NaN if there is none.
-        enlarged (`int`): Samples that their bucket enlarges.
+        kept_area (`float`): Mean over all rows with a bucket, as in [`BucketUse`]; NaN if there is none.
+        enlarged (`int`): Rows that their bucket enlarges.
         cut_short ([`CutSamples`], *optional*): Samples that lose more than half of their frames; None if none does.
         num_steps (`int`): Steps of an epoch, on each process.
         mixed_steps (`int`): Steps whose processes hold several buckets.
@@ -439,6 +450,7 @@ class BucketReport:
     """
 
     num_samples: int
+    samples_per_epoch: int
     rejected: int
     rejections: Mapping[str, int]
     aspect_error: Spread
@@ -464,6 +476,7 @@ def measure_buckets(subject: Subject) -> BucketReport:
     ratio, target_ratio = (side.widths[rows] / side.heights[rows] for side in (sizes, targets.sizes))
     return BucketReport(
         num_samples=len(targets.bucket_id),
+        samples_per_epoch=int(subject.times.sum()),
         rejected=len(targets.bucket_id) - len(rows),
         rejections=count_rejections(targets.rejection),
         aspect_error=_spread(np.abs(np.log(ratio / target_ratio))),
@@ -488,7 +501,8 @@ def _spread(values: FloatArray) -> Spread:
 
 def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
     targets, table, config = subject.bucketed, subject.table, subject.config
-    rows = np.flatnonzero(has_bucket(targets.bucket_id))
+    usable = np.where(has_bucket(targets.bucket_id), subject.times, 0)
+    rows = np.repeat(np.arange(len(usable)), usable)
     ids = targets.bucket_id[rows].astype(np.int64)
 
     def count(bucket_ids: npt.NDArray[np.integer[Any]]) -> IntArray:

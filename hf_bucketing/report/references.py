@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..buckets.arrays import IntArray
+from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import has_bucket
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
@@ -56,6 +56,7 @@ def measure_references(
     table: BucketTable,
     spec: LatentSpec,
     config: ReportConfig,
+    weights: FloatArray | None = None,
 ) -> ReferenceReport | None:
     """Plan an epoch of buckets with and without references and compare them; None if no sample has any.
 
@@ -66,6 +67,7 @@ def measure_references(
         table ([`BucketTable`][hf_bucketing.BucketTable]): Table of the buckets.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         config ([`ReportConfig`]): Samples per batch and processes.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default once.
     """
     ids = np.asarray(bucket_ids, np.int64)
     usable = has_bucket(ids)
@@ -74,7 +76,7 @@ def measure_references(
     parts = bucket_parts(ids, table=table, spec=spec, references=references)
     shown = int(parts.beside_tokens[parts.ids[usable]].sum())
     own = int(table.num_tokens(ids, spec=spec).sum())
-    (full, steps), (full_without, steps_without) = (_filled(groups, config) for groups in (parts.ids, ids))
+    (full, steps), (full_without, steps_without) = (_filled(groups, config, weights) for groups in (parts.ids, ids))
     return ReferenceReport(
         num_samples=int(usable.sum()),
         shown=int(np.count_nonzero(references.counts[usable])),
@@ -127,9 +129,9 @@ def describe_appended(report: AppendedReport) -> str:
     )
 
 
-def _filled(groups: IntArray, config: ReportConfig) -> tuple[float, int]:
+def _filled(groups: IntArray, config: ReportConfig, weights: FloatArray | None) -> tuple[float, int]:
     """Return the share of an epoch's samples in full batches of one group, and its steps."""
-    plan = plan_batches(groups, config)
+    plan = plan_batches(groups, config, weights=weights)
     sizes = np.diff(plan.offsets)
     return float(sizes[sizes == config.batch_size].sum() / max(1, sizes.sum())), plan.num_steps
 

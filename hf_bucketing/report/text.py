@@ -104,6 +104,13 @@ def describe_cut_samples(cut: CutSamples, *, name: str) -> str:
     )
 
 
+def describe_occurrences(report: BucketReport) -> str | None:
+    """Return how many samples the rows make in an epoch, by their repeats and weights; None where each occurs once."""
+    if report.samples_per_epoch == report.num_samples:
+        return None
+    return f"{report.samples_per_epoch:,} samples per epoch, by repeats and weights"
+
+
 def _summary(report: BucketReport) -> str:
     def spread(values: Spread) -> Line:
         return tuple("–" if math.isnan(value) else f"{value:.4f}" for value in values)
@@ -117,6 +124,7 @@ def _summary(report: BucketReport) -> str:
     return "\n".join([
         f"{report.num_samples:,} samples: {report.num_samples - report.rejected:,} in {len(report.used)} of "
         f"{len(report.buckets)} buckets, {report.rejected:,} rejected",
+        *([] if (often := describe_occurrences(report)) is None else [often]),
         f"rejected by reason: {_counts(report.rejections)}",
         errors,
         f"kept area {percent(report.kept_area)} (mean), enlarged {report.enlarged:,} samples",

@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 def choose_way(report: Report) -> Verdict:
     """Recommend buckets or packs by [`RULE`], and say what both lose and cost."""
     ways = {strategy.name: strategy for strategy in report.strategies}
-    buckets, packs, total = ways["bucketing"], ways["packing"], report.buckets.num_samples
+    buckets, packs, total = ways["bucketing"], ways["packing"], report.buckets.samples_per_epoch
     if not buckets.kept and not packs.kept:
         if total < report.config.num_processes:
             few = f"{_samples(total)} are fewer than {report.config.num_processes} processes, each of which takes one"

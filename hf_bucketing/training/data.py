@@ -29,7 +29,7 @@ from ..caching.views import CACHED_VIEW, OF_VIEWS, resize_of_views, views_as_row
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
-from ..columns.prepared import ROW_WEIGHT, PreparedDataset
+from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import holds_stream
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
@@ -487,9 +487,10 @@ def _describe_views(collator: Any, config: TrainingConfig) -> list[str]:
 def _weights(prepared: PreparedDataset, *, views: Literal["draw", "all", "first"]) -> npt.NDArray[np.float64] | None:
     """Return how often each row occurs in an epoch, `(n,)`, or None for once: with all views, once with each."""
     times = _views_of(prepared) if views == "all" and CACHED_VIEW not in prepared.dataset.column_names else 1
-    if ROW_WEIGHT in prepared.dataset.column_names:
-        return times * column_array(prepared.dataset, ROW_WEIGHT)
-    return None if times == 1 else np.full(len(prepared.dataset), times, np.float64)
+    weights = prepared.weights
+    if weights is None:
+        return None if times == 1 else np.full(len(prepared.dataset), times, np.float64)
+    return times * weights
 
 
 def _pack_plan(config: TrainingConfig, cost_model: CostModel, order: Mapping[str, Any]) -> PackPlanConfig | None:

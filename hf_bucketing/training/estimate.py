@@ -40,6 +40,7 @@ from ..planner.memory import (
 )
 from ..planner.settings import PlanConfig, as_reference_sizes
 from ..plans.packs import strip_tokens
+from ..plans.rows import epoch_occurrences
 from ..settings import changed
 from ..units import format_bytes
 from .config import TrainingConfig
@@ -196,7 +197,11 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     whole = make_data(changed(searched, max_tokens=2**40), spec, counting, prepared=opened.prepared)
     tokens = whole.num_tokens
     smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + counting.text_tokens
-    share = -(-int(tokens.sum() + counting.text_tokens * np.count_nonzero(tokens)) // accelerator.num_processes)
+    weights = whole.sampler.weights
+    assert not isinstance(weights, Mapping), "training weighs rows, not buckets"
+    often = epoch_occurrences(weights, num_rows=len(tokens), seed=config.seed)
+    of_epoch = int(((tokens + counting.text_tokens * (tokens > 0)) * often).sum())
+    share = -(-of_epoch // accelerator.num_processes)
     rows = np.array([tokens.argmax()])
     (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
     fps = None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ...buckets.open_table import open_table
 from ...buckets.sizes import LatentSpec
+from ...plans.rows import epoch_occurrences
 from ..compare import Report
 from ..measure import SizeColumns, Sizes, read_sizes
 from .views import Peer, Views
@@ -26,7 +27,8 @@ class PeerReport:
     Attributes:
         name (`str`): Name of the trainer, or of the way of this project.
         rule (`str`): What is compared: the class that holds the rule with its settings; empty for this project.
-        kept (`int`): Rows that give a sample, before incomplete batches are dropped.
+        kept (`int`): Rows that give a sample, each as often as it occurs in an epoch, before incomplete batches are
+            dropped.
         skipped (mapping of `str` to `int`): All other rows, by reason.
         samples (`int`): Samples that they give; a row may give several.
         cropped_area (`float`): Mean over samples of the share of the resized frame that the crop removes.
@@ -58,18 +60,23 @@ class PeerReport:
     note: str = ""
 
 
-def compare_peers(columns: SizeColumns, report: Report, peers: Mapping[str, Peer]) -> tuple[PeerReport, ...]:
+def compare_peers(
+    columns: SizeColumns, report: Report, peers: Mapping[str, Peer], *, weights: npt.ArrayLike | None = None
+) -> tuple[PeerReport, ...]:
     """Measure what this project's buckets and packs do with rows, and what each peer would do.
 
     Args:
         columns ([`SizeColumns`]): Sizes of all rows, those of the report.
         report ([`Report`]): Report about them; its batch size and processes hold for all peers.
         peers (mapping of `str` to [`Peer`]): Rule of each trainer by its name.
+        weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch, those of the report;
+            peers take a row as often.
     """
     sizes = read_sizes(columns)
-    usable = np.flatnonzero(np.minimum(np.minimum(*sizes[:2]), sizes.widths) >= 1)
-    unreadable = len(sizes.frames) - len(usable)
-    rows = sizes.select(usable)
+    times = epoch_occurrences(weights, num_rows=len(sizes.frames), seed=report.config.seed)
+    usable = np.minimum(np.minimum(*sizes[:2]), sizes.widths) >= 1
+    unreadable = int(times[~usable].sum())
+    rows = sizes.select(np.repeat(np.arange(len(times)), np.where(usable, times, 0)))
     measured = [_measure_peer(name, peer, rows, unreadable, report) for name, peer in peers.items()]
     return (*_own_ways(report), *measured)
 
@@ -91,7 +98,7 @@ def _own_ways(report: Report) -> list[PeerReport]:
                 samples=kept,
                 cropped_area=way.cropped_area,
                 cropped_frames=way.cropped_frames,
-                enlarged=report.buckets.enlarged if way.name == "bucketing" else 0,
+                enlarged=sum(bucket.enlarged for bucket in report.buckets.buckets) if way.name == "bucketing" else 0,
                 stretched=0,
                 retimed=0,
                 tokens_per_sample=way.tokens_per_sample - report.config.text_tokens,
