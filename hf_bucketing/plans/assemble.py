@@ -28,7 +28,7 @@ def take_segments(values: IntArray, first: IntArray, lengths: IntArray) -> IntAr
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    taken = np.empty(total, values.dtype)
+    taken = np.empty(total, np.int64)
     bounds = [*np.searchsorted(ends, np.arange(0, total, _CHUNK), side="right").tolist(), len(lengths)]
     for low, high in pairwise(bounds):
         count = lengths[low:high]

@@ -18,7 +18,7 @@ from ..errors import PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_types, numbers_by_id
 from .assemble import counted_plan, labels_of, lockstep_plan, with_steps
-from .deal import Remainder, Steps, deal, group_rows, ranges, rows_from, spread_order, with_spread_repeats
+from .deal import Remainder, Steps, deal, group_rows, ranges, rows_from, spread_groups, spread_order
 from .epoch import EpochPlan
 from .rows import EpochConfig, EpochRows, check_positive, column_of, epoch_rows
 
@@ -269,10 +269,16 @@ def plan_lockstep(
     With `join`, a remainder that would be `"short"` joins those of the buckets before it, whose samples are smaller.
     """
     rng = chosen.rng
-    groups = group_rows(chosen.rows, bucket_ids, rng=None if chosen.repeats else rng)
-    sizes = config.batch_sizes(groups.buckets)
     if chosen.repeats:
-        groups = with_spread_repeats(groups, apart=sizes * chosen.num_processes, rng=rng)
+        groups = spread_groups(
+            chosen.rows,
+            bucket_ids,
+            apart=lambda buckets: config.batch_sizes(buckets) * chosen.num_processes,
+            rng=rng,
+        )
+    else:
+        groups = group_rows(chosen.rows, bucket_ids, rng=rng)
+    sizes = config.batch_sizes(groups.buckets)
     spare = None
     if config.remainder == "repeat" and chosen.consumed:
         # Fill a nearly exhausted bucket with rows seen earlier, rather than repeating the few that remain.
@@ -342,7 +348,7 @@ def _batches_of(
     """Return one process's batches, shape `(num_steps, size)`, in random order."""
     groups = group_rows(rows, bucket_ids, rng=rng)
     if repeats:
-        groups = with_spread_repeats(groups, apart=size, rng=rng)
+        groups = spread_groups(rows, bucket_ids, apart=lambda _: size, rng=rng)
     full = groups.counts // size * size
     whole = groups.rows[np.repeat(groups.starts, full) + ranges(full)]
     left = rows_from(groups, groups.starts + full)

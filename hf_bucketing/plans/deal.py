@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET
 from .epoch import MIXED
-from .rows import EpochRows, spread_repeats
+from .rows import EpochRows, RepeatedRows, spread_repeats
 
 Remainder = Literal["short", "drop", "repeat", "catch_all"]
 
@@ -71,10 +72,24 @@ def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator
     return groups
 
 
-def with_spread_repeats(groups: Groups, *, apart: IntArray | int, rng: np.random.Generator | None) -> Groups:
-    """Return the groups with the occurrences of a row `apart` places apart or more, in groups that are long enough."""
-    rows, _ = spread_repeats(groups.rows, groups.counts, apart=apart, rng=rng)
-    return groups._replace(rows=rows)
+def spread_groups(
+    rows: IntArray,
+    bucket_ids: IntArray,
+    *,
+    apart: Callable[[IntArray], IntArray | int],
+    rng: np.random.Generator | None,
+) -> Groups:
+    """Sort rows, of which some occur several times, by their buckets, with the occurrences of each spread out.
+
+    They lie `apart` places apart or more, a function of the buckets, in groups that are long enough.
+    """
+    repeated = RepeatedRows.of(rows, rng=rng)
+    groups = group_rows(repeated.rows, bucket_ids, rng=None)
+    times = repeated.times[groups.rows]
+    del repeated
+    spread = spread_repeats(groups.rows, times, groups.starts, apart=apart(groups.buckets), rng=rng)
+    counts = np.add.reduceat(times, groups.starts, dtype=np.int64) if len(times) else groups.counts
+    return Groups(spread.rows, groups.buckets, counts)
 
 
 def deal(

@@ -17,6 +17,9 @@ from ..settings import check_at_least, check_types
 MOST_OCCURRENCES = 100
 """Largest mean number of occurrences of a row in an epoch; data sets of fewer than a million rows may have more."""
 
+_CHUNK = 2**16
+"""Rows that are counted at once, so that what is between stays in the processor's cache."""
+
 Oversize = Literal["error", "own_batch", "drop"]
 """What happens to a sample that exceeds a limit by itself: an error, a batch above the limit, or a counted drop."""
 
@@ -95,7 +98,9 @@ class EpochRows(NamedTuple):
         """Return all rows in random order, or in their own, and the turn of each; see [`spread_repeats`]."""
         if not self.repeats:
             return self.shuffled(self.rows), np.zeros(len(self.rows), np.int64)
-        return spread_repeats(self.rows, np.array([len(self.rows)]), apart=apart, rng=self.rng)
+        rows, times = RepeatedRows.of(self.rows, rng=self.rng)
+        spread = spread_repeats(rows, times[rows], np.array([0]), apart=apart, rng=self.rng)
+        return spread.rows, spread.turn_of_rows
 
     def spare(self, count: int) -> IntArray:
         """Return which of `count` items to drop so that they divide evenly: random ones, or the last ones."""
@@ -151,10 +156,11 @@ def epoch_rows(
     if weights is None and (consumed is None or not np.size(consumed)):
         rows, taken, repeats = np.flatnonzero(usable), 0, False
     else:
-        counts = usable.astype(np.int64)
-        if weights is not None:
-            wanted = occurrences(_checked(weights, usable), seed=config.seed, epoch=epoch)
-            counts = np.where(usable, wanted, 0)
+        if weights is None:
+            counts = usable.astype(np.int64)
+        else:
+            counts = occurrences(_checked(weights, usable), seed=config.seed, epoch=epoch)
+            counts[~usable] = 0
             reasons["weight"] = int(np.count_nonzero(usable & (counts == 0)))
         total = int(counts.sum())
         if consumed is not None and np.size(consumed):
@@ -167,7 +173,7 @@ def epoch_rows(
             different = np.flatnonzero(times)
             counts = np.maximum(counts - times, 0)
         repeats = bool(len(counts)) and int(counts.max()) > 1
-        rows = np.repeat(np.arange(len(usable)), counts)
+        rows = np.repeat(np.arange(len(usable), dtype=_smallest(len(usable))), counts)
         taken = total - len(rows)
     rng = generator(purpose, config.seed, epoch, taken) if config.shuffle else None
     return EpochRows(rows, reasons, taken, different, repeats, num_processes, rng, config.evaluation)
@@ -196,21 +202,49 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
         >>> sum(occurrences(weights, seed=0, epoch=epoch) for epoch in range(4))
         array([1, 1, 1, 1, 8])
     """
-    whole = np.floor(weights)
-    counts = whole.astype(np.int64)
-    fraction = weights - whole
-    rows = np.flatnonzero(fraction)
+    counts = weights.astype(np.int64)  # rounded down, as weights are at least 0
+    of_rows = weights - counts
+    rows = np.flatnonzero(of_rows).astype(_smallest(len(weights)))
     rng = generator(Purpose.WEIGHTS, seed)
     rng.shuffle(rows)
-    rows = rows[np.argsort(fraction[rows], kind="stable")]
-    part = fraction[rows]
-    starts_group = np.append(True, part[1:] != part[:-1])[: len(part)]
-    first = np.flatnonzero(starts_group)
-    size = np.diff(np.append(first, len(part)))
-    shift = np.repeat(rng.random(len(first)) - first, size)
-    phase = (np.arange(len(rows)) + shift) / np.repeat(size, size)
-    counts[rows] += (np.floor(phase + (epoch + 1) * part) - np.floor(phase + epoch * part)).astype(np.int64)
+    fraction = of_rows[rows]
+    del of_rows
+    order = stable_order(fraction.view(np.uint64))  # bits of numbers of at least 0 rise with the numbers
+    rows, fraction = rows[order], fraction[order]
+    del order
+    first = np.flatnonzero(np.append(True, fraction[1:] != fraction[:-1])[: len(fraction)])
+    size = np.diff(np.append(first, len(fraction)))
+    shift = rng.random(len(first)) - first
+    more = np.zeros(len(counts), np.int8)
+    for start in range(0, len(rows), _CHUNK):
+        place = np.arange(start, min(start + _CHUNK, len(rows)))
+        group = np.searchsorted(first, place, side="right") - 1
+        part = fraction[start : start + _CHUNK]
+        phase = (place + shift[group]) / size[group]
+        more[rows[start : start + _CHUNK]] = np.floor(phase + (epoch + 1) * part) - np.floor(phase + epoch * part)
+    counts += more
     return counts
+
+
+def stable_order(keys: npt.NDArray[np.unsignedinteger[Any]]) -> IntArray:
+    """Return the order that sorts keys, equal ones in their order, as `np.argsort(keys, kind="stable")`.
+
+    Keys are sorted by 16 bits at a time, for which numpy takes linear time; bits that all keys share are left out.
+    """
+    order: IntArray | None = None
+    for shift in range(0, 8 * keys.itemsize, 16):
+        digits = (keys >> keys.dtype.type(shift)).astype(np.uint16)  # its lowest 16 bits
+        if len(digits) and digits.min() != digits.max():
+            if order is None:
+                order = np.argsort(digits, kind="stable")
+            else:
+                order = order[np.argsort(digits[order], kind="stable")]
+    return np.arange(len(keys)) if order is None else order
+
+
+def _smallest(largest: int) -> type[np.int32 | np.int64]:
+    """Return the type of row numbers below a number: the narrower one halves the memory, and draws are the same."""
+    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
 
 
 def epoch_occurrences(weights: npt.ArrayLike | None, *, num_rows: int, seed: int, epoch: int = 0) -> IntArray:
@@ -258,9 +292,58 @@ def earlier_occurrences(rows: IntArray, *, before: IntArray) -> IntArray | None:
     return earlier + np.bincount(before, minlength=len(counts))[rows]
 
 
+class RepeatedRows(NamedTuple):
+    """Different rows with their occurrences, in the order in which they are spread.
+
+    Attributes:
+        rows (`int`, shape `(m,)`): Different rows, in random order or in their own.
+        times (`int`, shape `(end,)`): Occurrences of the rows 0 … `end` − 1, in the narrowest type.
+    """
+
+    rows: IntArray
+    times: IntArray
+
+    @classmethod
+    def of(cls, rows: IntArray, *, rng: np.random.Generator | None) -> RepeatedRows:
+        """Return rows, of which some occur several times, in random order; in their own without a generator."""
+        counts = np.bincount(rows)
+        end, times = len(counts), counts.astype(np.min_scalar_type(counts.max(initial=0)))
+        del counts
+        if rng is None:
+            return cls(np.flatnonzero(times), times)
+        numbers: npt.NDArray[Any] = np.arange(end, dtype=_smallest(end))
+        ranked = np.empty_like(numbers)
+        ranked[rng.permutation(numbers)] = numbers
+        return cls(ranked[times[ranked] > 0], times)
+
+
+class SpreadRows(NamedTuple):
+    """Rows with their repeats spread out; see [`spread_repeats`].
+
+    Attributes:
+        rows (`int`, shape `(n,)`): Rows of all groups, one group after the other.
+        turns (`int64`, shape `(p,)`): Turn of each part of the rows.
+        lengths (`int64`, shape `(p,)`): Rows of each part.
+    """
+
+    rows: IntArray
+    turns: IntArray
+    lengths: IntArray
+
+    @property
+    def turn_of_rows(self) -> IntArray:
+        """Turn of each row, `(n,)`."""
+        return np.repeat(self.turns, self.lengths)
+
+
 def spread_repeats(
-    rows: IntArray, counts: IntArray, *, apart: IntArray | int | None, rng: np.random.Generator | None
-) -> tuple[IntArray, IntArray]:
+    rows: IntArray,
+    times: IntArray,
+    starts: IntArray,
+    *,
+    apart: IntArray | int | None,
+    rng: np.random.Generator | None,
+) -> SpreadRows:
     """Order the rows of each group so that the occurrences of one row lie far apart.
 
     A group takes as many turns as its most frequent row has occurrences. The occurrences of a row go to different
@@ -268,39 +351,68 @@ def spread_repeats(
     in random order, so that two occurrences lie at least `apart` places apart wherever turns are longer than that.
 
     Args:
-        rows (`int64`, shape `(n,)`): Rows of all groups, one group after the other.
-        counts (`int64`, shape `(k,)`): Occurrences in each group, at least 1.
+        rows (`int`, shape `(m,)`): Different rows of all groups, one group after the other, in the order of
+            [`RepeatedRows`].
+        times (`int`, shape `(m,)`): Occurrences of each, at least 1.
+        starts (`int64`, shape `(k,)`): Place of the first row of each group, which has at least one.
         apart (`int` or array of `int`, shape `(k,)`, *optional*): Fewest places between two occurrences of a row; by
             default half of a turn.
         rng (`numpy.random.Generator`, *optional*): Source of the order; without it, each turn keeps the order of
             rows.
 
-    Returns:
-        Rows and the turn of each, both `int64` of shape `(n,)`.
-
     Example:
-        >>> spread_repeats(np.array([0, 0, 0, 1, 2, 2]), np.array([6]), apart=None, rng=None)
+        >>> spread = spread_repeats(np.array([0, 1, 2]), np.array([3, 1, 2]), np.array([0]), apart=None, rng=None)
+        >>> spread.rows, spread.turn_of_rows
         (array([0, 1, 0, 2, 0, 2]), array([0, 0, 1, 1, 2, 2]))
     """
-    group = np.repeat(np.arange(len(counts)), counts)
-    end = int(rows.max(initial=0)) + 1
-    rank = rows if rng is None else rng.permutation(end)[rows]
-    order = np.argsort(group * end + rank, kind="stable")
-    rank = rank[order]
-    starts = np.cumsum(counts) - counts
-    starts_row = np.append(True, rank[1:] != rank[:-1])[: len(rows)]
-    starts_row[starts] = True
-    number = np.cumsum(starts_row) - 1
-    turns = np.maximum.reduceat(np.bincount(number)[number], starts) if len(rows) else counts
-    length = counts // np.maximum(turns, 1)
-    part = np.maximum((length - (length // 2 if apart is None else apart)) // 2, 1)[group]
-    place = np.arange(len(rows)) - starts[group]
+    if not len(rows):
+        return SpreadRows(rows, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    turns = np.maximum.reduceat(times, starts).astype(np.int64)
+    counts = np.add.reduceat(times, starts, dtype=np.int64)
+    total = int(counts.sum())
+    length = counts // turns
+    part = np.maximum((length - (length // 2 if apart is None else apart)) // 2, 1)
+    num_parts = (counts - 1) // turns // part + 1  # of each turn
+    # Every part of a turn of a group has a number, in the order in which they come.
+    of_group = turns * num_parts
+    group = np.repeat(np.arange(len(turns)), turns)
+    place = np.arange(len(group)) - np.repeat(np.cumsum(turns) - turns, turns)
     stride = np.array([_stride(int(number)) for number in turns], np.int64)
     turn = place * stride[group] % turns[group]
-    last = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
-    key = 2 * (len(rows) + 1) * group + (length[group] + 1) * turn + place // turns[group] // part
-    last = last[np.argsort(key[last], kind="stable")]
-    return rows[order][last], turn[last]
+    first_part = (np.cumsum(of_group) - of_group)[group] + turn * num_parts[group]
+    numbers = _part_numbers(counts, turns, part, first_part, num_parts=int(of_group.sum()))
+    last: npt.NDArray[Any] = np.arange(total, dtype=_smallest(total))
+    if rng is not None:
+        rng.shuffle(last)
+        last = last[stable_order(numbers[last])]
+    else:
+        last = last[stable_order(numbers)]
+    lengths = np.bincount(numbers, minlength=int(of_group.sum()))
+    del numbers
+    in_group = np.arange(len(lengths)) - np.repeat(np.cumsum(of_group) - of_group, of_group)
+    turn_of_part = in_group // np.repeat(num_parts, of_group)
+    return SpreadRows(np.repeat(rows, times)[last], turn_of_part, lengths)
+
+
+def _part_numbers(
+    counts: IntArray, turns: IntArray, part: IntArray, first_part: IntArray, *, num_parts: int
+) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return the number of the part that each occurrence goes to, `(n,)`, a piece at a time to save memory.
+
+    Occurrences of a group take turns one after another: the first places of all turns, then the second ones.
+    `first_part` has the number of the first part of the turn that comes first, second, … in each group.
+    """
+    kind = np.uint16 if num_parts <= 2**16 else np.uint32 if num_parts <= 2**32 else np.uint64
+    numbers = np.empty(int(counts.sum()), kind)
+    starts, first_turn = np.cumsum(counts) - counts, np.cumsum(turns) - turns
+    for start in range(0, len(numbers), _CHUNK):
+        place = np.arange(start, min(start + _CHUNK, len(numbers)))
+        group = np.searchsorted(starts, place, side="right") - 1
+        place -= starts[group]
+        rounds = place // turns[group]
+        place -= rounds * turns[group]
+        numbers[start : start + len(place)] = first_part[first_turn[group] + place] + rounds // part[group]
+    return numbers
 
 
 def _stride(turns: int) -> int:
