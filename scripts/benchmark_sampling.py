@@ -48,6 +48,8 @@ SHUFFLE = "torch: shuffle=True, batches of any sizes"
 LOOP = "a loop as NovelAI describes it, written here"
 NOVELAI = "NovelAI: bucketmanager.py"
 OURS = "BucketBatchSampler"
+PARTS = ["epochs", "buckets", "weights", "packs", "streams", "scale"]
+"""What is measured, one after the other."""
 
 
 def bucket_column(rows: int) -> np.ndarray:
@@ -284,6 +286,42 @@ def measure_streams(rows: int) -> dict[str, float]:
     }
 
 
+def weights_of(rows: int) -> np.ndarray:
+    """Draw weights by which a third of the rows occurs twice and the others every other epoch: as many samples."""
+    return np.where(np.random.default_rng(1).random(rows) < 1 / 3, 2.0, 0.5)
+
+
+def plan_cost(rows: int, way: str, weighted: bool) -> tuple[float, float]:
+    """Return the processor seconds and the MB of a plan, in this process, with or without weights."""
+    weights = weights_of(rows) if weighted else None
+    if way == "buckets":
+        plan, column, config = plan_buckets, bucket_column(rows), BucketPlanConfig(batch_size=BATCH_SIZE)
+    else:
+        plan, column, config = plan_packs, token_mix(rows, 32_768), PackPlanConfig(max_tokens=32_768)
+
+    def make(count: int) -> EpochPlan:
+        some = None if weights is None else weights[:count]
+        return plan(column[:count], config, epoch=0, num_processes=1, weights=some)
+
+    return timed_with_memory(lambda: make(rows), lambda: make(50_000))
+
+
+def measure_weights(rows: int, runs: int) -> dict[str, object]:
+    """Measure plans whose rows occur more or less often than once beside plain ones, by turns; the least counts."""
+    table = []
+    for way in ("buckets", "packs"):
+        costs = [
+            [in_fresh_process(plan_cost, rows=rows, way=way, weighted=weighted) for weighted in (False, True)]
+            for _ in range(runs)
+        ]
+        (plain, plain_mb), (weighted, weighted_mb) = np.array(costs).min(axis=0).tolist()
+        table.append({
+            "plan of": way, "rows": rows, "plain s": plain, "weighted s": weighted, "ratio": weighted / plain,
+            "plain MB": plain_mb, "weighted MB": weighted_mb,
+        })  # fmt: skip
+    return {"weighted_plans": table}
+
+
 def as_it_is(rows: Any) -> dict[str, Any]:
     return {"rows": rows}
 
@@ -335,17 +373,24 @@ def make_parser() -> FlagParser:
         default=[8, 64, 512, 4096],
         help="Processes, for plans of the first size.",
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="What is measured.")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     figures = machine("numpy", "torch", "accelerate", "datasets")
-    figures["epochs_of_buckets"] = measure_epochs(args.epoch_rows, args.processes, args.epoch_runs, args.novelai_path)
-    figures.update(measure_buckets(args.rows, args.runs))
-    figures.update(measure_packs(args.samples))
-    figures.update(measure_streams(args.samples))
-    if args.scale_rows:
-        figures.update(measure_scale(sorted(args.scale_rows), args.scale_processes))
+    measures = {
+        "epochs": lambda: {
+            "epochs_of_buckets": measure_epochs(args.epoch_rows, args.processes, args.epoch_runs, args.novelai_path)
+        },
+        "buckets": lambda: measure_buckets(args.rows, args.runs),
+        "weights": lambda: measure_weights(args.rows, args.epoch_runs),
+        "packs": lambda: measure_packs(args.samples),
+        "streams": lambda: measure_streams(args.samples),
+        "scale": lambda: measure_scale(sorted(args.scale_rows), args.scale_processes) if args.scale_rows else {},
+    }
+    for part in args.parts:
+        figures.update(measures[part]())
     report(figures, args.output)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -54,8 +54,7 @@ def fill_packs(
     if strategy == "best_fit_decreasing":
         return np.array(_best_fit_decreasing(samples, limits, window=window), np.int64)
     if strategy == "first_fit":
-        add = FirstFit(limits, open_packs=open_packs).add
-        return np.array(array("q", (add(span, cost) for span, cost in samples)), np.int64)
+        return np.array(FirstFit(limits, open_packs=open_packs).add_all(samples), np.int64)
     return np.array(_sequential(samples, limits), np.int64)
 
 
@@ -98,6 +97,7 @@ class FirstFit:
         self.open_packs = open_packs
         self.closed: list[int] = []
         _, _, self._samples, self._smallest, self._cheapest = limits
+        self._has_costs = math.isfinite(limits.cost)
         self._opened = 0
         # One value per open pack, the oldest first.
         self._numbers: list[int] = []
@@ -107,23 +107,39 @@ class FirstFit:
 
     def add(self, span: int, cost: float = 0.0) -> int:
         """Return the number of the pack that takes a sample; packs are numbered as they are opened."""
-        rooms, cost_rooms = self._rooms, self._cost_rooms
-        for place, room in enumerate(rooms):
-            if span <= room and cost <= cost_rooms[place]:
-                break
-        else:
-            if len(rooms) >= self.open_packs:
-                fullness = self.limits.fullness
-                self._close_at(max(range(len(rooms)), key=lambda place: fullness(rooms[place], cost_rooms[place])))
-            place = len(rooms)
-            self._open()
-        number = self._numbers[place]
-        rooms[place] = room = rooms[place] - span
-        cost_rooms[place] = cost_room = cost_rooms[place] - cost
-        self._counts[place] = count = self._counts[place] + 1
-        if room < self._smallest or cost_room < self._cheapest or count == self._samples:
-            self._close_at(place)
-        return number
+        return self.add_all([(span, cost)])[0]
+
+    def add_all(self, samples: Iterable[Sample]) -> array[int]:
+        """Return the number of the pack that takes each sample, added one after the other."""
+        added = array("q")
+        append, rooms, cost_rooms, counts, numbers = (
+            added.append,
+            self._rooms,
+            self._cost_rooms,
+            self._counts,
+            self._numbers,
+        )
+        smallest, cheapest, most, has_costs = self._smallest, self._cheapest, self._samples, self._has_costs
+        for span, cost in samples:
+            place = 0
+            for room in rooms:
+                if span <= room and (not has_costs or cost <= cost_rooms[place]):
+                    break
+                place += 1
+            else:
+                if place >= self.open_packs:
+                    self._close_at(self._fullest())
+                    place -= 1
+                self._open()
+                room = rooms[place]
+            append(numbers[place])
+            rooms[place] = room = room - span
+            counts[place] = count = counts[place] + 1
+            if has_costs:
+                cost_rooms[place] -= cost
+            if room < smallest or count == most or cost_rooms[place] < cheapest:
+                self._close_at(place)
+        return added
 
     def reopen(self, span: int, cost: float = 0.0, *, count: int) -> int:
         """Open a pack that holds `count` samples already, and return its number."""
@@ -146,6 +162,13 @@ class FirstFit:
         self._cost_rooms.append(self.limits.cost)
         self._counts.append(0)
         self._opened += 1
+
+    def _fullest(self) -> int:
+        """Return the place of the fullest open pack, the oldest of several."""
+        rooms, cost_rooms, fullness = self._rooms, self._cost_rooms, self.limits.fullness
+        if not self._has_costs:
+            return rooms.index(min(rooms))
+        return max(range(len(rooms)), key=lambda place: fullness(rooms[place], cost_rooms[place]))
 
     def _close_at(self, place: int) -> None:
         del self._rooms[place], self._cost_rooms[place], self._counts[place]
