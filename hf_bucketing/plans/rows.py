@@ -204,7 +204,7 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
     """
     counts = weights.astype(np.int64)  # rounded down, as weights are at least 0
     of_rows = weights - counts
-    rows = np.flatnonzero(of_rows).astype(_smallest(len(weights)))
+    rows = np.flatnonzero(of_rows != 0).astype(_smallest(len(weights)))
     rng = generator(Purpose.WEIGHTS, seed)
     rng.shuffle(rows)
     fraction = of_rows[rows]
