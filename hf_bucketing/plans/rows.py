@@ -229,7 +229,7 @@ def occurrences(weights: FloatArray, *, seed: int, epoch: int) -> IntArray:
 def stable_order(keys: npt.NDArray[np.unsignedinteger[Any]]) -> IntArray:
     """Return the order that sorts keys, equal ones in their order, as `np.argsort(keys, kind="stable")`.
 
-    Keys are sorted by 16 bits at a time, for which numpy takes linear time; bits that all keys share are left out.
+    Keys are sorted by 16 bits at a time, for which numpy takes linear time; bits that all keys share are skipped.
     """
     order: IntArray | None = None
     for shift in range(0, 8 * keys.itemsize, 16):
