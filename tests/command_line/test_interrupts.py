@@ -96,12 +96,12 @@ def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pi
     slow.write_text(
         "import sys, time, runpy\n"
         "import hf_bucketing.columns.metadata as metadata\n"
-        "probe = metadata.probe\n"
+        "read_header = metadata.read_header\n"
         "def slowly(*args, **options):\n"
         "    print('reading', flush=True)\n"
         "    time.sleep(5)\n"
-        "    return probe(*args, **options)\n"
-        "metadata.probe = slowly\n"
+        "    return read_header(*args, **options)\n"
+        "metadata.read_header = slowly\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
