@@ -219,12 +219,15 @@ def header_file(path: Path, transformer: Any, settings: dict[str, Any]) -> dict[
 
 def test_headers_mean_what_diffusers_makes_of_them(tmp_path: Path) -> None:
     pipeline_class, transformer = make_model("wan")
-    for settings in HEADERS:
-        changes = header_file(tmp_path / "lora.safetensors", transformer, settings)
-        adapters = read_lora(pipeline_class, transformer, tmp_path / "lora.safetensors")
-        written = replace(adapters, path=tmp_path / "written.safetensors")
+    for number, settings in enumerate(HEADERS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        changes = header_file(folder / "lora.safetensors", transformer, settings)
+        adapters = read_lora(pipeline_class, transformer, folder / "lora.safetensors")
+        written = replace(adapters, path=folder / "written.safetensors")
         write_diffusers(pipeline_class, written)
         again = read_lora(pipeline_class, transformer, written.path)
+        written = replace(adapters, path=folder / "comfyui.safetensors")  # old safetensors map files that they read
         write_comfyui(pipeline_class, transformer, written, base_model="lab/model")
         comfyui = read_lora(pipeline_class, transformer, written.path)
         for layer, expected in changes.items():
