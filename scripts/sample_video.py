@@ -203,7 +203,8 @@ def main(args: argparse.Namespace) -> None:
     elif args.offload == "sequential":
         pipeline.enable_sequential_cpu_offload()
     else:
-        pipeline.to(torch.accelerator.current_accelerator() or "cpu")
+        # A build of torch for CUDA names it also where no driver is.
+        pipeline.to((torch.accelerator.is_available() and torch.accelerator.current_accelerator()) or "cpu")
     results = []
     for strength in grid.strengths:
         if args.adapter:

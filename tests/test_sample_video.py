@@ -72,7 +72,11 @@ def test_what_is_compared_renders_together_as_alone(sampled, adapter: Path, capl
     assert "one by one" not in caplog.text
 
 
-def test_a_negative_prompt_steers(sampled) -> None:
+def test_a_negative_prompt_steers_also_with_a_build_for_cuda_without_a_driver(
+    sampled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     flags = ("--prompt", "red", "--num_inference_steps", 2)
     assert np.array_equal(sampled(*flags), sampled(*flags, "--negative_prompt", ""))
     assert np.abs(sampled(*flags, "--negative_prompt", "a dog") - sampled(*flags)).max() > 0

@@ -120,13 +120,14 @@ def test_edm_raises_the_noise_of_videos_by_the_root_of_their_frames(folders) -> 
         EDM(prediction_type="sample")
 
 
-def test_samples_of_several_rates_and_long_ones_are_refused_by_name(folders) -> None:
+def test_samples_of_several_rates_and_long_ones_are_refused_by_name(folders, monkeypatch) -> None:
     recipe = recipe_of(folders["cosmos"]).load(folders["cosmos"], max_sequence_length=16)
     assert "one frame rate per batch" in recipe.refusal(samples_of(recipe, fps=[8.0, 16.0]))
     assert recipe.refusal(samples_of(recipe, fps=[8.0, 8.0])) is None
     with pytest.raises(BucketingError, match="statistics for 16 latent frames, and a sample has 17"):
         recipe.encode_latents(torch.zeros(1, 3, 65, 16, 16))
     recipe = replace(recipe, config={**recipe.config, "concat_padding_mask": True})
+    monkeypatch.setattr("hf_bucketing.models.cosmos.recipe.is_torchvision_available", lambda: False)
     assert "install torchvision" in recipe.refusal(samples_of(recipe, fps=[8.0]))
 
 
