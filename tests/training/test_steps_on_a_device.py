@@ -37,7 +37,7 @@ from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
-from tests.packing.test_packing_devices import FIRST_WAITS, STOCK_WAITS, WAITS_OF
+from tests.packing.test_packing_devices import FIRST_WAITS, LIMITS, STOCK_WAITS, WAITS_OF
 from tests.pretended_device import (
     DEVICE,
     assert_same_gradients,
@@ -76,8 +76,6 @@ WAITS_OF_MODELS = {
     }
 }
 """What the stock forward of a single model waits for, whatever it is passed."""
-LIMITS = {"kandinsky5": 1e-2}
-"""Largest error of a gradient relative to it, where it is not the default: Kandinsky rotates in bfloat16."""
 
 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
