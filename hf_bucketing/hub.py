@@ -51,12 +51,6 @@ def from_hub(name: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def user_folder() -> Path:
-    """Return the folder of what is kept about a user between runs, beside the caches of Hugging Face."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "hf_bucketing"
-
-
 def cache_folders() -> list[str]:
     """Return the folders into which huggingface_hub and datasets download files of the hub."""
     datasets = os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets"))

@@ -30,7 +30,7 @@ def _stored(column: Any) -> Any:
 
 
 def stored_column(dataset: Any, name: str) -> Any:
-    """Return a column of a `datasets.Dataset` as it is stored, a `pyarrow.ChunkedArray` of shape `(n,)`.
+    """Return the stored cells of a column of a `datasets.Dataset`, a `pyarrow.ChunkedArray` of shape `(n,)`.
 
     Rows that indices choose, after `select`, `shuffle` or `train_test_split`, are taken all at once: datasets gathers
     them one by one, in 6 seconds per million rows against 20 milliseconds here.

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..hub import user_folder
 
 _PACKAGES = "accelerate av bitsandbytes datasets diffusers flash-attn numpy peft ray torch torchao torchcodec"
 _PACKAGES += " transformers"
@@ -26,8 +25,9 @@ _SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)
 
 
 def last_error_file() -> Path:
-    """Return the file that holds the last error of a script on this machine."""
-    return user_folder() / "last_error.txt"
+    """Return the file that holds the last error of a script on this machine, beside the caches of Hugging Face."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hf_bucketing" / "last_error.txt"
 
 
 def keep_error(error: BaseException) -> None:

@@ -71,7 +71,7 @@ def refuse_bucket_ids(values: Any, *, argument: str) -> None:
 
 
 def _column_of(dataset: Any, name: str) -> npt.NDArray[Any] | None:
-    """Return a column as it is stored, also through wrappers that choose rows; None if there is none."""
+    """Return the stored numbers of a column, also through wrappers that choose rows; None if there is none."""
     if isinstance(dataset, NumberedRows):
         return _column_of(dataset.dataset, name)
     if isinstance(dataset, Subset):

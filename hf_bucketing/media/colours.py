@@ -31,7 +31,7 @@ _MATRICES = {_BT709: 1, 4: 4, 5: 5, _BT601: 5, 7: 7, _BT2020: 9, 10: 9}
 """Swscale's number of each matrix that it knows."""
 
 _PEAK, _WHITE = 1000.0, 203.0
-"""Nits of the brightest HDR light that is told apart, and of SDR white."""
+"""Nits of the HDR light at which the roll-off ends, and of SDR white."""
 
 _GAMMA = 2.4
 _STEPS = 2**16

@@ -176,8 +176,8 @@ def rgb_array(image: Image.Image, *, background: str | None = WHITE) -> npt.NDAr
 def laid_on(pixels: npt.NDArray[np.uint8], background: str | None) -> npt.NDArray[np.uint8]:
     """Lay pixels `(height, width, 4)` with opacity on a colour, or read a mask of them, to `(height, width, 3)`.
 
-    Transparent parts of a mask are black, and a shape of one colour is white as far as it is opaque, whatever its
-    colour: a mask that a person cuts out lies in its opacity.
+    Transparent parts of a mask are black. Where its opaque pixels have one colour, the mask is its opacity: a person
+    who cuts out a mask leaves its shape there.
 
     Args:
         pixels (`uint8` array of shape `(height, width, 4)`): Red, green, blue and opacity.
