@@ -294,7 +294,14 @@ class Stepper:
     """Take training steps of a Wan transformer of random weights: bf16 autocast, gradient checkpointing, AdamW."""
 
     def __init__(
-        self, scale: Scale, model: WanTransformer3DModel, *, lora: bool, checkpointing: bool = True, pack: bool = True
+        self,
+        scale: Scale,
+        model: WanTransformer3DModel,
+        *,
+        lora: bool,
+        checkpointing: bool = True,
+        pack: bool = True,
+        backend: str = "auto",
     ) -> None:
         self.scale, self.model = scale, model
         if lora:
@@ -304,7 +311,7 @@ class Stepper:
         model.train()
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        self.packing = enable_packing(model, strip_length=scale.strip_length) if pack else None
+        self.packing = enable_packing(model, strip_length=scale.strip_length, backend=backend) if pack else None
 
     def packed(self, inputs: Inputs) -> float:
         """Take a step on one pack."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -236,6 +237,10 @@ def _modulate_row(
     return torch.cat(parts, 1), *(ModulatedRows(pair if text_first else pair[::-1], sizes) for pair in pairs)
 
 
+_ADD = (operator.add, torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+_MUL = (operator.mul, torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+
+
 class ModulatedRows:
     """Modulation `(rows, …)` of the two parts of rows, in the place of the one tensor that a block computes with."""
 
@@ -275,6 +280,18 @@ class ModulatedRows:
         return torch.cat([part * row for part, row in pairs], 1)
 
     __rmul__ = __mul__
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute `tensor + self` and `self * tensor` as above, where torch asks for it, as in `torch.compile`."""
+        left, right = args
+        if function in _ADD:
+            return left.__add__(right) if isinstance(left, cls) else right.__radd__(left)
+        if function in _MUL:
+            return left.__mul__(right) if isinstance(left, cls) else right.__rmul__(left)
+        return NotImplemented
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ModulatedRows:
         return type(self)([function(part) for part in self.parts], self.sizes)

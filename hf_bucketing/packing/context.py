@@ -27,8 +27,9 @@ from .layout import PackedLayout
 
 
 class _Active(local):
-    layout: PackedLayout | None = None
-    exact: Mapping[str, Any] | None = None
+    def __init__(self) -> None:  # in each thread, so that graphs of torch.compile find the same attributes in all
+        self.layout: PackedLayout | None = None
+        self.exact: Mapping[str, Any] | None = None
 
 
 _active = _Active()

@@ -21,7 +21,7 @@ from ..devices import to_device
 from ..errors import PackingError
 from .attention.dispatch import prepare_segments
 from .names import Backend, Grid
-from .segments import SegmentSpans, Span
+from .segments import SegmentSpans, Span, as_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,16 @@ class PackedLayout:
     @property
     def row_sizes(self) -> tuple[int, int]:
         """Text slots and tokens of a batch row: of a strip, or of a process's part of it."""
-        return self.text_slots // self.processes, self.strip_length // self.processes
+        return self._slots_of_row.shape[0], self.strip_length // self.processes
+
+    @cached_property
+    def _slots_of_row(self) -> torch.Tensor:
+        return as_sizes(self.text_slots // self.processes)
+
+    @cached_property
+    def holds_text(self) -> bool:
+        """Whether strips carry text slots."""
+        return self.text_slots > 0
 
     @property
     def num_tokens(self) -> int:
@@ -294,6 +303,14 @@ class PackedLayout:
         return to_device(index, self.device)
 
     @cached_property
+    def text_order(self) -> torch.Tensor:
+        """Index of each sample's text tokens among the stored ones, `(num_text_tokens,)`, also where they lie in order."""
+        index = self.text_index
+        order = to_device(torch.arange(self.num_text_tokens), self.device) if index is None else index
+        torch._dynamo.maybe_mark_dynamic(order, 0)
+        return order
+
+    @cached_property
     def strip_segments(self) -> torch.Tensor:
         """The sample that each strip belongs to, −1 for padding; `int64`, shape `(num_strips,)`."""
         ids = _repeat([*range(len(self)), -1], [*self.strips_per_sample, self.padding_strips])
@@ -340,7 +357,15 @@ class PackedLayout:
         """
         for spans in {id(spans): spans for spans in segments}.values():
             prepare_segments(spans, backend, torch.device(self.device))
-        _ = self.text_index, self.num_text_tokens, self.num_stored_text_tokens, self.own_ids
+        _ = (
+            self.text_index,
+            self.text_order,
+            self._slots_of_row,
+            self.holds_text,
+            self.num_text_tokens,
+            self.num_stored_text_tokens,
+            self.own_ids,
+        )
 
     def self_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which: `bool`, `(num_tokens, num_tokens)`; padding attends to nothing."""
@@ -406,8 +431,8 @@ class JointLayout:
     Below, `entries` counts the tokens and text slots of all strips: `strips · (strip_length + text_slots)`.
 
     Attributes:
-        text_slots (`int`): Text tokens that each strip carries.
-        strips (`int`): Strips of the pack.
+        shape (`torch.Tensor` of shape `(strips, text_slots, 0)`): Strips of the pack, and text tokens that each carries,
+            see [`as_sizes`].
         sizes (two tuples of `int`): Lengths of each sample's tokens and of the padding after them, in turn; the same
             of its text and of empty text slots.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all
@@ -426,8 +451,7 @@ class JointLayout:
         aligned (`bool`): Whether all strips happen to carry text of their own sample, as in a pack of one.
     """
 
-    text_slots: int
-    strips: int
+    shape: torch.Tensor
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
     order: torch.Tensor
     inverse: torch.Tensor
@@ -473,11 +497,12 @@ class JointLayout:
         order = np.concatenate([real, np.setdiff1d(np.arange(entries), real)])
 
         def on_device(index: npt.NDArray[np.int64]) -> torch.Tensor:
-            return to_device(torch.from_numpy(index), layout.device)
+            moved = to_device(torch.from_numpy(index), layout.device)
+            torch._dynamo.maybe_mark_dynamic(moved, 0)
+            return moved
 
         return cls(
-            text_slots=slots,
-            strips=strips,
+            shape=as_sizes(strips, slots),
             sizes=(_split_sizes(layout.attended_spans, layout.num_tokens), _split_sizes(text_spans, strips * slots)),
             order=on_device(order),
             inverse=on_device(np.argsort(order)),
@@ -495,6 +520,16 @@ class JointLayout:
             modulated_as=on_device(modulated),
             aligned=aligned,
         )
+
+    @property
+    def strips(self) -> int:
+        """Strips of the pack."""
+        return self.shape.shape[0]
+
+    @property
+    def text_slots(self) -> int:
+        """Text tokens that each strip carries."""
+        return self.shape.shape[1]
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Gather tokens `(strips, strip_length, …)` and text slots `(strips, text_slots, …)` into `(entries, …)`."""

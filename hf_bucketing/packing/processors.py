@@ -50,7 +50,7 @@ class Processor:
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
         """Return the segments in which this processor attends, for [`PackedLayout.prepare`]."""
-        return layout.self_segments, layout.joint.segments if layout.text_slots else layout.cross_segments
+        return layout.self_segments, layout.joint.segments if layout.holds_text else layout.cross_segments
 
     @property
     def _attention_backend(self) -> None:
@@ -169,10 +169,11 @@ class PackedAttnProcessor(Processor):
             text = attn.norm_encoder_hidden_states(text)
         key, value = project(attn, text, "to_k", "to_v")
         key, value = self.split_heads(attn, key, attn.norm_k), self.split_heads(attn, value)
-        if layout.text_index is None:
+        if torch.compiler.is_compiling() or layout.text_index is not None:  # one graph serves both kinds of packs
+            # from the stored texts to the samples' texts, one after another
+            key, value = key[layout.text_order], value[layout.text_order]
+        else:
             key, value = key[: layout.num_text_tokens], value[: layout.num_text_tokens]
-        else:  # from the stored texts to the samples' texts, one after another
-            key, value = key[layout.text_index], value[layout.text_index]
         return [Keys(key, value, layout.cross_segments)]
 
     def rotate(self, tokens: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -41,16 +41,15 @@ class VarlenOffsets(NamedTuple):
     Attributes:
         cu_seqlens_q (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to `num_queries`.
         cu_seqlens_k (`torch.Tensor` of shape `(n + 1,)`): `int32`, from 0 to the number of keys.
-        max_q (`int`): Queries of the longest segment, rounded up to a power of two.
-        max_k (`int`): Keys of the longest segment, rounded up to a power of two.
+        longest (`torch.Tensor` of shape `(max_q, max_k, 0)`): Queries of the longest segment and keys of the longest,
+            rounded up to powers of two, see [`as_sizes`].
         key_index (`torch.Tensor`, *optional*): Keys in the order of the segments, where segments share keys or order
             them differently; None where the keys lie in that order.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    max_q: int
-    max_k: int
+    longest: torch.Tensor
     key_index: torch.Tensor | None
 
 
@@ -101,6 +100,18 @@ class SegmentSpans:
     def suits_varlen(self) -> bool:
         """Whether kernels of variable lengths compute these segments well: not too many, and not too short."""
         return len(self.queries) <= min(MOST_SEGMENTS, self.num_queries // SHORT_SEGMENT)
+
+    @cached_property
+    def has_keys(self) -> bool:
+        """Whether there is any key."""
+        return self.num_keys > 0
+
+    @cached_property
+    def pairs_of_a_call(self) -> int:
+        """Pairs of a query and a key for each call of the backend `"segments"`: one for segments of equal lengths."""
+        sides = zip(self.queries, self.keys, strict=True)
+        lengths = [(stop - start, last - first) for (start, stop), (first, last) in sides]
+        return sum(queries * keys for queries, keys in lengths) // max(1, len(set(lengths)))
 
     @property
     def key_sides(self) -> tuple[tuple[Span, ...], ...]:
@@ -194,13 +205,8 @@ class SegmentSpans:
         offsets = [to_device(_offsets(lengths), device) for lengths in (query_lengths, key_lengths)]
         for side in offsets:
             torch._dynamo.maybe_mark_dynamic(side, 0)
-        return VarlenOffsets(
-            cu_seqlens_q=offsets[0],
-            cu_seqlens_k=offsets[1],
-            max_q=_round_up(max(query_lengths)),
-            max_k=_round_up(max(key_lengths)),
-            key_index=key_index,
-        )
+        longest = as_sizes(_round_up(max(query_lengths)), _round_up(max(key_lengths)))
+        return VarlenOffsets(*offsets, longest, key_index)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned when it was first called for `key`."""
@@ -213,9 +219,19 @@ class SegmentSpans:
         return {}
 
 
+def as_sizes(*numbers: int) -> torch.Tensor:
+    """Return numbers as the shape of a tensor without elements, `(*numbers, 0)`.
+
+    Graphs of `torch.compile` take sizes of tensors as variables, where they hold other numbers to be constants.
+    """
+    sizes = torch.empty(*numbers, 0)
+    torch._dynamo.maybe_mark_dynamic(sizes, list(range(len(numbers))))
+    return sizes
+
+
 def _round_up(length: int) -> int:
-    """Round up to a power of two: kernels need an upper bound, and compiled models need few values of it."""
-    return 1 << (length - 1).bit_length() if length else 0
+    """Round up to a power of two from 2 on: kernels need an upper bound, and graphs hold sizes of 0 and 1 constant."""
+    return 1 << max(1, (length - 1).bit_length())
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:

@@ -15,10 +15,11 @@ from diffusers.utils import is_torchvision_available
 from hf_bucketing import PackingError
 from hf_bucketing.models import cosmos, disable_packing, enable_packing, verify_packing
 from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
-from hf_bucketing.packing.attention import dispatch, grouped
+from hf_bucketing.packing.attention import choice, dispatch, grouped
 from tests.models.cases import CASES, Samples, largest_difference
 from tests.models.cross_models import make_cosmos
 from tests.models.families import wan_vace
+from tests.packing.flash_attention import flash_attention_4
 
 
 @pytest.mark.parametrize("name", ["pixart", "wan", "wan image", "sd3", "cogvideox", "flux"])
@@ -154,10 +155,11 @@ def test_the_attention_of_latte_over_frames_stays_on_segments_where_auto_is_varl
     model, samples = case.model(), Samples(case=case, order=(0, 1))
     samples.latents = [torch.randn(4, 5, 16, 18), torch.randn(4, 1, 20, 16)]
     expected = samples.alone(model)
-    monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
-    monkeypatch.setattr(dispatch, "_BACKENDS", {"varlen": offsets, "segments": runs})
-    batch = samples.pack(enable_packing(model, strip_length=16))
-    assert largest_difference(expected, batch.unpack(packed_forward(model, batch))) <= 1e-5
+    monkeypatch.setattr(choice, "HALF", (torch.float32,))
+    with flash_attention_4():
+        monkeypatch.setattr(dispatch, "_BACKENDS", {"varlen:fa4": offsets, "segments": runs})
+        batch = samples.pack(enable_packing(model, strip_length=16))
+        assert largest_difference(expected, batch.unpack(packed_forward(model, batch))) <= 1e-5
     over_frames = batch.layout.by_frame.spatial_positions
     assert len(over_frames.queries) == 8 * 9 + 10 * 8
     assert {name for name, segments in calls if segments is over_frames} == {"segments"}

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from hf_bucketing import PackingError
 from hf_bucketing.packing import PackedLayout, SegmentSpans, attention, packed_attention
 from hf_bucketing.packing.attention import dense, dispatch, grouped
-from hf_bucketing.packing.segments import AttentionOptions
+from tests.packing.flash_attention import flash_attention_4
 
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM = 4, 8
@@ -177,13 +177,14 @@ def test_what_a_backend_derives_is_made_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_auto_picks_segments_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     segments = spans_of([(0, 6)])
     tokens = tokens_for(segments)
-    dispatch._announce.cache_clear()
+    for remembered in (dispatch._choice, dispatch._announce):
+        remembered.cache_clear()
     with caplog.at_level(logging.INFO, logger="hf_bucketing"):
         output = packed_attention(*tokens, segments, backend="auto")
         packed_attention(*tokens, segments, backend="auto")
     assert [record.getMessage() for record in caplog.records] == [
-        "Packed attention on cpu in torch.float64 runs on the backend 'segments', as 'varlen' needs a CUDA device, "
-        "and the tokens are on cpu."
+        "Packed attention on cpu in torch.float64 runs on the backend 'segments', as kernels of variable lengths run on "
+        "CUDA devices in half precision."
     ]
     assert torch.equal(output, packed_attention(*tokens, segments))
 
@@ -193,6 +194,7 @@ def test_explicit_choices_are_refused_not_replaced() -> None:
     tokens = tokens_for(segments)
     cases = {
         "'varlen' needs a CUDA device": {"backend": "varlen"},
+        "'varlen:fa4' needs a CUDA device": {"backend": "varlen:fa4"},
         "'flex' has no backward on the CPU": {"backend": "flex"},
         "'flex' has no dropout": {"backend": "flex", "dropout": 0.1},
         "'magic' is unknown": {"backend": "magic"},
@@ -207,8 +209,9 @@ def test_explicit_choices_are_refused_not_replaced() -> None:
         packed_attention(*tokens_for(segments, key_heads=3), segments, enable_gqa=True)
     assert attention.resolve_backend("auto") == "auto"
     if not torch.cuda.is_available():
-        with pytest.raises(PackingError, match="there is none"):
-            attention.resolve_backend("varlen")
+        for backend in ("varlen", "varlen:fa4", "varlen:torch", "varlen:fa2"):
+            with pytest.raises(PackingError, match=f"{backend!r} needs a CUDA device, and there is none"):
+                attention.resolve_backend(backend)
 
 
 @pytest.mark.parametrize("backend", ["segments", "dense"])
@@ -220,18 +223,14 @@ def test_autocast_computes_in_half_precision(backend) -> None:
     assert packed_attention(*tokens, segments, backend=backend).dtype == torch.float32
 
 
-def test_auto_gives_varlen_neither_more_segments_than_a_grid_has_blocks_nor_two_spans_of_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_gives_varlen_neither_more_segments_than_a_grid_has_blocks_nor_two_spans_of_keys() -> None:
     spans = tuple((100 * segment, 100 * segment + 100) for segment in range(65_536))
     many, most = (SegmentSpans.within(spans[first:], 100 * len(spans)) for first in (0, 1))
-    query = torch.empty(1, HEADS, 8).expand(100 * len(spans), -1, -1)
-    monkeypatch.setattr(dispatch, "_refusal", lambda *args: None)
-    backends = [dispatch.choose_backend(query, segments=spans) for spans in (many, most)]
-    assert backends == ["segments", "varlen"]
     both = replace(most, more_keys=most.keys[::-1])
-    assert dispatch.choose_backend(query, segments=both) == "flex"
-    assert dispatch.choose_backend(query, AttentionOptions(dropout=0.1), segments=both) == "varlen"
+    query = torch.empty(1, HEADS, 8, dtype=torch.bfloat16).expand(100 * len(spans), -1, -1)
+    with flash_attention_4():
+        chosen = [dispatch.choose_backend(query, segments=spans) for spans in (many, most, both)]
+    assert chosen == ["segments", "varlen:fa4", "flex"]
     with pytest.raises(PackingError, match=r"'varlen' takes up to 65,535 segments, and this pack has 65,536.*'auto'"):
         many.varlen(CPU)
 

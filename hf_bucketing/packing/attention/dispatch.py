@@ -11,10 +11,12 @@ import torch
 from ...errors import PackingError
 from ..names import Backend
 from ..segments import AttentionOptions, SegmentSpans
+from .choice import Choice, Segments, choose
 from .dense import attend_densely, dense_mask
 from .flex import attend_by_blocks, block_mask
 from .grouped import attend_by_segments
-from .varlen import attend_by_offsets, varlen_kernel
+from .kernels import HALF, KERNELS, device_of, installed, missing
+from .varlen import attend_by_offsets
 
 logger = logging.getLogger(__name__)
 
@@ -22,59 +24,70 @@ _BACKENDS = {
     "segments": attend_by_segments,
     "dense": attend_densely,
     "flex": attend_by_blocks,
-    "varlen": attend_by_offsets,
+    **{f"varlen:{name}": functools.partial(attend_by_offsets, kernel=name) for name in KERNELS},
 }
-_ONE_SPAN = ("segments", "varlen")
+_ONE_SPAN = ("segments", *(f"varlen:{name}" for name in KERNELS))
 """Backends that take one span of keys for each segment, so that keys of several segments are copied for each."""
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def resolve_backend(backend: str) -> Backend:
     """Return a backend by its name if this machine can run it at all.
 
-    `"auto"` stays `"auto"`: a model may be moved or cast after packing is enabled, so the choice is made at the first
-    attention on each device and in each dtype, and logged.
+    `"auto"` stays `"auto"`, and `"varlen"` stays `"varlen"`: a model may be moved or cast after packing is enabled, so
+    the choice is made at the first attention on each device and in each dtype, and logged.
 
     Raises:
         PackingError: If the name is unknown, or `"varlen"` has no kernel or no CUDA device.
     """
     if backend not in get_args(Backend):
         raise PackingError(f"Unknown attention backend {backend!r}; use one of {get_args(Backend)}.")
-    if backend == "varlen" and not torch.cuda.is_available():
-        raise PackingError("The attention backend 'varlen' needs a CUDA device, and there is none; use 'auto'.")
-    if backend == "varlen" and varlen_kernel() is None:
+    names = _kernels_of(backend)
+    if names and not torch.cuda.is_available():
+        raise PackingError(f"The attention backend {backend!r} needs a CUDA device, and there is none; use 'auto'.")
+    if names and all(map(missing, names)):
+        lacks = "; ".join(f"{KERNELS[name].title}, of {KERNELS[name].source}: {missing(name)}" for name in names)
         raise PackingError(
-            "The attention backend 'varlen' needs torch.nn.attention.varlen (torch 2.13 has it) or flash-attn; "
-            "install one of them or use 'auto'."
+            f"The attention backend {backend!r} has no kernel here ({lacks}); install one or use 'auto'."
         )
     return backend  # type: ignore[return-value]
+
+
+def _kernels_of(backend: str) -> list[str]:
+    """Return the kernels that a backend stands for: one, all for `"varlen"`, or none."""
+    return [name for name in KERNELS if backend in ("varlen", f"varlen:{name}")]
 
 
 def choose_backend(
     query: torch.Tensor, options: AttentionOptions | None = None, *, segments: SegmentSpans | None = None
 ) -> Backend:
-    """Return the backend that `"auto"` stands for on the device and in the dtype of `query`.
+    """Return the backend that `"auto"` stands for on the device and in the dtype of `query`, see [`choose`].
 
-    It is `"varlen"` in half precision on CUDA devices if there is a kernel, and `"segments"` otherwise. Segments that
-    are too short or too many for such kernels, as in Latte's attention over frames, stay on `"segments"` too. Where
-    segments have two spans of keys, `"flex"` takes the place of `"varlen"`, which would copy keys for each segment.
+    In half precision on CUDA devices it is FlashAttention 4 where it is installed and the device is a Hopper or newer
+    one; else there `"segments"`, whose SDPA takes cuDNN, where each of its calls computes enough; else a kernel of
+    variable lengths. Where segments have two spans of keys, `"flex"` takes their place, which would copy keys for each
+    segment. Elsewhere, and for very short segments, it is `"segments"`.
     """
-    options = options or AttentionOptions()
-    reason = _refusal("varlen", query, options)
-    if reason is None and segments is not None and not segments.suits_varlen:
-        reason = "computes short segments in blocks, and takes a limited number of them"
-    chosen: Backend = "segments" if reason else "varlen"
-    if chosen == "varlen" and segments is not None and segments.more_keys is not None and not options.dropout:
-        chosen, reason = "flex", "copies keys for each segment where segments have two spans of them"
-    if not torch.compiler.is_compiling():
-        _announce(chosen, query.device.type, query.dtype, reason)
-    return chosen
+    dropout = options is not None and options.dropout > 0
+    kind = Segments() if segments is None else Segments.of(segments, width=query.shape[-2] * query.shape[-1])
+    return _chosen(query.device, query.dtype, query.shape[-1], dropout, *kind)
+
+
+@torch.compiler.assume_constant_result  # which torch.compile does not see on a function that is itself a cache
+def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, *kind: bool) -> Backend:
+    return _choice(device, dtype, head_dim, dropout, Segments(*kind))
 
 
 @functools.cache
-def _announce(backend: Backend, device: str, dtype: torch.dtype, reason: str | None) -> None:
-    because = f", as 'varlen' {reason}" if reason else ""
-    logger.info(f"Packed attention on {device} in {dtype} runs on the backend {backend!r}{because}.")
+def _choice(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, segments: Segments) -> Backend:
+    where = device_of(device)
+    choice = choose(where, dtype, head_dim=head_dim, dropout=dropout, segments=segments, kernels=installed())
+    _announce(choice, where.type, dtype)
+    return choice.backend
+
+
+@functools.cache
+def _announce(choice: Choice, device: str, dtype: torch.dtype) -> None:
+    logger.info(f"Packed attention on {device} in {dtype} runs on the backend {choice.backend!r}, as {choice.reason}.")
 
 
 def packed_attention(
@@ -115,14 +128,19 @@ def packed_attention(
     """
     options = AttentionOptions(scale, dropout, enable_gqa)
     query, key, value = _in_autocast_dtype(query, key, value)
-    _check(query, key, segments, options)
+    if not torch.compiler.is_compiling():  # a graph of these numbers would serve no other pack
+        _check(query, key, segments, options)
+    head_dim = value.shape[-1]  # which graphs of torch.compile know, as nothing rotates values
     if backend == "auto":
-        backend = choose_backend(query, options, segments=segments)
+        kind = Segments.of(segments, width=query.shape[1] * head_dim)
+        backend = _chosen(query.device, query.dtype, head_dim, dropout > 0, *kind)
+    elif backend.startswith("varlen"):
+        backend = _kernel_for(backend, query.device, query.dtype, head_dim, dropout > 0)
     elif reason := _refusal(backend, query, options):
         raise PackingError(
             f"The attention backend {backend!r} {reason}; use 'auto', or 'segments', which always works."
         )
-    if not segments.num_keys:
+    if not segments.has_keys:
         return _zeros_joined_to(query, key, value)
     if segments.more_keys is not None and backend in _ONE_SPAN:
         index, segments = segments.joined(query.device)
@@ -135,7 +153,7 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
 
     Made inside a compiled graph, it would become part of the graph, which would then serve this pack alone.
     """
-    if not segments.num_keys:
+    if not segments.has_keys:
         return
     if backend == "dense":
         dense_mask(segments, device)
@@ -145,18 +163,26 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
         if backend == "auto" and device.type == "cuda":
             block_mask(segments, device)
         prepare_segments(segments.joined(device)[1], backend, device)
-    elif backend == "varlen" or (backend == "auto" and segments.suits_varlen and device.type == "cuda"):
+    elif backend.startswith("varlen"):
         segments.varlen(device)
+    elif backend == "auto" and device.type == "cuda":
+        _ = segments.pairs_of_a_call
+        if segments.suits_varlen:
+            segments.varlen(device)
 
 
 def _in_autocast_dtype(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast tokens as autocast does for `scaled_dot_product_attention`, but not for other kernels."""
     device = tokens[0].device.type
-    usable = torch.amp.is_autocast_available(device)
-    if not usable or not torch.is_autocast_enabled(device) or tokens[0].dtype == torch.float64:
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device) or tokens[0].dtype == torch.float64:
         return tokens
     dtype = torch.get_autocast_dtype(device)
     return tuple(side.to(dtype) for side in tokens)
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def _zeros_joined_to(query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -179,22 +205,40 @@ def _check(query: torch.Tensor, key: torch.Tensor, segments: SegmentSpans, optio
         raise PackingError(f"dropout must be at least 0 and below 1, got {options.dropout}.")
 
 
+@torch.compiler.assume_constant_result
+def _kernel_for(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool) -> Backend:
+    return _found(backend, device, dtype, head_dim, dropout)
+
+
+@functools.cache
+def _found(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool) -> Backend:
+    """Return the backend of the first kernel that a backend stands for and that computes such a call.
+
+    Raises:
+        PackingError: If none does.
+    """
+    where, names = device_of(device), _kernels_of(backend)
+    if where.type != "cuda":
+        refusal = f"needs a CUDA device, and the tokens are on {device}"
+    elif dtype not in HALF:
+        refusal = f"computes in float16 and bfloat16, and the tokens are {dtype}"
+    elif not names:
+        refusal = f"is unknown; there are {get_args(Backend)}"
+    else:
+        whys = {name: missing(name) or KERNELS[name].refusal(where, head_dim, dropout=dropout) for name in names}
+        for name, why in whys.items():
+            if why is None:
+                return f"varlen:{name}"  # type: ignore[return-value]
+        refusal = "has no kernel for this: " + "; ".join(f"{KERNELS[name].title}: {why}" for name, why in whys.items())
+    raise PackingError(f"The attention backend {backend!r} {refusal}; use 'auto', or 'segments', which always works.")
+
+
 def _refusal(backend: str, query: torch.Tensor, options: AttentionOptions) -> str | None:
-    """Return why a backend cannot compute attention of these queries; None if it can."""
-    on_cpu, head_dim = query.device.type == "cpu", query.shape[-1]
-    if backend == "varlen":
-        if query.device.type != "cuda":
-            return f"needs a CUDA device, and the tokens are on {query.device}"
-        if query.dtype not in _HALF:
-            return f"computes in float16 and bfloat16, and the tokens are {query.dtype}"
-        if head_dim > 256 or head_dim % 8:
-            return f"takes heads of up to 256 channels, a multiple of 8, and these have {head_dim}"
-        if varlen_kernel(dropout=options.dropout > 0) is None:
-            return "has no kernel here" + (" that can drop out; install flash-attn" if options.dropout else "")
-    elif backend == "flex":
+    """Return why a backend without kernels of variable lengths cannot compute attention of these queries."""
+    if backend == "flex":
         if options.dropout:
             return "has no dropout"
-        if on_cpu and query.requires_grad and torch.is_grad_enabled():
+        if query.device.type == "cpu" and query.requires_grad and torch.is_grad_enabled():
             return "has no backward on the CPU"
     elif backend not in get_args(Backend):
         return f"is unknown; there are {get_args(Backend)}"
