@@ -36,6 +36,8 @@ _WRITING = {aten.index_put.default, aten.index_put_.default}
 _INDEXING = {aten.index.Tensor, *_WRITING}
 _COPYING_NUMBERS = {*_WRITING, aten.where.self}
 """Operations that copy single numbers on the CPU to the device, where others are launched with them."""
+_TAKING_NUMBERS = {*_COPYING_NUMBERS, aten.fill.Tensor, aten.fill_.Tensor}
+"""Operations that take single numbers on the CPU, as those do that work element by element."""
 _READING_VALUE = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
 """Operations that read their last argument, a single number, if it lies on the device."""
 _LAZY = {aten._conj.default: torch.conj_physical, aten._neg_view.default: torch.neg}
@@ -272,10 +274,13 @@ def _check_and_record(func: Any, args: Any, kwargs: dict[str, Any], tensors: lis
     if func in _WAITING or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
         _waits.record(str(func))
     indices_by_id = set(map(id, indices))
+    takes_numbers = torch.Tag.pointwise in func.tags or func in _TAKING_NUMBERS
     apart = [
         tensor
         for tensor in tensors
-        if not isinstance(tensor, DeviceTensor) and tensor.ndim and id(tensor) not in indices_by_id
+        if not isinstance(tensor, DeviceTensor)
+        and id(tensor) not in indices_by_id
+        and (tensor.ndim or not takes_numbers)
     ]
     if apart and func not in (aten.copy_.default, aten._to_copy.default):
         raise RuntimeError(
