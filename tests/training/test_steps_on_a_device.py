@@ -184,7 +184,9 @@ def check_step(
         metrics_there = train(step_there, encoded, device=device.device)
     waits.check(named, counted=AT_THE_END)
     assert metrics_there == pytest.approx(metrics, rel=max(1e-4, device.rounding))
-    assert_same_gradients(step.recipe.transformer, step_there.recipe.transformer, limit=max(limit, device.rounding))
+    assert_same_gradients(
+        step.recipe.transformer, step_there.recipe.transformer, limit=max(limit, device.gradient_rounding)
+    )
     return metrics_there
 
 
