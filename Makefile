@@ -10,7 +10,7 @@ TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_pat
 	--dataset_dir $(DEMO)/prepared --learning_rate 5e-4 --lr_scheduler cosine --lr_warmup_steps 10 \
 	--num_train_epochs 20 --max_sequence_length 32 --caption_dropout 0.1 --dataloader_num_workers 1
 
-.PHONY: demo test test-slow test-every docs docs-serve notebooks quality style clean
+.PHONY: demo test test-slow test-every test-gpu docs docs-serve notebooks quality style clean
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
@@ -36,6 +36,9 @@ test-slow: $(VENV)/tested
 
 test-every: $(VENV)/tested
 	$(BIN)/python -m pytest $(TWO) -m every
+
+test-gpu: $(VENV)/tested # on one device
+	$(BIN)/python -m pytest --numprocesses 8 --dist worksteal --durations 20 -m gpu
 
 # mkdocs-material prints at each start that a future MkDocs 2 will not work with it; setup.cfg excludes that.
 docs: $(VENV)/tested

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -19,6 +19,9 @@ from filelock import FileLock
 
 from tests.browser import browser  # noqa: F401  (a fixture of the session: playwright starts once)
 from tests.processes import kill_forked_when, launch_forked, launched_environments, run, run_forked, spare_collector
+
+if TYPE_CHECKING:
+    from tests.devices import Device
 
 # Results of an earlier run in datasets' cache must not hide what this run would compute.
 _cache = tempfile.TemporaryDirectory(prefix="hf_bucketing_cache_")
@@ -46,6 +49,25 @@ ROOT = Path(__file__).parent.parent
 def _few_objects_to_search() -> None:
     """A run that ends collects garbage: half of the time of a small one, among the objects of all imported modules."""
     spare_collector()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A device that tests compute on, in float32 where that is said."""
+    import torch
+
+    from tests.devices import CUDA, PRETENDED
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # unlike that of matmul, on by default
+    return {"pretended": PRETENDED, "cuda": CUDA}[request.param]
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 They compute on the CPU, and refuse operations that mix devices, as CUDA does, single numbers aside. What waits for the
 device is recorded: a number that is read, sizes that depend on values (`nonzero`, boolean indices), an event, and a
-copy that is not told not to wait (`non_blocking`). One to the CPU that does not wait has no numbers before an event
-that was recorded after it is waited for. Forward, backward, autocast and optimizers run.
+copy that is not told not to wait (`non_blocking`), a single number that is put into an element of a tensor included.
+One to the CPU that does not wait has no numbers before an event that was recorded after it is waited for. Forward,
+backward, autocast and optimizers run.
 """
 
 from __future__ import annotations
 
-import collections
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +17,11 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.waits import Waits
+
 aten = torch.ops.aten
 DEVICE = torch.device("meta")
 CPU = torch.device("cpu")
-Waits = collections.Counter[str]
 
 _WAITING = {
     aten._local_scalar_dense.default,
@@ -32,7 +32,14 @@ _WAITING = {
 }
 _UNREAD = -77
 """What memory holds before a copy has come."""
-_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+_WRITING = {aten.index_put.default, aten.index_put_.default}
+_INDEXING = {aten.index.Tensor, *_WRITING}
+_COPYING_NUMBERS = {*_WRITING, aten.where.self}
+"""Operations that copy single numbers on the CPU to the device, where others are launched with them."""
+_TAKING_NUMBERS = {*_COPYING_NUMBERS, aten.fill.Tensor, aten.fill_.Tensor}
+"""Operations that take single numbers on the CPU, as those do that work element by element."""
+_READING_VALUE = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+"""Operations that read their last argument, a single number, if it lies on the device."""
 _LAZY = {aten._conj.default: torch.conj_physical, aten._neg_view.default: torch.neg}
 """Views that are computed when they are read, which a wrapper around a tensor does not carry."""
 
@@ -63,7 +70,7 @@ class DeviceTensor(torch.Tensor):
     is_meta = property(lambda self: False)  # it has numbers
 
     def tolist(self) -> Any:
-        _record("tolist")
+        _waits.record("tolist")
         return self.numbers.tolist()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,12 +83,17 @@ class DeviceTensor(torch.Tensor):
 
     def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
         made = torch.tensor(data, dtype=dtype or self.dtype)
-        return DeviceTensor(made, requires_grad) if device is None or torch.device(device) == DEVICE else made
+        if device is not None and torch.device(device) != DEVICE:
+            return made
+        _record_copy(made, "the device")
+        return DeviceTensor(made, requires_grad)
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(_without_lists(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, (bool, int, float)):
+            value = torch.tensor(value, dtype=self.dtype)  # where torch has it if the tensor is on CUDA
         super().__setitem__(_without_lists(index), value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -98,12 +110,12 @@ class DeviceTensor(torch.Tensor):
 def _without_lists(index: Any) -> Any:
     """Return an index whose lists are tensors: torch would make them on "meta", without numbers."""
     parts = index if isinstance(index, tuple) else (index,)
-    return tuple(DeviceTensor(torch.tensor(part)) if isinstance(part, list) else part for part in parts)
+    return tuple(torch.tensor(part) if isinstance(part, list) else part for part in parts)
 
 
 def on_cpu(value: Any) -> Any:
     """Return tensors, also in lists and dictionaries, as they are on the CPU; this is not recorded."""
-    return _map_tensors(value, lambda tensor: tensor.numbers if isinstance(tensor, DeviceTensor) else tensor)
+    return map_tensors(value, lambda tensor: tensor.numbers if isinstance(tensor, DeviceTensor) else tensor)
 
 
 def on_device(value: Any) -> Any:
@@ -113,17 +125,17 @@ def on_device(value: Any) -> Any:
         moved = isinstance(tensor, DeviceTensor)
         return tensor if moved else DeviceTensor(tensor.detach().clone(), tensor.requires_grad)
 
-    return _map_tensors(value, move)
+    return map_tensors(value, move)
 
 
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change the tensors in tuples, lists and dictionaries, in much less time than torch's pytree takes."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {name: _map_tensors(part, change) for name, part in value.items()}
+        return {name: map_tensors(part, change) for name, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_map_tensors(part, change) for part in value)
+        return type(value)(map_tensors(part, change) for part in value)
     return value
 
 
@@ -174,7 +186,7 @@ def pretended_device() -> Iterator[Waits]:
         yield _waits
 
 
-_waits: Waits = collections.Counter()
+_waits = Waits()
 _under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
 """Copies to the CPU that nothing has waited for, each with its numbers."""
 
@@ -189,22 +201,14 @@ class _Event:
         self._copies = list(_under_way)
 
     def synchronize(self) -> None:
-        _record("wait for an event")
+        _waits.record("wait for an event")
         for target, numbers in self._copies:
             target.copy_(numbers)
 
 
-def _record(what: str) -> None:
-    """Count a wait by what it is and by the innermost function outside torch and this file."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename:
-        frame = frame.f_back
-    _waits[f"{what} in {'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_code.co_name}"] += 1
-
-
 def _record_copy(tensor: torch.Tensor, to: str) -> None:
     if tensor.numel():
-        _record(f"copy to {to}")
+        _waits.record(f"copy to {to}")
 
 
 class _Mode(TorchDispatchMode):
@@ -215,7 +219,7 @@ class _Mode(TorchDispatchMode):
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the numbers, after checking where its tensors are said to lie."""
     tensors: list[torch.Tensor] = []
-    _map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+    map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
     any_moved = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
     device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     if func is aten._fused_sdp_choice.default:
@@ -228,7 +232,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target, source = args[:2]
         if isinstance(source, DeviceTensor) and not isinstance(target, DeviceTensor):
             _record_copy(source, "the CPU")
-        elif isinstance(target, DeviceTensor) and not isinstance(source, DeviceTensor) and source.ndim:
+        elif isinstance(target, DeviceTensor) and not isinstance(source, DeviceTensor):
             _record_copy(source, "the device")
         on_cpu(target).copy_(on_cpu(source))
         return target
@@ -249,38 +253,36 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     written = [arg for arg, about in declared if about.alias_info is not None and about.alias_info.is_write]
     if written and isinstance(result, torch.Tensor):
         return written[0]
-    return _map_tensors(result, lambda tensor: DeviceTensor(on_cpu(tensor)))
+    return map_tensors(result, lambda tensor: DeviceTensor(on_cpu(tensor)))
 
 
 def _check_and_record(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
     indices = [index for index in args[1] if index is not None] if func in _INDEXING else []
+    numbers = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor) and not tensor.ndim]
+    masked = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    fills = func in _WRITING and numbers and len(masked) == len(indices)  # torch calls masked_fill with the number
     for index in indices:
         if not isinstance(index, DeviceTensor) and isinstance(args[0], DeviceTensor):
             _record_copy(index, "the device")
-        elif index.dtype in (torch.bool, torch.uint8):
-            _record(str(func))
+        elif any(index is mask for mask in masked) and not fills:
+            _waits.record(str(func))
+    if func in _COPYING_NUMBERS and not fills:
+        for number in numbers:
+            _record_copy(number, "the device")
+    if func in _READING_VALUE and isinstance(args[-1], DeviceTensor):
+        _waits.record(str(func))
     if func in _WAITING or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
-        _record(str(func))
+        _waits.record(str(func))
     indices_by_id = set(map(id, indices))
+    takes_numbers = torch.Tag.pointwise in func.tags or func in _TAKING_NUMBERS
     apart = [
         tensor
         for tensor in tensors
-        if not isinstance(tensor, DeviceTensor) and tensor.ndim and id(tensor) not in indices_by_id
+        if not isinstance(tensor, DeviceTensor)
+        and id(tensor) not in indices_by_id
+        and (tensor.ndim or not takes_numbers)
     ]
     if apart and func not in (aten.copy_.default, aten._to_copy.default):
         raise RuntimeError(
             f"Expected all tensors on one device, but {func} got one of {tuple(apart[0].shape)} on {apart[0].device}."
         )
-
-
-def assert_same_gradients(model: torch.nn.Module, moved: torch.nn.Module, *, limit: float = 1e-4) -> None:
-    """Compare the gradients of a model with those of its copy on the device; some are nothing but rounding."""
-    there = {name: on_cpu(parameter.grad) for name, parameter in moved.named_parameters()}
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert [name for name, gradient in there.items() if gradient is None] == [
-        name for name, gradient in expected.items() if gradient is None
-    ]
-    known = {name: gradient for name, gradient in expected.items() if gradient is not None}
-    whole = float(torch.stack([gradient.norm() for gradient in known.values()]).norm())
-    for name, gradient in known.items():
-        assert float((there[name] - gradient).norm()) <= limit * max(float(gradient.norm()), 1e-2 * whole), name

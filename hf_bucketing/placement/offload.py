@@ -135,9 +135,10 @@ def activations_on_cpu() -> AbstractContextManager[Any]:
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
     if not tensor.requires_grad or tensor.is_leaf:
         return tensor
+    on_gpu = tensor.device.type == "cuda"  # which copies to page-locked memory and back in the order of its stream
     # In the same memory layout, as kernels sum in the order of the memory: another layout would round differently.
-    waiting = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.device.type == "cuda")
-    return tensor.device, waiting.copy_(tensor.detach())
+    waiting = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=on_gpu)
+    return tensor.device, waiting.copy_(tensor.detach(), non_blocking=on_gpu)
 
 
 def _from_cpu(packed: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:

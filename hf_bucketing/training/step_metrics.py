@@ -143,10 +143,10 @@ class StepMetrics:
         """
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        shared = torch.zeros(2, device=self._sums.device)
-        shared[0], shared[1] = 0.0 if grad_norm is None else grad_norm, stop
-        counted = torch.from_numpy(np.append(self._counts, math.nan if late else seconds())).float()
-        mine = torch.cat([shared, self._sums, to_device(counted, self._sums.device)])
+        norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm, dtype=torch.float32)
+        counted = torch.from_numpy(np.array([stop, *self._counts, math.nan if late else seconds()])).float()
+        norm, counted = (to_device(part, self._sums.device) for part in (norm.reshape(1), counted))
+        mine = torch.cat([norm, counted[:1], self._sums, counted[1:]])
         rows = self.accelerator.gather(mine[None])
         reading = Reading(rows, *(values.detach().float() for values in losses))
         self._reset()

@@ -10,16 +10,16 @@ from hf_bucketing import BucketingError
 from hf_bucketing.media import frame_rates
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import Packing, packed_forward, packed_mse
+from tests.devices import Device, assert_same_gradients, on_cpu
 from tests.models.cases import Samples
 from tests.models.families import CASES
-from tests.pretended_device import DEVICE, assert_same_gradients, module_on_device, on_cpu, on_device, pretended_device
+from tests.pretended_device import DEVICE, on_device, pretended_device
 
 COPIED = "copy to the device in transformers/"
 STOCK_WAITS = {
     f"{COPIED}transformer_chroma.py:forward": "counts the modulations of its blocks",
     f"{COPIED}transformer_kandinsky.py:forward": "multiplies timesteps by a table that it keeps on the CPU",
     f"{COPIED}transformer_qwenimage.py:forward": "marks tokens that have no noise",
-    f"{COPIED}transformer_qwenimage21.py:<listcomp>": "moves its tables of positions, once",
     f"{COPIED}transformer_skyreels_v2.py:forward": "takes frame rates as a list",
     "tolist in hunyuan_video_15/packing.py:_image_lengths": "zeros in the place of an image are no image",
 }
@@ -29,10 +29,11 @@ That read is needed where there are image embeddings, some of which may be zeros
 """
 FIRST_WAITS = {
     f"{COPIED}transformer_anyflow.py:_build_freqs": "moves its table of positions",
+    f"{COPIED}transformer_chronoedit.py:forward": "takes positions by a list of their indices",
     f"{COPIED}transformer_ltx2.py:prepare_video_coords": "makes the positions of a size",
     f"{COPIED}transformer_qwenimage.py:_get_device_freqs": "moves its table of positions",
     f"{COPIED}transformer_wan_animate_2.py:_rope_freqs": "moves its tables of positions",
-    f"{COPIED}transformer_z_image.py:<listcomp>": "moves its tables of positions",
+    f"{COPIED}transformer_z_image.py:__call__": "moves its tables of positions",
 }
 """What waits once beside that: in the first pack, or in the first with samples of a size."""
 _QWEN_21 = "in transformers/transformer_qwenimage21.py"
@@ -45,7 +46,7 @@ WAITS_OF = {
         f"aten.nonzero.default {_QWEN_21}:build_token_metadata": "finds the tokens of images",
         f"aten.repeat_interleave.Tensor {_QWEN_21}:forward": "makes room for tokens",
         f"copy to the device in {_QWEN_21[3:]}:build_token_metadata": "numbers the images",
-        f"copy to the device in {_QWEN_21[3:]}:forward": "makes the positions of rows",
+        f"copy to the device in {_QWEN_21[3:]}:forward": "moves its tables of positions, and makes those of rows",
         f"tolist {_QWEN_21}:_qwenimage21_prefix_segments": "finds where text begins and ends",
         f"tolist {_QWEN_21}:forward": "makes the positions of rows",
     }
@@ -100,27 +101,27 @@ LIMITS = {"kandinsky5": 1e-2}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pack_runs_on_a_device_without_waiting_for_it(name: str) -> None:
+def test_a_pack_runs_on_a_device_without_waiting_for_it(device: Device, name: str) -> None:
     case = CASES[name]
-    model, moved, samples = case.model(), module_on_device(case.model()), Samples(case=case)
+    model, moved, samples = case.model(), device.move_module(case.model()), Samples(case=case)
     outputs, loss = step(model, samples, enable_packing(model, strip_length=4))
-    samples.latents, samples.text, samples.targets, samples.timesteps = on_device(
+    samples.latents, samples.text, samples.targets, samples.timesteps = device.move(
         (samples.latents, samples.text, samples.targets, samples.timesteps)
     )
     samples.conditioning = {
-        name: values if name in ON_CPU else on_device(values) for name, values in samples.conditioning.items()
+        name: values if name in ON_CPU else device.move(values) for name, values in samples.conditioning.items()
     }
     packing = enable_packing(moved, strip_length=4)
-    with pretended_device() as waits:
+    with device.recording() as waits:
         outputs_there, loss_there = step(moved, samples, packing)
         always = STOCK_WAITS.keys() | WAITS_OF.get(name, {}).keys()
-        assert set(waits) <= always | FIRST_WAITS.keys()
+        waits.check(always | FIRST_WAITS.keys())
         waits.clear()
         with torch.no_grad():
             packed_forward(moved, samples.pack(packing))
-        assert set(waits) <= always
-    limit = LIMITS.get(name, 1e-6)
+        waits.check(always)
+    limit = max(LIMITS.get(name, 1e-6), device.rounding)
     assert float(on_cpu(loss_there.detach())) == pytest.approx(float(loss.detach()), rel=limit)
     for output, output_there in zip(outputs, on_cpu(outputs_there), strict=True):
         assert (output_there - output).norm() <= max(limit, 1e-5) * output.norm()
-    assert_same_gradients(model, moved, limit=LIMITS.get(name, 1e-4))
+    assert_same_gradients(model, moved, limit=max(LIMITS.get(name, 1e-4), device.gradient_rounding))

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
@@ -27,9 +28,11 @@ from hf_bucketing.training.run_log import log_path, read_log, read_status
 from hf_bucketing.training.steps import StepLosses
 from hf_bucketing.training.trained import TrainedModel, add_trained_parts
 from tests.conftest import as_flags
-from tests.pretended_device import DEVICE, Waits, module_on_device, pretended_device
+from tests.devices import Device
 from tests.training.test_experts import LORA, expert_dir
+from tests.training.test_steps_on_a_device import AT_THE_END, TIMES
 from tests.training.training_cases import BATCHING, in_process, train
+from tests.waits import Waits
 
 __all__ = ["expert_dir"]
 
@@ -184,16 +187,16 @@ def test_what_is_due_after_a_step_comes_after_it_was_read(pipeline_dir, prepared
 
 
 def test_the_loop_waits_for_its_device_once_per_step_and_then_for_a_step_that_is_over(
-    pipeline_dir, cached_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Device, pipeline_dir, cached_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of("torch.optim:AdamW", max_train_steps=3, ema_decay=None)
 
     def run_there(name: str) -> tuple[list[str], list[list[float]]]:
         config = in_process(pipeline_dir, cached_dir, tmp_path / name, **settings)
-        with on_pretended_device(config, monkeypatch) as (trainer, waits):
+        with on_device(device, config, monkeypatch) as (trainer, waits):
             trainer._finish = lambda: None  # type: ignore[method-assign]
             trainer.run()
-            assert waits == {"wait for an event in hf_bucketing/devices.py:values": 3}
+            waits.check({TIMES}, counted=dict.fromkeys(AT_THE_END, 3))
         losses = read_log(tmp_path / name, "losses")
         return trainer.events, [[line[name] for name in ("train_loss", "grad_norm", "lr")] for line in losses]
 
@@ -202,29 +205,31 @@ def test_the_loop_waits_for_its_device_once_per_step_and_then_for_a_step_that_is
     monkeypatch.setattr(TrainedModel, "reads_late", lambda *_: False)
     at_once, expected = run_there("at once")
     assert at_once == [f"{what} {step}" for step in range(1, 4) for what in ("launch", "read")]
-    assert metrics == expected
+    assert np.array(metrics) == pytest.approx(np.array(expected), rel=device.rounding, abs=0)
 
 
 @contextmanager
-def on_pretended_device(
-    config: TrainingConfig, monkeypatch: pytest.MonkeyPatch
+def on_device(
+    device: Device, config: TrainingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[SpoiledTrainer, Waits]]:
-    """Return a run that computes on the pretended device after its weights are loaded, and what waits for it."""
+    """Return a run that computes on a device after its weights are loaded, and what waits for it."""
     entered: list[Waits] = []
     with monkeypatch.context() as patch, ExitStack() as stack:
 
         def added(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
             config = add_trained_parts(recipe, config, accelerator)
             for module in recipe.modules(*PARTS):
-                module_on_device(module)
+                device.move_module(module)
             for state in (PartialState, AcceleratorState):
-                state._shared_state["device"] = DEVICE
+                state._shared_state["device"] = device.device
             accelerator.dataloader_config.non_blocking = True  # as where there is a GPU
-            entered.append(stack.enter_context(pretended_device()))
+            entered.append(stack.enter_context(device.recording()))
             return config
 
         patch.setattr(loop, "add_trained_parts", added)
-        patch.setattr(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta"])
+        patch.setattr(
+            sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: [device.device.type]
+        )
         trainer = SpoiledTrainer(config)
         entered[0].clear()
         yield trainer, entered[0]

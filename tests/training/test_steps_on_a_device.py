@@ -33,19 +33,12 @@ from hf_bucketing.training.reporting import RunReport
 from hf_bucketing.training.run_data import StepRows
 from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, latent_frames_of, media_of, text_of
+from tests.devices import Device, assert_same_gradients, on_cpu
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_recipe_suite import batch_of, folder_of
 from tests.packing.test_packing_devices import FIRST_WAITS, LIMITS, STOCK_WAITS, WAITS_OF
-from tests.pretended_device import (
-    DEVICE,
-    assert_same_gradients,
-    module_on_device,
-    on_cpu,
-    on_device,
-    pretended_device,
-)
 
 __all__ = ["folder_of"]
 
@@ -53,7 +46,8 @@ FAST = ("wan", "lumina2")
 """Recipes that are tried in every run of the tests; the others in the slow ones."""
 AT_THE_END = {"wait for an event in hf_bucketing/devices.py:values": 1}
 """All that is read of an optimizer step, however many batches it has, is read once, after its last backward pass."""
-PACKED_WAITS = {**STOCK_WAITS, **FIRST_WAITS}
+TIMES = "wait for an event in hf_bucketing/devices.py:seconds"
+PACKED_WAITS = {**STOCK_WAITS, **FIRST_WAITS, TIMES: "reads the times of batches, at the end as well"}
 STACKED_WAITS = {
     **PACKED_WAITS,
     "aten.index.Tensor in transformers/transformer_hunyuanimage.py:forward": "sorts texts by their masks",
@@ -80,23 +74,29 @@ WAITS_OF_MODELS = {
 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 @pytest.mark.parametrize("name", one_per_kin(RECIPES, fast=FAST))
-def test_a_training_step_waits_for_its_device_at_the_end_alone(name: str, batching: str, folder_of) -> None:
+def test_a_training_step_waits_for_its_device_at_the_end_alone(
+    device: Device, name: str, batching: str, folder_of
+) -> None:
     case, stacked = RECIPES[name], batching == "bucket"
     batch = batch_of(case, case.shown[-1] if case.shown else (), stacked=stacked)
     step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
     named = (STACKED_WAITS if stacked else PACKED_WAITS).keys() | WAITS_OF_MODELS.get(name, set())
-    check_step(step, step_there, batch, named=named, limit=LIMITS.get(name, 1e-4))
+    check_step(device, step, step_there, batch, named=named, limit=LIMITS.get(name, 1e-4))
 
 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
-def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(batching: str, folder_of) -> None:
+def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(
+    device: Device, batching: str, folder_of
+) -> None:
     case, stacked = RECIPES["wan"], batching == "bucket"
     batch = batch_of(case, (), stacked=stacked)
     others = len(batch["index"]) - 1
     batch[REGULARIZATION] = [True, *[False] * others]
     config = PreservationConfig(preservation="prior", preservation_weight=0.5, slider=["red|blue"])
     step, step_there = (make_step(case, folder_of(case), stacked=stacked, preservation=config) for _ in range(2))
-    logged = check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+    logged = check_step(
+        device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4
+    )
     by_target = {name: value for name, value in logged.items() if "target" in name}
     assert by_target.keys() == {"loss_by_target/preservation", "loss_by_target/slider"}
     preserved, slid = by_target.values()
@@ -106,12 +106,12 @@ def test_a_step_with_targets_of_the_base_model_waits_at_its_end_alone(batching: 
 
 
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
-def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder_of) -> None:
+def test_a_step_of_drawn_conditions_waits_at_its_end_alone(device: Device, batching: str, folder_of) -> None:
     case, stacked = RECIPES["ltx"], batching == "bucket"
     batch, shares = batch_of(case, ("mask",), stacked=stacked), read_conditions("prefix+mask:0.5,keyframes:0.5")
     step, step_there = (make_step(case, folder_of(case), stacked=stacked) for _ in range(2))
     step.condition = step_there.condition = shares
-    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+    check_step(device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
 @pytest.mark.parametrize("conditions", [None, "video:0.4,audio:0.4,no_audio:0.2"], ids=["both", "shown"])
@@ -120,7 +120,7 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(batching: str, folder
     "name", ["ltx2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax-h3", "kandinsky6"))]
 )
 def test_a_step_with_audio_waits_at_its_end_alone(
-    name: str, tokens: tuple[int, ...], conditions: str | None, folder_of
+    device: Device, name: str, tokens: tuple[int, ...], conditions: str | None, folder_of
 ) -> None:
     case, stacked = RECIPES[name], len(tokens) == 1
     batch, folder = batch_of(case, (), stacked=stacked), str(folder_of(case))
@@ -132,7 +132,7 @@ def test_a_step_with_audio_waits_at_its_end_alone(
     step, step_there = (make_step(case, folder_of(case), stacked=stacked, audio=True) for _ in range(2))
     if conditions is not None:
         step.condition = step_there.condition = read_conditions(conditions)
-    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+    check_step(device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
 @pytest.mark.slow
@@ -146,43 +146,47 @@ def test_a_step_with_audio_waits_at_its_end_alone(
     ],
 )
 def test_a_step_with_first_and_last_frames_waits_at_its_end_alone(
-    name: str, shares: str, batching: str, folder_of
+    device: Device, name: str, shares: str, batching: str, folder_of
 ) -> None:
     case, stacked = RECIPES[name], batching == "bucket"
     batch = batch_of(case, (), stacked=stacked)
     step, step_there = (make_step(case, folder_of(case), stacked=stacked, references=True) for _ in range(2))
     step.condition = step_there.condition = read_conditions(shares)
-    check_step(step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+    check_step(device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
-def test_a_step_with_references_that_texts_see_waits_at_its_end_alone(batching: str, folder_of) -> None:
+def test_a_step_with_references_that_texts_see_waits_at_its_end_alone(
+    device: Device, batching: str, folder_of
+) -> None:
     case, stacked = RECIPES["minimax-h3"], batching == "bucket"
     batch = batch_of(replace(case, references=(((1, 64, 96), (1, 128, 64)),) * 3), ("reference",), stacked=stacked)
     made = (make_step(case, folder_of(case), stacked=stacked, trained="transformer_ref") for _ in range(2))
-    check_step(*made, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
+    check_step(device, *made, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
 def check_step(
-    step: Step, step_there: Step, batch: Mapping[str, Any], *, named: set[str], limit: float
+    device: Device, step: Step, step_there: Step, batch: Mapping[str, Any], *, named: set[str], limit: float
 ) -> dict[str, float]:
     """Check that a step on the device has the CPU's numbers, and waits at its end alone; return what it logs."""
     metrics = train(step, batch, device=torch.device("cpu"))
     for module in step_there.recipe.modules(*PARTS):
-        module_on_device(module)
-    with pretended_device() as waits:
+        device.move_module(module)
+    with device.recording() as waits:
         drawn = step_there.draw(batch, [(0, 0, index) for index in batch["index"]])
         appended = [sample.appended for sample in drawn]
-        encoded = encode(step_there.recipe, batch, on_the_cpu=step.recipe, appended=appended)
+        encoded = encode(device, step_there.recipe, batch, on_the_cpu=step.recipe, appended=appended)
         step_there.texts = {
             caption: step_there.recipe.encode_text([caption]) for caption in step.preservation.captions
         }
         waits.clear()  # pipelines wait where they tokenize and encode; a step that reads a cache does neither
-        metrics_there = train(step_there, encoded, device=DEVICE)
-    assert {place: count for place, count in waits.items() if place not in named} == AT_THE_END
-    assert metrics_there == pytest.approx(metrics, rel=1e-4)
-    assert_same_gradients(step.recipe.transformer, step_there.recipe.transformer, limit=limit)
+        metrics_there = train(step_there, encoded, device=device.device)
+    waits.check(named, counted=AT_THE_END)
+    assert metrics_there == pytest.approx(metrics, rel=max(1e-4, device.rounding))
+    assert_same_gradients(
+        step.recipe.transformer, step_there.recipe.transformer, limit=max(limit, device.gradient_rounding)
+    )
     return metrics_there
 
 
@@ -212,14 +216,19 @@ def make_step(
 
 
 def encode(
-    recipe: Recipe, batch: Mapping[str, Any], *, on_the_cpu: Recipe, appended: Sequence[Sequence[int]]
+    device: Device,
+    recipe: Recipe,
+    batch: Mapping[str, Any],
+    *,
+    on_the_cpu: Recipe,
+    appended: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Encode a batch on the device, and return it as a collator that reads a cache does, moved by accelerate.
 
     A cache holds the frames of all latent frames. Texts of MiniMax-H3 see those that are appended, and references:
     transformers, which then counts positions in a way that the pretended device lacks, encodes these on the CPU.
     """
-    shown = on_device({name: batch[name] for name in ("pixel_values", "shown")})
+    shown = device.move({name: batch[name] for name in ("pixel_values", "shown")})
     if any(appended):
         media = media_of(recipe, shown, appended=[range(count) for count in latent_frames_of(batch, recipe.spec)])
         media.pop(KEYFRAME_PLACES)
@@ -227,7 +236,7 @@ def encode(
         media = media_of(recipe, shown)
     if recipe.keyframe_text_tokens is not None and (any(appended) or REFERENCES in media):
         text = text_of(on_the_cpu, batch, keyframes=recipe.keyframes_at(appended)[KEYFRAMES])
-        text = TextEmbeddings(on_device(text.values), text.mask, on_device(dict(text.others)))
+        text = TextEmbeddings(device.move(text.values), text.mask, device.move(dict(text.others)))
     else:
         text = text_of(recipe, {**batch, **shown})
     masks = {name: on_cpu(values).float().numpy() for name, values in text.others.items() if "mask" in name}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...devices import to_device
 from ...packing.texts import pad_texts
 from ..control import ControlRecipe
 from ..recipe import Recipe
@@ -47,7 +48,8 @@ class CogView4Recipe(Recipe):
         of_size = ShiftOfLatents(shift, self.spec) if callable(shift) else lambda size: shift
         steps = float(self.pipeline.scheduler.config.num_train_timesteps)
         levels = samples.noised.timesteps.double() / steps
-        shifts = levels.new_tensor([of_size(tuple(latent.shape[1:])) for latent in samples.noised.latents])
+        by_sample = [of_size(tuple(latent.shape[1:])) for latent in samples.noised.latents]
+        shifts = to_device(torch.tensor(by_sample, dtype=levels.dtype), levels.device)
         before = levels / (shifts - (shifts - 1) * levels)
         return replace(inputs, timesteps=(before * steps).float())
 
