@@ -304,7 +304,7 @@ class PackedLayout:
 
     @cached_property
     def text_order(self) -> torch.Tensor:
-        """Index of each sample's text tokens among the stored ones, `(num_text_tokens,)`, also where they lie in order."""
+        """As [`text_index`], also where the texts lie in order; `(num_text_tokens,)`."""
         index = self.text_index
         order = to_device(torch.arange(self.num_text_tokens), self.device) if index is None else index
         torch._dynamo.maybe_mark_dynamic(order, 0)
@@ -431,8 +431,8 @@ class JointLayout:
     Below, `entries` counts the tokens and text slots of all strips: `strips · (strip_length + text_slots)`.
 
     Attributes:
-        shape (`torch.Tensor` of shape `(strips, text_slots, 0)`): Strips of the pack, and text tokens that each carries,
-            see [`as_sizes`].
+        shape (`torch.Tensor` of shape `(strips, text_slots, 0)`): Strips of the pack, and text tokens of each, see
+            [`as_sizes`].
         sizes (two tuples of `int`): Lengths of each sample's tokens and of the padding after them, in turn; the same
             of its text and of empty text slots.
         order (`torch.Tensor` of shape `(entries,)`): For each entry of the sequence, its index among the tokens of all

@@ -1,4 +1,4 @@
-"""FlashAttention 4 computed on the CPU: functions with its signature, so that what hands them its tokens can be run."""
+"""FlashAttention 4 on the CPU: functions with its signature, so that what hands them its tokens can be run."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _softmax(q: torch.Tensor, k: torch.Tensor, scale: float | None) -> tuple[tor
 
 @contextmanager
 def flash_attention_4() -> Iterator[None]:
-    """Install these functions as flash-attn-4 does, whose package `flash_attn` holds nothing but `cute`, and allow CPUs."""
+    """Install these functions as flash-attn-4 does, whose package `flash_attn` holds `cute` alone, and allow CPUs."""
     interface = ModuleType("flash_attn.cute.interface")
     interface._flash_attn_bwd = _flash_attn_bwd  # type: ignore[attr-defined]
     cute = ModuleType("flash_attn.cute")

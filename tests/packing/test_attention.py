@@ -183,8 +183,8 @@ def test_auto_picks_segments_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptu
         output = packed_attention(*tokens, segments, backend="auto")
         packed_attention(*tokens, segments, backend="auto")
     assert [record.getMessage() for record in caplog.records] == [
-        "Packed attention on cpu in torch.float64 runs on the backend 'segments', as kernels of variable lengths run on "
-        "CUDA devices in half precision."
+        "Packed attention on cpu in torch.float64 runs on the backend 'segments', as kernels of variable lengths "
+        "run on CUDA devices in half precision."
     ]
     assert torch.equal(output, packed_attention(*tokens, segments))
 

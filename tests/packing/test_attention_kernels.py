@@ -13,21 +13,17 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from hf_bucketing.packing import SegmentSpans, packed_attention
 from hf_bucketing.packing.attention import flex
 from hf_bucketing.packing.attention.dispatch import choose_backend
-from hf_bucketing.packing.attention.varlen import attend_by_offsets
-from hf_bucketing.packing.segments import AttentionOptions
+from hf_bucketing.packing.attention.kernels import installed
 from tests.devices import CUDA
 from tests.packing.test_attention import (
     CPU,
     HEADS,
     by_hand,
-    gradients,
     segment_spans,
     spans_of,
     tokens_for,
     with_more_keys,
 )
-
-varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen kernel")
 
 SHUFFLED = spans_of([(0, 300), (9, 300), (0, 3)], shuffle_keys=True)
 
@@ -82,39 +78,11 @@ def test_flex_attention_compiled_on_the_cpu_skips_blocks_and_computes_the_same()
         assert torch.allclose(out, by_hand(*tokens, segments), atol=1e-5)
 
 
-def documented_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, enable_gqa=False):
-    """Compute what `torch.nn.attention.varlen.varlen_attn` documents, and hold its caller to it."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert cu_q.shape == cu_k.shape
-    for offsets, tokens, longest in ((cu_q, query, max_q), (cu_k, key, max_k)):
-        lengths = offsets.diff()
-        assert (int(offsets[0]), int(offsets[-1])) == (0, len(tokens))
-        assert lengths.min() >= 0
-        assert lengths.max() <= longest <= max(1, 2 * lengths.max())
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    spans = [tuple(zip(side[:-1].tolist(), side[1:].tolist(), strict=True)) for side in (cu_q, cu_k)]
-    segments = SegmentSpans(queries=spans[0], keys=spans[1], num_queries=len(query), num_keys=len(key))
-    return by_hand(query, key, value, segments, scale=scale)
-
-
-@given(segment_spans(more=False))
-@settings(max_examples=40)
-def test_varlen_hands_its_kernel_all_tokens_as_offsets(segments: SegmentSpans) -> None:
-    tokens = tokens_for(segments, key_heads=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "varlen_attn", documented_varlen)
-        out = attend_by_offsets(*tokens, segments, AttentionOptions(scale=0.3, enable_gqa=True))
-    expected = packed_attention(*tokens, segments, enable_gqa=True, scale=0.3)
-    assert torch.allclose(out, expected, atol=1e-12)
-    for slope, other in zip(gradients(out, tokens), gradients(expected, tokens), strict=True):
-        assert torch.allclose(slope, other, atol=1e-12)
-
-
 def test_padding_forms_segments_of_its_own_so_that_offsets_cover_all_tokens() -> None:
     offsets = long_segments().varlen(CPU)
     assert offsets.cu_seqlens_q.tolist() == [0, 130, 256, 256, 640, 700, 701, 710, 1000, 1100, 1100]
     assert offsets.cu_seqlens_k.tolist() == [0, 300, 300, 310, 700, 700, 720, 720, 725, 725, 800]
-    assert (offsets.max_q, offsets.max_k, offsets.key_index) == (512, 512, None)
+    assert (offsets.longest.shape, offsets.key_index) == ((512, 512, 0), None)
 
 
 def test_keys_that_segments_share_are_taken_once_for_each() -> None:
@@ -168,7 +136,9 @@ def gradients_on_gpu(out: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[tor
 @pytest.mark.gpu
 def test_on_a_gpu_auto_is_varlen_in_half_precision_and_segments_in_float32() -> None:
     tokens = torch.zeros(4, HEADS, 64, device="cuda")
-    assert choose_backend(tokens.bfloat16()) == "varlen"
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    expected = "varlen:fa4" if hopper and "fa4" in installed() else "segments" if hopper else "varlen:torch"
+    assert choose_backend(tokens.bfloat16()) == expected
     assert choose_backend(tokens) == "segments"
 
 

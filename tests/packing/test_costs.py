@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward, positions
-from hf_bucketing.packing.attention import varlen
 from hf_bucketing.packing.positions import Tables
 from hf_bucketing.packing.texts import apply_text_mask
 from tests.models.cases import CASES, Samples, each_case
@@ -110,13 +109,6 @@ def test_the_backward_of_permuted_tokens_gathers(name: str) -> None:
             outputs = [output] if isinstance(output, torch.Tensor) else [*output]
             torch.autograd.grad([output.sum() for output in outputs], of, retain_graph=True, allow_unused=True)
     assert not [name for name in ran.names if "index_add" in name or "index_put" in name], ran.names
-
-
-def test_kernels_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [varlen.varlen_kernel(dropout=dropout) for dropout in (False, True)]
-    monkeypatch.setattr("importlib.util.find_spec", None)
-    monkeypatch.setattr("inspect.signature", None)
-    assert [varlen.varlen_kernel(dropout=dropout) for dropout in (False, True)] == before
 
 
 def test_a_text_mask_costs_one_copy_to_the_host_for_all_samples() -> None:

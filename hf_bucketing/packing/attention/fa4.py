@@ -1,7 +1,7 @@
 """FlashAttention 4 as an operator, which `torch.compile` keeps as one node of its graph.
 
-Importing this module imports flash-attn-4, which is pure Python and compiles a kernel for each size of heads when it is
-first called, but none for the lengths of a pack.
+Importing this module imports flash-attn-4, which is pure Python. It compiles a kernel for each size of heads when it
+is first called, but none for the lengths of a pack.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def attend_by_offsets(
     *,
     kernel: str,
 ) -> torch.Tensor:
-    """Compute [`packed_attention`][hf_bucketing.packing.packed_attention] by a kernel of `kernels.KERNELS` that was imported.
+    """Compute [`packed_attention`][hf_bucketing.packing.packed_attention] by a kernel that was imported.
 
     Padding is not removed by a copy: flash attention writes zeros for segments without keys, and zero gradients for
     keys without queries.
