@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,36 @@ def cache_folders() -> list[str]:
     """Return the folders into which huggingface_hub and datasets download files of the hub."""
     datasets = os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets"))
     return [os.path.abspath(constants.HF_HUB_CACHE), os.path.abspath(os.path.expanduser(datasets))]
+
+
+_RECORDS = Path(".cache", "huggingface", "download")
+"""Folder in which huggingface_hub records what it downloaded into a folder that a person chose."""
+
+
+def download_of(file: Path) -> Path | None:
+    """Return the folder to which huggingface_hub downloaded a file; None for a file of another origin.
+
+    That is a folder in its cache, or one with a record of the contents that the file still has.
+    """
+    for parent in dict.fromkeys([os.path.abspath(file.parent), os.path.realpath(file.parent)]):
+        place = Path(parent, file.name)
+        if any(Path(cache) in place.parents for cache in cache_folders()):
+            return place.parent
+        for folder in place.parents:
+            record = folder / _RECORDS / f"{place.relative_to(folder)}.metadata"
+            if record.is_file() and _holds(record, place):
+                return folder
+    return None
+
+
+def _holds(record: Path, file: Path) -> bool:
+    """Return whether a record, of commit, ETag and time, is one of the contents of a file.
+
+    The hub's ETags are the ids of git for small files, and SHA-256 for large ones.
+    """
+    data, (_, etag, *_) = file.read_bytes(), [*record.read_text().splitlines(), "", ""]
+    blob = hashlib.sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()
+    return etag.strip() in (blob, hashlib.sha256(data).hexdigest())
 
 
 def _reason(name: str, error: BaseException) -> str | None:

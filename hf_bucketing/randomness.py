@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from enum import IntEnum, unique
 from numbers import Integral
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from .errors import BucketingError
+from .errors import BucketingError, ColumnError
+
+OWN_PREFIX = "hf_bucketing_"
+"""Beginning of the names of columns that this package adds, and no table may bring."""
+
+ROW = f"{OWN_PREFIX}row"
+"""Column of the number that names a row: its draws follow from it, and batches and logs have it as `index`. Columns of
+a table named `index` mean something else."""
+
+ADD_ROWS = f'add one with dataset.add_column("{ROW}", range(len(dataset)))'
+"""Advice where the column is missing."""
 
 
 @unique
@@ -44,6 +56,22 @@ class Purpose(IntEnum):
     CACHED_VIEW = 25  # sample, its first occurrence: which of several cached views; others take the next ones
     FIRST_VIEW = 26  # seed: which of several cached views of several sizes each row has first
     SHOWN_NOISE = 27  # as NOISE, or as HELD_OUT_NOISE: noise of what a sample is shown
+
+
+def check_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the numbers that name rows, `(n,)`, as `int64`.
+
+    Those of all rows are 0 to n − 1; where rows were removed, the others keep theirs.
+
+    Raises:
+        ColumnError: Unless they are whole numbers of 0 or more, each once.
+    """
+    if rows.dtype.kind not in "iu" or rows.min(initial=0) < 0 or len(np.unique(rows)) < len(rows):
+        raise ColumnError(
+            f"The column {ROW} names rows, so that it must hold whole numbers of 0 or more, each once; remove it from "
+            f"the data set, and {ADD_ROWS}."
+        )
+    return rows.astype(np.int64, copy=False)
 
 
 def sample_key(*, seed: int, epoch: int, index: int, occurrence: int = 0) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -18,18 +20,20 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from benchmark_tools import benchmark_parser, in_fresh_process, machine, report, seconds_of, timed_with_memory
+from benchmark_tools import benchmark_parser, in_fresh_process, machine, measure_parts, seconds_of, timed_with_memory
 from PIL import Image
 from synthetic.media import Clip, render
 from synthetic.pipelines import make_tiny_pipeline
 
-from hf_bucketing import BucketTable, LatentSpec, novelai_ladder
-from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
+from hf_bucketing import BucketBatchSampler, BucketTable, LatentSpec, novelai_ladder
+from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, map_columns
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
 
 _REPEATED_CLIPS = 64
+PARTS = ["columns", "chosen", "media", "headers", "preparing"]
+"""What is measured, one after the other."""
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 
 
@@ -182,25 +186,79 @@ def measure_preparing(rows: int, clips: list[Path], runs: int, folder: Path) -> 
     }
 
 
+def measure_chosen(rows: int, runs: int, folder: Path) -> dict[str, object]:
+    """Measure columns and plans of rows that indices choose beside those of a whole data set, per row."""
+    rng = np.random.default_rng(0)
+    widths, heights = rng.integers(256, 4096, (2, rows)).astype(np.int32)
+    datasets.Dataset.from_dict({"width": widths, "height": heights}).save_to_disk(str(folder / "chosen"))
+    whole = datasets.load_from_disk(str(folder / "chosen"))
+    columns = BucketColumns(novelai_ladder(), SPEC)
+    chosen = {
+        "none": whole,
+        "select": whole.select(rng.permutation(rows)),
+        "shuffle": whole.shuffle(seed=0),
+        "train_test_split": whole.train_test_split(0.02, seed=0)["train"],
+    }
+    mapped = {way: map_columns(data, columns) for way, data in chosen.items()}
+    ways = len(chosen)
+    seconds = seconds_of(
+        *(partial(map_in_memory, data, columns) for data in chosen.values()),
+        *(partial(plan_of_column, data) for data in mapped.values()),
+        *(partial(column_array, data, "width") for data in chosen.values()),
+        runs=runs,
+    )
+    per_row = np.array([taken.median for taken in seconds]).reshape(3, ways) / [len(data) for data in chosen.values()]
+    table = []
+    for number, (way, data) in enumerate(chosen.items()):
+        start = time.perf_counter()
+        gathered = np.asarray(data["width"][:])
+        own = (time.perf_counter() - start) / len(data)
+        assert np.array_equal(gathered, column_array(data, "width")), "the same cells"
+        mapping, planning = (per_row[:2, number] / per_row[:2, 0]).tolist()
+        table.append({
+            "rows chosen by": way, "map_columns": mapping, "sampler and plan": planning,
+            "datasets ÷ column_array": float(own / per_row[2, number]),
+        })  # fmt: skip
+    return {"chosen_rows": rows, "ratios_of_chosen_rows": table}
+
+
+def map_in_memory(dataset: datasets.Dataset, columns: BucketColumns) -> None:
+    """Map a data set without the cache of datasets."""
+    dataset.cleanup_cache_files()
+    map_columns(dataset, columns)
+
+
+def plan_of_column(dataset: datasets.Dataset) -> None:
+    BucketBatchSampler(dataset["bucket_id"], table=novelai_ladder(), batch_size=8, num_processes=1).plan()
+
+
 def make_parser() -> FlagParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_300_000, help="Rows of sizes.")
     parser.add_argument("--files", type=int, default=400, help="Pictures of 1024×768 pixels; a quarter as many clips.")
     parser.add_argument("--header_files", type=int, default=2000, help="Clips whose headers MediaMetadata reads.")
+    parser.add_argument("--chosen_rows", type=int, default=1_000_000, help="Rows that are chosen from all.")
     parser.add_argument("--prepared_rows", type=int, default=1_000_000, help="Rows with sizes that are prepared.")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="What is measured; other figures of the file stay."
+    )
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     datasets.disable_progress_bars()
     figures = machine("numpy", "datasets")
-    with tempfile.TemporaryDirectory() as folder:
-        figures.update(measure_columns(args.rows, args.runs, Path(folder)))
-        figures.update(measure_media(args.files, args.runs, Path(folder)))
-        clips = write_clips(Path(folder), args.header_files)
-        figures.update(measure_headers(clips, args.runs))
-        figures.update(measure_preparing(args.prepared_rows, clips[:_REPEATED_CLIPS], args.runs, Path(folder)))
-    report(figures, args.output)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        clips = write_clips(folder, args.header_files) if {"headers", "preparing"} & {*args.parts} else []
+        measures: dict[str, Callable[[], Mapping[str, object]]] = {
+            "columns": lambda: measure_columns(args.rows, args.runs, folder),
+            "chosen": lambda: measure_chosen(args.chosen_rows, args.runs, folder),
+            "media": lambda: measure_media(args.files, args.runs, folder),
+            "headers": lambda: measure_headers(clips, args.runs),
+            "preparing": lambda: measure_preparing(args.prepared_rows, clips[:_REPEATED_CLIPS], args.runs, folder),
+        }
+        measure_parts(measures, args.parts, figures, args.output)
 
 
 if __name__ == "__main__":

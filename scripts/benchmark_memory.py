@@ -41,6 +41,7 @@ from hf_bucketing.errors import BucketingError
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.memory import PLAN_ERROR
+from hf_bucketing.randomness import ROW
 
 NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
@@ -162,7 +163,7 @@ def make_dataset(folder: Path, pipeline: Path, case: Case) -> Path:
     dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, root=loaded.root))
     dataset = map_columns(dataset, BucketColumns(table, spec))
     prepared = PreparedDataset(
-        dataset=dataset.add_column("index", range(len(dataset))),
+        dataset=dataset.add_column(ROW, range(len(dataset))),
         table=table,
         open_table=open_table(spec),
         column=loaded.column,

@@ -13,7 +13,7 @@ import itertools
 import pickle
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from benchmark_tools import (
     in_fresh_process,
     in_fresh_processes,
     machine,
-    report,
+    measure_parts,
     seconds_of,
     seconds_of_epoch,
     timed_with_memory,
@@ -306,18 +306,33 @@ def plan_cost(rows: int, way: str, weighted: bool) -> tuple[float, float]:
     return timed_with_memory(lambda: make(rows), lambda: make(50_000))
 
 
+def shuffles_cost(rows: int) -> tuple[float, float]:
+    """Return what the shuffles of a weighted plan alone cost: of rows with a fraction, of all rows, of occurrences."""
+    fractions, rng = weights_of(rows) % 1 != 0, np.random.default_rng(0)
+    orders = [np.arange(count, dtype=np.int32) for count in (np.count_nonzero(fractions), rows, rows)]
+
+    def shuffle() -> None:
+        for order in orders:
+            rng.shuffle(order)
+
+    return timed_with_memory(shuffle, lambda: rng.shuffle(np.arange(50_000)))
+
+
 def measure_weights(rows: int, runs: int) -> dict[str, object]:
     """Measure plans whose rows occur more or less often than once beside plain ones, by turns; the least counts."""
     table = []
     for way in ("buckets", "packs"):
         costs = [
-            [in_fresh_process(plan_cost, rows=rows, way=way, weighted=weighted) for weighted in (False, True)]
+            [
+                *(in_fresh_process(plan_cost, rows=rows, way=way, weighted=weighted) for weighted in (False, True)),
+                in_fresh_process(shuffles_cost, rows=rows),
+            ]
             for _ in range(runs)
         ]
-        (plain, plain_mb), (weighted, weighted_mb) = np.array(costs).min(axis=0).tolist()
+        (plain, plain_mb), (weighted, weighted_mb), (shuffles, _) = np.array(costs).min(axis=0).tolist()
         table.append({
             "plan of": way, "rows": rows, "plain s": plain, "weighted s": weighted, "ratio": weighted / plain,
-            "plain MB": plain_mb, "weighted MB": weighted_mb,
+            "its shuffles s": shuffles, "plain MB": plain_mb, "weighted MB": weighted_mb,
         })  # fmt: skip
     return {"weighted_plans": table}
 
@@ -373,13 +388,15 @@ def make_parser() -> FlagParser:
         default=[8, 64, 512, 4096],
         help="Processes, for plans of the first size.",
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="What is measured.")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="What is measured; other figures of the file stay."
+    )
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     figures = machine("numpy", "torch", "accelerate", "datasets")
-    measures = {
+    measures: dict[str, Callable[[], Mapping[str, object]]] = {
         "epochs": lambda: {
             "epochs_of_buckets": measure_epochs(args.epoch_rows, args.processes, args.epoch_runs, args.novelai_path)
         },
@@ -389,9 +406,7 @@ def main(args: argparse.Namespace) -> None:
         "streams": lambda: measure_streams(args.samples),
         "scale": lambda: measure_scale(sorted(args.scale_rows), args.scale_processes) if args.scale_rows else {},
     }
-    for part in args.parts:
-        figures.update(measures[part]())
-    report(figures, args.output)
+    measure_parts(measures, args.parts, figures, args.output)
 
 
 if __name__ == "__main__":

@@ -203,6 +203,30 @@ def accelerator_and_versions(*packages: str) -> dict[str, object]:
     return described
 
 
+def measure_parts(
+    measures: Mapping[str, Callable[[], Mapping[str, object]]],
+    parts: Sequence[str],
+    described: dict[str, object],
+    output: Path | None,
+) -> None:
+    """Measure parts of a benchmark and report their figures; those of parts that are not measured stay in the file.
+
+    Args:
+        measures (mapping of `str` to callables): What measures each part, and returns its figures.
+        parts (sequence of `str`): Parts that are measured.
+        described (`dict`): The machine and versions of packages, which a file that stays has already.
+        output (`Path`, *optional*): JSON file of the figures.
+    """
+    figures: dict[str, object] = {}
+    for part in parts:
+        figures.update(measures[part]())
+    if set(parts) < set(measures) and output and output.is_file():
+        print(json.dumps(figures, indent=2, ensure_ascii=False))
+        write_figures({**json.loads(output.read_text()), **figures}, output)
+    else:
+        report({**described, **figures}, output)
+
+
 def write_figures(figures: Mapping[str, object], output: Path | None) -> None:
     """Write figures to a JSON file, if a path is given; an earlier file stays until the new one is complete."""
     if output:

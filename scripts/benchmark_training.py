@@ -24,6 +24,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_options
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training.steps import BucketStep, media_of, text_of
 
 FAMILIES = ("wan", "ltx", "latte")
@@ -63,7 +64,7 @@ def prepare(folder: Path, recipe: Recipe, samples: int) -> PreparedDataset:
     loaded = load_source(str(folder / "media"), caption_column="caption")
     dataset = map_columns(loaded.dataset, MediaMetadata(loaded.column, target_fps=8, root=loaded.root))
     dataset = map_columns(dataset, BucketColumns(table, spec))
-    dataset = dataset.add_column("index", range(len(dataset)))
+    dataset = dataset.add_column(ROW, range(len(dataset)))
     return PreparedDataset(
         dataset=dataset,
         table=table,

@@ -19,10 +19,10 @@ from hf_bucketing.buckets.arrays import IntArray
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_folder_writable, check_writable, complete_file, complete_folder
-from hf_bucketing.media.rows import CLIP_START
+from hf_bucketing.media.rows import CLIP_START, SOURCE_COLUMN
 from hf_bucketing.media.thumbnails import Thumbnail, sample_thumbnails, thumbnail
 from hf_bucketing.media.views import ViewRule
-from hf_bucketing.randomness import sample_key
+from hf_bucketing.randomness import ROW, sample_key
 from hf_bucketing.report import render_page
 from hf_bucketing.report.data_page import DataRow, data_page, write_rows
 from hf_bucketing.report.data_rows import RowTexts, describe_difference, describe_row
@@ -71,7 +71,7 @@ def filters_of(prepared: "PreparedDataset", row: dict[str, Any], change: str = "
     return {
         "bucket": size_label(prepared.table.size(bucket)) if bucket >= 0 else "",
         "rejected": row.get("rejection", "no bucket") if bucket < 0 else "",
-        "source": prepared.sources[row["source"]] if prepared.sources else "",
+        "source": prepared.sources[row[SOURCE_COLUMN]] if prepared.sources else "",
         "change": change,
     }
 
@@ -100,8 +100,8 @@ class Conditions(NamedTuple):
         if row.get("bucket_id", -1) < 0:
             return {}
         spec, size = prepared.spec, prepared.table.size(row["bucket_id"])
-        drawn = self.drawn.of(prepared.sources[row["source"]] if prepared.sources else None).draw(
-            *sample_key(seed=self.seed, epoch=0, index=int(row["index"])),
+        drawn = self.drawn.of(prepared.sources[row[SOURCE_COLUMN]] if prepared.sources else None).draw(
+            *sample_key(seed=self.seed, epoch=0, index=int(row[ROW])),
             latent_frames=spec.latent_size(size)[0] - spec.num_repeats,
             stride=spec.temporal_stride,
         )

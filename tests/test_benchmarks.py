@@ -13,7 +13,7 @@ from tests.conftest import ROOT, run_script_here
 RESULTS = ROOT / "scripts" / "benchmark_results"
 
 SMALL = {
-    "mapping": {"rows": 10_000, "files": 4, "header_files": 4, "prepared_rows": 1000},
+    "mapping": {"rows": 10_000, "files": 4, "header_files": 4, "chosen_rows": 2000, "prepared_rows": 1000},
     "sampling": {
         "rows": 20_000,
         "epoch_rows": 5000,
@@ -73,3 +73,19 @@ def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
     for key, figure in figures.items():
         assert not isinstance(figure, float) or key.startswith("load") or figure >= 0
         assert not isinstance(figure, list) or [[*row] for row in figure] == [[*figure[0]]] * len(figure), "tables"
+
+
+def test_figures_of_parts_that_are_not_measured_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    measure_parts = importlib.import_module("benchmark_tools").measure_parts
+    measures = {"a": lambda: {"first": 1.0}, "b": lambda: {"second": 2.0}}
+    file = tmp_path / "figures.json"
+    measure_parts(measures, ["a", "b"], {"numpy": "1"}, file)
+    whole = json.loads(file.read_text())
+    assert {**whole, "load_at_end": 0} == {"numpy": "1", "first": 1.0, "second": 2.0, "load_at_end": 0}
+    measure_parts({**measures, "b": lambda: {"second": 3.0}}, ["b"], {"numpy": "2"}, file)
+    assert json.loads(file.read_text()) == {**whole, "second": 3.0}
+    measure_parts(measures, ["b"], {"numpy": "2"}, tmp_path / "other.json")
+    assert set(json.loads((tmp_path / "other.json").read_text())) == {"numpy", "second", "load_at_end"}

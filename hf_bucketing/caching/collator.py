@@ -19,7 +19,7 @@ from ..loaders.collators import Row, names_of_sources, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of, row_generator
 from ..loaders.state import epoch_number
 from ..media.remote import is_url
-from ..randomness import Purpose
+from ..randomness import ROW, Purpose
 from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
 from .views import CACHED_VIEW, views_in_turn
@@ -50,7 +50,7 @@ class CachedCollator:
         first_view (`bool`): Whether each row has the first of several views, which is without augmentation. By default
             one is drawn in every epoch, and each further occurrence of the row has the next one. Of views of several
             sizes, each epoch has the next one, and so have all occurrences of the row in it. A row with a cell
-            `cached_view` has that one, and the batch a list of them.
+            `hf_bucketing_cached_view` has that one, and the batch a list of them.
         null_texts (`bool`): Whether a batch holds the dropped caption of each row, where it depends on the row, as
             `null_text`: a mapping like the batch, of the entries that begin with `text_`.
         sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
@@ -113,8 +113,8 @@ class CachedCollator:
         conditions = [name for name in entries[0][0] if name != "latents"]
         if conditions:
             batch["conditions"] = {name: [tensors[name] for tensors, _ in entries] for name in conditions}
-        if "index" in rows[0]:
-            batch["index"] = [int(row["index"]) for row in rows]
+        if ROW in rows[0]:
+            batch["index"] = [int(row[ROW]) for row in rows]
         batch |= regularization(rows)
         batch |= names_of_sources(rows, self.sources)
         if OCCURRENCE in rows[0]:
@@ -175,8 +175,8 @@ class CachedCollator:
             row = {**row, OCCURRENCE: occurrence_of(row) * count + view}  # so that views have other noise and captions
         elif not self.first_view and self.info.random_resize is not None:
             assert self.seed is not None, "the constructor refuses it"
-            require(row, ["index"])
-            view = int(views_in_turn([row["index"]], count=count, seed=self.seed, epoch=int(self._epoch))[0])
+            require(row, [ROW])
+            view = int(views_in_turn([row[ROW]], count=count, seed=self.seed, epoch=int(self._epoch))[0])
         elif not self.first_view:
             drawn = row_generator(Purpose.CACHED_VIEW, row, seed=self.seed, epoch=int(self._epoch)).integers(count)
             view = (int(drawn) + occurrence_of(row)) % count
@@ -200,7 +200,7 @@ class CachedCollator:
 
     def _read_entry(self, row: Row, key: str, column: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an entry; the row and the column that its key comes from are named in messages."""
-        name = f"row {row['index']}" if "index" in row else "a row without an index column"
+        name = f"row {row[ROW]}" if ROW in row else f"a row without a column {ROW}"
         if not key:
             raise CacheError(f"{name} has no {column}: it was rejected; draw only rows whose bucket_id is 0 or more.")
         try:

@@ -26,6 +26,7 @@ from ..media.rows import CLIP_START, FileSample, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.source import MediaSource
 from ..media.views import seeded_draws
+from ..randomness import ROW
 from .settings import CacheConfig, CachedView
 from .store import TensorCache, entry_key, not_finite
 
@@ -105,7 +106,7 @@ class LatentColumns(_CachedColumns):
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a batch must hold."""
-        index = ("index",) if self.config.views.num_draws or self.config.random_resize else ()
+        index = (ROW,) if self.config.views.num_draws or self.config.random_resize else ()
         sizes = ("width", "height", "num_frames", "fps", "bucket_id")
         return (self.files.column, *self.files.shown_columns, *sizes, *index)
 
@@ -147,7 +148,7 @@ class LatentColumns(_CachedColumns):
         resize = RandomResize(spec=self.table.spec, min_side=cached.random_resize, seed=self.config.seed)
         own = Size(*(int(row[name]) for name in ("num_frames", "height", "width")))
         own = own._replace(frames=int(self.table.cut(own.frames)))
-        return resize.sizes([own], indices=[int(row["index"])], epoch=cached.epoch)[0]
+        return resize.sizes([own], indices=[int(row[ROW])], epoch=cached.epoch)[0]
 
     def _sample(self, row: Mapping[str, Any], position: int, cached: CachedView) -> _Sample | None:
         """Return a view of a row; None if it has no bucket or no file."""
@@ -155,7 +156,7 @@ class LatentColumns(_CachedColumns):
             return None
         draws, rule = np.zeros(0), cached.rule
         if rule.num_draws:
-            draws = seeded_draws(rule.num_draws, seed=self.config.seed, epoch=cached.epoch, index=int(row["index"]))
+            draws = seeded_draws(rule.num_draws, seed=self.config.seed, epoch=cached.epoch, index=int(row[ROW]))
         try:
             sample = self.files.sample(
                 row,

@@ -13,9 +13,9 @@ from ..columns.apply import with_columns
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..loaders.random_resize import RandomResize, numbers_of_rows
-from ..randomness import Purpose, generator
+from ..randomness import OWN_PREFIX, ROW, Purpose, generator
 
-CACHED_VIEW = "cached_view"
+CACHED_VIEW = f"{OWN_PREFIX}cached_view"
 """Column, and list of a batch, of the view that a row stands for, where each view is a row of its own."""
 
 OF_VIEWS = ("height", "width", "bucket_id", "num_tokens")
@@ -52,9 +52,10 @@ def resize_of_views(prepared: PreparedDataset) -> RandomResize | None:
 
 
 def views_as_rows(prepared: PreparedDataset) -> PreparedDataset:
-    """Return cached rows once for each view, with the view's size in packs, and its number as `cached_view`.
+    """Return cached rows once for each view, with the size and the number of the view.
 
-    All first views come before all second ones. The other columns are neither copied nor read.
+    The column `hf_bucketing_cached_view` holds the number; sizes are those in packs. All first views come before all
+    second ones. The other columns are neither copied nor read.
 
     Args:
         prepared ([`PreparedDataset`]): Rows in a cache of views whose sizes were drawn.
@@ -64,7 +65,7 @@ def views_as_rows(prepared: PreparedDataset) -> PreparedDataset:
     assert cache is not None, "it drew them"
     count = cache.views_per_sample
     views = np.repeat(np.arange(count), len(rows))
-    names = ("num_frames", "height", "width", "index")
+    names = ("num_frames", "height", "width", ROW)
     frames, height, width, indices = (np.tile(column_array(rows, name), count) for name in names)
     height, width = resize.sides_of_views(height, width, indices=indices, views=views)
     bucket_id = table.assign(frames, height, width).bucket_id

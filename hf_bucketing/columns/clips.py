@@ -18,6 +18,7 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray, stored_column
 from ..buckets.assignment import CLIP_SIZE
 from ..errors import ColumnError
 from ..media.rows import CLIP_END, CLIP_START
+from ..randomness import ROW
 from ..settings import check_literals
 from .apply import with_columns
 from .arrays import SIZE_COLUMNS, column_array, is_list_type
@@ -184,8 +185,8 @@ def cut_clips(
         report(ColumnError(problem, advice=_ADVICE))
         problem = ""
     rows = repeat_rows(dataset, clips.source)
-    if "index" in rows.column_names and len(rows) != len(dataset):
-        rows = rows.remove_columns(["index"])  # it numbers files; `PreparedDataset.save` numbers clips
+    if ROW in rows.column_names and len(rows) != len(dataset):
+        rows = rows.remove_columns([ROW])  # it names files; `PreparedDataset.save` numbers clips
     summary = f"{len(dataset)} rows make {len(rows)} clips. {problem}".strip()
     return ClippedDataset(with_columns(rows, columns), summary)
 

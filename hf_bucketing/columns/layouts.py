@@ -72,7 +72,7 @@ Rows: TypeAlias = Dataset | IterableDataset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRequest:
-    """Data set that a caller asked for; the arguments of `load_source`."""
+    """Data set that a caller asked for; the arguments of `load_source`, and columns that are dropped."""
 
     path_or_name: str
     split: str = "train"
@@ -82,6 +82,7 @@ class SourceRequest:
     caption_extension: str | None = None
     missing_caption: str | None = None
     companions: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
     streaming: bool = False
 
     @classmethod
@@ -96,6 +97,7 @@ class SourceRequest:
             caption_extension=config.beside.caption_extension,
             missing_caption=config.beside.missing_caption,
             companions=config.beside.companions,
+            ignored=config.ignore_columns or (),
             streaming=streaming,
         )
 

@@ -20,7 +20,8 @@ from ..errors import ColumnError
 from ..media.conditions import MASK, REFERENCE, all_columns, columns_of
 from ..media.references import REFERENCE_SIZES
 from ..media.remote import is_url
-from ..media.rows import SOURCE
+from ..media.rows import SOURCE_COLUMN
+from ..randomness import ROW
 from .apply import with_columns
 from .arrays import arrow_type, cell_of_list, column_array, is_list_type, is_text, media_kind
 from .sources import MediaDataset
@@ -55,7 +56,7 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
     conditions = _joined_conditions(parts)
     paths_in = {first.column, *all_columns(conditions)}
     check_same_conditions({source: part.conditions for source, part in sources.items()})
-    names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != "index")
+    names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != ROW)
     features, dropped = Features(), []
     for name in names:
         own = [part.dataset.features[name] for part in parts if name in part.dataset.column_names]
@@ -282,6 +283,6 @@ def with_sources(
     buckets = np.split(column_array(dataset, "bucket_id"), np.cumsum(lengths)[:-1])
     # A rejected row's bucket, −1, is the last entry.
     moved = [np.append(new, REJECTED_BUCKET)[old] for new, old in zip(ids, buckets, strict=True)]
-    columns = {"bucket_id": np.concatenate(moved), SOURCE: np.repeat(np.arange(len(lengths)), lengths)}
-    types = {"bucket_id": Value("int32", id=table.ids_mark), SOURCE: ClassLabel(names=list(sources))}
+    columns = {"bucket_id": np.concatenate(moved), SOURCE_COLUMN: np.repeat(np.arange(len(lengths)), lengths)}
+    types = {"bucket_id": Value("int32", id=table.ids_mark), SOURCE_COLUMN: ClassLabel(names=list(sources))}
     return with_columns(dataset, columns, features=Features(types))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
 from ..errors import BucketingError, ColumnError, quoted
-from ..media.conditions import REFERENCE, all_columns
+from ..media.conditions import REFERENCE, all_columns, columns_of
 from ..media.references import ReferenceRule
 from ..media.row_audio import AudioRule
-from ..media.rows import REGULARIZATION, MediaColumns
+from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
 from .arrays import column_array
@@ -25,6 +25,7 @@ from .buckets import BucketColumns
 from .captions import check_captions, for_source
 from .clips import SCENE_END, SCENE_START, cut_clips
 from .conditions import ConditionColumns, check_condition_columns, check_conditions
+from .conventions import describe_columns
 from .faults import Faults
 from .layouts import SourceRequest
 from .merge import merge_sources, with_sources
@@ -178,8 +179,10 @@ def _check_rows(
     texts = [loaded.caption_column, *(source.caption_column or "").split(",")[1:]]
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
+    columns = rows.column_names
     of_audio = [] if source.audio_caption_column is None else [source.audio_caption_column]
-    rows = with_nested(rows, [*texts, *of_audio, *named.values(), *all_columns(source.conditions)])
+    weights = [] if source.weight_column is None else [source.weight_column]
+    rows = with_nested(rows, [*texts, *of_audio, *named.values(), *all_columns(source.conditions), *weights])
     check_condition_columns(rows, source.conditions)
     treatment = source.treatment
     captions = check_captions(
@@ -233,6 +236,7 @@ def _check_rows(
     if source.with_audio:
         dataset = map_columns(dataset, AudioColumns(files), num_proc=num_proc, overwrite=True)
         say(describe_audio(dataset))
+    say(describe_columns(columns, _columns_read(source, loaded, texts, sizes=sized.columns, present=columns)))
     dataset = with_marks(dataset, source, say=say)
     sizes = ",".join(f"{name}={column}" for name, column in sized.columns.items())
     config = replace(
@@ -244,6 +248,32 @@ def _check_rows(
         clip_frames=None if clips is None else clips.frames,
     )
     return replace(loaded, dataset=dataset, conditions=source.conditions), config
+
+
+def _columns_read(
+    source: SourceConfig,
+    loaded: MediaDataset,
+    texts: Sequence[str],
+    *,
+    sizes: Mapping[str, str],
+    present: Sequence[str],
+) -> dict[str, str]:
+    """Return what each column that is read is taken for, by settings or by its name."""
+    by_name = {CLIP_START: "part of its file", CLIP_END: "part of its file"}
+    if not source.is_regularization:
+        by_name[REGULARIZATION] = "marks of regularization samples"
+    if source.clips == "scenes":
+        by_name |= {SCENE_START: "scenes", SCENE_END: "scenes"}
+    conditions = source.conditions.items()
+    return {
+        loaded.column: "media",
+        **dict.fromkeys(texts, "captions"),
+        **{column: name for name, named in conditions for column in columns_of(name, named)},
+        **{column: name for name, column in sizes.items()},
+        **{name: effect for name, effect in by_name.items() if name in present},
+        **({} if source.audio_caption_column is None else {source.audio_caption_column: "captions of the sound"}),
+        **({} if source.weight_column is None else {source.weight_column: "occurrences per epoch"}),
+    }
 
 
 def with_marks(dataset: Dataset, source: SourceConfig, *, say: Callable[[str], None]) -> Dataset:
@@ -277,8 +307,8 @@ def prepare(
 ) -> PreparedDataset:
     """Read one or several sources, and assign the rows of each to the buckets of its table.
 
-    Rows of several sources get a `source` column, a `ClassLabel` of the sources' names, and their tables become one.
-    Where rows do not occur once per epoch, a column `weight` says how often.
+    Rows of several sources get a column `hf_bucketing_source`, a `ClassLabel` of the sources' names, and their tables
+    become one. Where rows do not occur once per epoch, a column `hf_bucketing_weight` says how often.
 
     The arguments are those of [`check_sources`], and `audio`, the rule of the audio of the model, if it makes some.
 
@@ -302,6 +332,7 @@ def prepare(
     rows = next(iter(parts.values()))
     weights = row_weights(
         [part.dataset for part in parts.values()],
+        columns=[source.config.weight_column for source in checked.values()],
         repeats=[source.config.repeats for source in checked.values()],
         shares=[source.config.weight for source in checked.values()],
     )
@@ -311,6 +342,8 @@ def prepare(
     dataset = rows.dataset
     if weights is not None:
         dataset = with_columns(dataset, {ROW_WEIGHT: weights}, features=Features({ROW_WEIGHT: Value("float64")}))
+        usable = column_array(dataset, "bucket_id") >= 0
+        say(f"{usable.sum()} usable rows occur {weights[usable].sum():.10g} times per epoch, by their weights.")
     packed = configs[0].table.make_open(spec, table)
     if configs[0].table.image_sizes == "video":
         sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))

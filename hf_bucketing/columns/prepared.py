@@ -19,18 +19,20 @@ from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
-from ..errors import BucketingError, explains_arguments
+from ..errors import BucketingError, ColumnError, explains_arguments
 from ..files import complete_folder
 from ..media.conditions import REFERENCE, all_columns
 from ..media.references import REFERENCE_SIZES, Appended, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences, appending
-from ..media.rows import SOURCE, MediaColumns
+from ..media.rows import SOURCE, SOURCE_COLUMN, MediaColumns
+from ..randomness import OWN_PREFIX, ROW, check_rows
 from .apply import undecoded
 from .arrays import column_array, column_batches
 from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
+from .places import check_places, root_of
 from .text_files import TextFiles
 
 MANIFEST = "bucketing.json"
@@ -38,11 +40,17 @@ MANIFEST = "bucketing.json"
 STREAM = "stream"
 """Entry of the manifest of a folder that describes a stream instead of holding rows."""
 
-ROW_WEIGHT = "weight"
+ROW_WEIGHT = f"{OWN_PREFIX}weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
 
-MANIFEST_VERSION = 8
+MANIFEST_VERSION = 9
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
+
+_OWN_NAMES = 9
+"""First version whose columns that this package adds have names that no table brings."""
+
+_NAMES_BEFORE = {"index": ROW, "weight": ROW_WEIGHT, SOURCE: SOURCE_COLUMN}
+"""Columns of earlier versions, and the names that they have now."""
 
 _BEFORE_REFERENCES = 7
 """Version that says nothing of the sizes of references; it is read too, unless samples have some."""
@@ -100,8 +108,8 @@ class PreparedDataset:
     """Hold rows with media, caption, size and bucket columns, and the tables that they were computed with.
 
     Args:
-        dataset (`Dataset`): Rows with the columns of `MediaMetadata` and `BucketColumns`. `save` adds an `index`
-            column of row numbers, which name a sample in logs and seed its crops and noise.
+        dataset (`Dataset`): Rows with the columns of `MediaMetadata` and `BucketColumns`. `save` adds the
+            column `hf_bucketing_row` of row numbers, which name a sample in logs and seed its crops and noise.
         table ([`BucketTable`]): Table of the `bucket_id` column.
         open_table ([`OpenTable`]): Sizes of the rows in packs. Its `spec` also counted the `num_tokens` column.
         column (`str`): Media column.
@@ -169,7 +177,7 @@ class PreparedDataset:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the sources, if there are several."""
-        feature = self.dataset.features.get(SOURCE)
+        feature = self.dataset.features.get(SOURCE_COLUMN)
         return tuple(feature.names) if isinstance(feature, ClassLabel) else ()
 
     @property
@@ -182,7 +190,7 @@ class PreparedDataset:
     @property
     def source_ids(self) -> IntArray | None:
         """Source of each row, `int64` of shape `(n,)`, as a position in `sources`; None if there is one."""
-        return column_array(self.dataset, SOURCE).astype(np.int64) if self.sources else None
+        return column_array(self.dataset, SOURCE_COLUMN).astype(np.int64) if self.sources else None
 
     def source_columns(self) -> dict[str, Any]:
         """Return the arguments of [`count_sources`][hf_bucketing.report.count_sources], if there are several."""
@@ -234,11 +242,13 @@ class PreparedDataset:
 
         Raises:
             BucketingError: If the folder exists and is not such a data set.
+            ColumnError: If the column `hf_bucketing_row` does not name each row once.
         """
         target = Path(folder)
         dataset = self.dataset
-        if "index" not in dataset.column_names:
-            dataset = dataset.add_column("index", np.arange(len(dataset)))
+        if ROW not in dataset.column_names:
+            dataset = dataset.add_column(ROW, np.arange(len(dataset)))
+        check_rows(column_array(dataset, ROW))
         manifest = {
             "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
@@ -269,7 +279,8 @@ class PreparedDataset:
         """Read what [`save`][PreparedDataset.save] wrote.
 
         Raises:
-            BucketingError: If the folder is not a prepared data set, or a release wrote it whose folders differ.
+            BucketingError: If the folder is not a prepared data set, a release wrote it whose folders differ, or it
+                was downloaded and reads files elsewhere.
         """
         path = Path(folder)
         manifest = read_manifest(path)
@@ -278,25 +289,53 @@ class PreparedDataset:
                 f"{path} describes a stream and holds no rows, so nothing can be planned, cached or counted; train "
                 "from it with `streaming=True`, or prepare its rows without --streaming."
             )
-        cache, audio = manifest["cache"], manifest.get("audio")
+        audio = manifest.get("audio")
+        cache = None if manifest["cache"] is None else CacheInfo(**manifest["cache"])
+        cache = cache and cache.with_folders(lambda folder: read_root(folder, path))
+        root = manifest["root"] and read_root(manifest["root"], path)
+        other_roots = tuple(read_root(root, path) for root in manifest["other_roots"])
+        check_places([root, *other_roots, None if cache is None else cache.folder], path, manifest=MANIFEST)
         return cls(
-            dataset=load_from_disk(str(path)),
+            dataset=_read_rows(path, manifest["version"]),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
             column=manifest["column"],
             caption_column=manifest["caption_column"],
-            root=manifest["root"] and read_root(manifest["root"], path),
-            other_roots=tuple(read_root(root, path) for root in manifest["other_roots"]),
+            root=root_of(root, path, manifest=MANIFEST),
+            other_roots=other_roots,
             conditions=manifest["conditions"],
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
-            cache=None if cache is None else CacheInfo(**cache).with_folders(lambda folder: read_root(folder, path)),
+            cache=cache,
             texts=tuple(
                 TextFiles(**{**texts, "files": tuple(read_root(file, path) for file in texts["files"])})
                 for texts in manifest.get("texts", ())
             ),
             settings=read_settings(path),
         )
+
+
+def _read_rows(folder: Path, version: int) -> Dataset:
+    """Return the rows of a folder, with the columns that name and weigh them, whatever release wrote it.
+
+    Raises:
+        BucketingError: If rows have no names of their own.
+    """
+    dataset = load_from_disk(str(folder))
+    if version < _OWN_NAMES:
+        ours = [name for name in _NAMES_BEFORE if name in dataset.column_names]
+        if not isinstance(dataset.features.get(SOURCE), ClassLabel):
+            ours = [name for name in ours if name != SOURCE]  # of the table; rows had one source
+        dataset = dataset.rename_columns({name: _NAMES_BEFORE[name] for name in ours})
+    try:
+        check_rows(column_array(dataset, ROW))
+    except ColumnError as error:
+        column = ROW if version >= _OWN_NAMES else "index"
+        raise BucketingError(
+            f"The column {column} of {folder} does not name each row once, as its table had a column of this name or "
+            "rows were added; prepare it again with scripts/prepare_dataset.py."
+        ) from error
+    return dataset
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -336,7 +375,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} was prepared before the sizes of references became a column; prepare it again with "
             "scripts/prepare_dataset.py."
         )
-    if version not in (MANIFEST_VERSION, _BEFORE_REFERENCES):
+    if not _BEFORE_REFERENCES <= version <= MANIFEST_VERSION:
         raise BucketingError(
             f"{folder} has version {version}, but this release reads version {MANIFEST_VERSION}; prepare it again "
             "with scripts/prepare_dataset.py."

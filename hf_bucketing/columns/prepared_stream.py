@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..buckets.union import union_of_tables
 from ..errors import BucketingError, MediaError
 from ..files import complete_folder
 from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..media.remote import is_url
 from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
@@ -38,6 +39,7 @@ from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
+from .places import check_places, root_of
 from .preparation import CheckedSource, check_sources, shared_audio, shared_rule
 from .prepared import (
     MANIFEST,
@@ -285,15 +287,18 @@ class PreparedStream:
         """Read what [`save`][PreparedStream.save] wrote.
 
         Raises:
-            BucketingError: If the folder describes no stream, or a release wrote it whose folders differ.
+            BucketingError: If the folder describes no stream, a release wrote it whose folders differ, or it was
+                downloaded and reads files elsewhere.
         """
         manifest = read_manifest(Path(folder))
         if STREAM not in manifest:
             raise BucketingError(f"{folder} holds rows and describes no stream; prepare it with --streaming.")
         stream, audio = {"table": manifest["table"], **manifest[STREAM]}, manifest.get("audio")
         sample = stream["sample"]
+        parts = [_read_part(part, folder) for part in (stream, *stream.get("others", []))]
+        check_places([place for part in parts for place in _places_of(part)], Path(folder), manifest=MANIFEST)
         return cls(
-            parts=tuple(_read_part(part, folder) for part in (stream, *stream.get("others", []))),
+            parts=tuple(replace(part, root=root_of(part.root, Path(folder), manifest=MANIFEST)) for part in parts),
             table=BucketTable.from_json(json.dumps(manifest["table"])),
             open_table=read_open_table(manifest["open_table"]),
             num_shards=stream["num_shards"],
@@ -367,6 +372,16 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
         root=root,
         table=BucketTable.from_json(json.dumps(part["table"])),
     )
+
+
+def _places_of(part: StreamPart) -> Iterator[str | None]:
+    """Yield the folders and URLs that a source reads: its data set, unless the hub has it, and what lies beside it."""
+    yield part.root
+    if is_url(part.source.dataset) or is_local(part.source.dataset):
+        yield part.source.dataset
+    values = flatten(part.source)
+    for folders in (values[name] for name in _FOLDERS):
+        yield from map(str, folders if isinstance(folders, list) else filter(None, [folders]))
 
 
 def _with_paths(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -315,6 +315,8 @@ class RowsConfig:
             files agree, columns without opening a file, or the headers of all files.
         size_columns (`str`, *optional*): Columns of sizes that have other names than width, height, num_frames and
             fps, such as num_frames=frame; duration=seconds takes the place of num_frames (default: none).
+        ignore_columns (`list` of `str`, *optional*): Columns of the data set that are dropped, as if it had none of
+            these names (default: none).
         is_regularization (`bool`): Whether all rows are regularization samples, which `preservation` of a run keeps as
             the base model has them; by default those that a column is_regularization marks.
         target_fps (`float`): Frame rate to train at.
@@ -332,6 +334,8 @@ class RowsConfig:
         name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
         repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
             each row twice, 0.5 every row in every other epoch.
+        weight_column (`str`, *optional*): Column of the occurrences of each row per epoch, times `repeats`: 2 trains a
+            row twice, 0.5 in every other epoch, 0 never (default: every row counts alike).
         weight (`float`, *optional*): Share of this source in an epoch, in place of `repeats`: of sources with weights
             3 and 1, three of four samples come from the first. An epoch then has as many samples as there are rows.
         rule ([`AssignmentRule`][hf_bucketing.AssignmentRule]): Limits of the assignment of buckets.
@@ -360,6 +364,7 @@ class RowsConfig:
     caption_template: str | None = None
     sizes_from: SizesFrom = "auto"
     size_columns: str | None = None
+    ignore_columns: list[str] | None = None
     is_regularization: bool = False
     target_fps: float = setting(16.0, common=True)
     clips: str | None = setting(None, common=True)
@@ -370,6 +375,9 @@ class RowsConfig:
     name: str | None = setting(None, flag="listed")
     repeats: float = setting(
         1.0, flag="listed", needs_rows="a stream does not know how many rows there are to repeat; give `weight`"
+    )
+    weight_column: str | None = setting(
+        None, needs_rows="a stream does not know how many rows there are to repeat; give sources a `weight`"
     )
     weight: float | None = setting(None, flag="listed")
     rule: AssignmentRule = field(default_factory=AssignmentRule)

@@ -11,8 +11,7 @@ from datasets import Dataset
 
 from ..buckets.arrays import FloatArray
 from ..errors import BucketingError, ColumnError
-from .arrays import column_array
-from .prepared import ROW_WEIGHT
+from .arrays import column_array, numbers
 
 
 def name_sources(sources: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -47,23 +46,28 @@ def name_sources(sources: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def row_weights(
-    datasets: Sequence[Dataset], *, repeats: Sequence[float], shares: Sequence[float | None]
+    datasets: Sequence[Dataset],
+    *,
+    columns: Sequence[str | None],
+    repeats: Sequence[float],
+    shares: Sequence[float | None],
 ) -> FloatArray | None:
     """Return the occurrences of each row per epoch, source after source, or None if every row occurs once.
 
-    Rows that a source itself weighs, in a column `weight`, keep their proportions.
+    Rows that a column of their source weighs keep their proportions.
 
     Args:
         datasets (sequence of `Dataset`): Rows of each source with their `bucket_id`; rejected rows do not count.
+        columns (sequence of `str`, *optional*): Column of the weights of each source's rows; None where all are 1.
         repeats (sequence of `float`): Occurrences per row, where there are no shares.
         shares (sequence of `float`, *optional*): Share of each source in an epoch of as many samples as all sources
             have by themselves; given for all sources or for none.
 
     Raises:
         BucketingError: If some sources alone have shares, or a source with one has no usable row.
-        ColumnError: If a column `weight` holds no numbers.
+        ColumnError: If a column of weights is missing, or holds anything but numbers of 0 or more.
     """
-    own = [_own_weights(dataset) for dataset in datasets]
+    own = [_own_weights(dataset, column) for dataset, column in zip(datasets, columns, strict=True)]
     factors = np.asarray(repeats, np.float64)
     given = given_shares(shares)
     if given is not None:
@@ -75,7 +79,7 @@ def row_weights(
                 "or remove it."
             )
         factors = given * usable.sum() / usable
-    if np.all(factors == 1) and all(ROW_WEIGHT not in dataset.column_names for dataset in datasets):
+    if np.all(factors == 1) and not any(columns):
         return None
     return np.concatenate([weights * factor for weights, factor in zip(own, factors, strict=True)])
 
@@ -92,13 +96,14 @@ def given_shares(shares: Sequence[float | None]) -> FloatArray | None:
     return np.asarray(given, np.float64) / sum(given) if given else None
 
 
-def _own_weights(dataset: Dataset) -> FloatArray:
-    if ROW_WEIGHT not in dataset.column_names:
+def _own_weights(dataset: Dataset, column: str | None) -> FloatArray:
+    if column is None:
         return np.ones(len(dataset))
-    weights = column_array(dataset, ROW_WEIGHT)
-    if weights.dtype.kind not in "iuf":
+    weights = numbers({column: column_array(dataset, column)}, column).astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
         raise ColumnError(
-            f"The column {ROW_WEIGHT} holds the occurrences of each row per epoch, but it is of type {weights.dtype}; "
-            "rename it if it means something else."
+            f"{len(wrong)} of {len(weights)} rows have no weight of 0 or more in the column {column}, such as row "
+            f"{wrong[0]}, which has {weights[wrong[0]]:g}; correct them."
         )
-    return weights.astype(np.float64)
+    return weights

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
+from ..randomness import OWN_PREFIX
 from .apply import undecoded
 from .layouts import (
     MEDIA_COLUMNS,
@@ -164,6 +165,11 @@ def load_rows(request: SourceRequest) -> MediaDataset:
     """
     name, rows = request.path_or_name, find_rows(request)
     sample = rows_to_check(rows.dataset, name=name)
+    if ours := [column for column in sample.column_names if column.startswith(OWN_PREFIX)]:
+        raise ColumnError(
+            f"{name} has the columns {', '.join(ours)}, but preparing makes columns of such names; remove "
+            "them, or give `ignore_columns`."
+        )
     typed = [name for name, feature in sample.features.items() if type(feature).__name__ in ("Image", "Video")]
     media_column = request.media_column
     if media_column is None and rows.media_column in sample.column_names:
@@ -193,7 +199,19 @@ def find_rows(request: SourceRequest) -> SourceRows:
 
     Raises:
         MediaError: As [`load_source`].
+        ColumnError: If a column that is to be ignored does not exist.
     """
+    rows = _recognised(request)
+    if not request.ignored:
+        return rows
+    names = rows_to_check(rows.dataset, name=request.path_or_name).column_names
+    if missing := [name for name in request.ignored if name not in names]:
+        raise ColumnError(f"{request.path_or_name} has no {', '.join(missing)} to ignore, only {names}.")
+    return replace(rows, dataset=rows.dataset.remove_columns([*request.ignored]))
+
+
+def _recognised(request: SourceRequest) -> SourceRows:
+    """Return the rows of the one layout that is meant, with all their columns."""
     found = [rows for layout in LAYOUTS if (rows := layout(request)) is not None]
     if not found:
         return loaded_by_datasets(request)

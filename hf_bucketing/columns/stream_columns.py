@@ -13,7 +13,8 @@ from ..media.conditions import REFERENCE, all_columns, columns_of
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
 from ..media.row_audio import HAS_AUDIO
-from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, SOURCE, MediaColumns
+from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, SOURCE_COLUMN, MediaColumns
+from ..randomness import ROW
 from .audio import AudioColumns
 from .buckets import BucketColumns
 from .captions import CaptionTexts, for_source
@@ -39,10 +40,10 @@ class StreamColumns:
     """Make of the rows of a source the columns that training draws; a batch function for `IterableDataset.map`.
 
     It runs the functions that check rows, batch by batch. Returns `media`, `caption`, the columns of conditions,
-    [`MediaMetadata`] and [`BucketColumns`], and `index`: a number from 0 to 2**63 - 1 that follows from a row's file,
-    captions and clip alone, so that its noise and crop depend neither on the shard, process and worker that read it,
-    nor on the rows before it. Of a file in memory, its name without the folder of its tar, its length, and the first
-    and last 64 KiB count. Rows that are cut into clips become one row each.
+    [`MediaMetadata`] and [`BucketColumns`], and `hf_bucketing_row`: a number from 0 to 2**63 - 1 that follows from a
+    row's file, captions and clip alone, so that its noise and crop depend neither on the shard, process and worker
+    that read it, nor on the rows before it. Of a file in memory, its name without the folder of its tar, its length,
+    and the first and last 64 KiB count. Rows that are cut into clips become one row each.
 
     Args:
         captions ([`CaptionTexts`]): Text columns, and how texts are made of them.
@@ -167,7 +168,7 @@ class StreamColumns:
             **{name: columns[name] for name in kept},
             CAPTION: captions,
             **{name: values.tolist() for name, values in assigned.items()},
-            "index": [*map(index_of, media, captions, times)],
+            ROW: [*map(index_of, media, captions, times)],
         }
 
 
@@ -188,7 +189,7 @@ class OneOfSources:
     """Make the columns of one source those of a stream of several; a batch function after [`StreamColumns`].
 
     Args:
-        number (`int`): Position of the source, which becomes the column `source`.
+        number (`int`): Position of the source, which becomes the column `hf_bucketing_source`.
         name (`str`): Name of the source, which belongs to the identity of its rows; `""` for the first.
         root (`str`, *optional*): Folder or URL before its relative paths; None for the first source, whose paths stay.
         conditions (`tuple` of `str`): Conditions of all sources; those that this one lacks are missing in its rows.
@@ -204,7 +205,7 @@ class OneOfSources:
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return the columns for a batch of rows."""
         count = len(batch[MEDIA])
-        columns: dict[str, Any] = {SOURCE: [self.number] * count}
+        columns: dict[str, Any] = {SOURCE_COLUMN: [self.number] * count}
         for name in (MEDIA, *self.conditions):
             columns[name] = [self._whole_paths(cell) for cell in batch.get(name, [None] * count)]
         if REFERENCE in self.conditions:
@@ -213,7 +214,7 @@ class OneOfSources:
             ids = (*self.bucket_ids, REJECTED_BUCKET)  # a rejected row's bucket, −1, is the last entry
             columns["bucket_id"] = [ids[bucket] for bucket in batch["bucket_id"]]
         if self.name:
-            columns["index"] = [_digest([self.name.encode(), str(index).encode()]) for index in batch["index"]]
+            columns[ROW] = [_digest([self.name.encode(), str(index).encode()]) for index in batch[ROW]]
         return columns
 
     def _whole_paths(self, cell: Any) -> Any:

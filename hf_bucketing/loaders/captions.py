@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BucketingError, ColumnError
-from ..randomness import Purpose
+from ..randomness import ROW, Purpose
 from ..settings import check_at_least, not_default
 from .occurrences import occurrence_of, row_generator
 
@@ -79,7 +79,7 @@ def texts_of(row: Mapping[str, Any], column: str) -> Sequence[str]:
     texts = [cell] if isinstance(cell, str) else cell
     valid = isinstance(texts, (list, tuple, np.ndarray)) and all(isinstance(text, str) for text in texts)
     if not valid or not len(texts):
-        name = f"row {row['index']}" if "index" in row else "a row"
+        name = f"row {row[ROW]}" if ROW in row else "a row"
         raise ColumnError(
             f"The caption of {name} (column {column}) must be a text or a list of texts, got {cell!r}; check_captions "
             "makes texts of a column."

@@ -18,16 +18,17 @@ from ..buckets.table import BucketTable
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..media.references import ReferenceRule
 from ..media.row_audio import AudioRule
-from ..media.rows import REGULARIZATION, SOURCE, MediaColumns, check_flips
+from ..media.rows import REGULARIZATION, SOURCE, SOURCE_COLUMN, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
+from ..randomness import ADD_ROWS, OWN_PREFIX, ROW
 from .captions import CaptionRule
 from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
 from .state import epoch_number
 
-BUCKET_PART = "bucket_part"
+BUCKET_PART = f"{OWN_PREFIX}bucket_part"
 """Column of the part of its bucket that a row belongs to, where references or audio divide buckets."""
 
 PLANNED = "planned_index"
@@ -139,12 +140,12 @@ class MediaCollator:
         if self.caption_column is not None:
             draw = partial(self.captions.caption, column=self.caption_column, seed=self.seed, epoch=int(self._epoch))
             batch["caption"] = [draw(row) for row, *_ in found]
-        if "index" in found[0][0]:
-            batch["index"] = [int(row["index"]) for row, *_ in found]
+        if ROW in found[0][0]:
+            batch["index"] = [int(row[ROW]) for row, *_ in found]
         batch |= regularization([row for row, *_ in found])
         batch |= names_of_sources([row for row, *_ in found], self.sources)
         if self.replacements is not None:
-            batch[PLANNED] = [int(row["index"]) for row in rows]
+            batch[PLANNED] = [int(row[ROW]) for row in rows]
         if OCCURRENCE in rows[0]:
             batch[OCCURRENCE] = [occurrence_of(row) for row in rows]
         return batch
@@ -161,8 +162,8 @@ class MediaCollator:
         """Load a row, or the first readable one of its replacements."""
         if self.replacements is None:
             return row, size, self._load(row, size)
-        require(row, ["index"])
-        epoch, index = int(self._epoch), int(row["index"])
+        require(row, [ROW])
+        epoch, index = int(self._epoch), int(row[ROW])
         others: list[int] | None = None
         while True:
             try:
@@ -173,16 +174,16 @@ class MediaCollator:
                     others = self.replacements.choose(candidates, index=index, seed=self.seed or 0, epoch=epoch)
                 if not others:
                     raise MediaError(f"{error} No readable sample was found to replace row {index}.") from error
-                failed = int(row["index"])
+                failed = int(row[ROW])
                 row = {**self.replacements.dataset[others.pop(0)], OCCURRENCE: occurrence_of(row)}
                 size = self.replacement_size(row, size)
-                self.replacements.report(epoch=epoch, index=failed, reason=str(error), replacement=int(row["index"]))
+                self.replacements.report(epoch=epoch, index=failed, reason=str(error), replacement=int(row[ROW]))
             else:
                 self.replacements.consecutive = 0
                 return row, size, loaded
 
     def _load(self, row: Row, size: Size) -> Loaded:
-        name = f"row {row['index']}" if "index" in row else "a row without an index column"
+        name = f"row {row[ROW]}" if ROW in row else f"a row without a column {ROW}"
         draws = self._draws(row)
         try:
             sample = self._columns.sample(row, size, views=self.views, draws=draws, name=name)
@@ -197,8 +198,8 @@ class MediaCollator:
             return np.zeros(0)
         if self.seed is None:
             return torch.rand(count, dtype=torch.float64).numpy()
-        require(row, ["index"])
-        index, occurrence = int(row["index"]), occurrence_of(row)
+        require(row, [ROW])
+        index, occurrence = int(row[ROW]), occurrence_of(row)
         return seeded_draws(count, seed=self.seed, epoch=int(self._epoch), index=index, occurrence=occurrence)
 
 
@@ -317,8 +318,8 @@ class PackCollator(MediaCollator):
         sizes = [Size(*(int(row[key]) for key in ("num_frames", "height", "width"))) for row in rows]
         sizes = [size._replace(frames=int(self._table.cut(size.frames))) for size in sizes]
         if self.resize is not None:
-            require(rows[0], ["index"])
-            indices = [int(row["index"]) for row in rows]
+            require(rows[0], [ROW])
+            indices = [int(row[ROW]) for row in rows]
             return self.resize.sizes(sizes, indices=indices, epoch=int(self._epoch))
         assigned = self._table.assign(*zip(*sizes, strict=True))
         for size, reason in zip(sizes, assigned.rejection.tolist(), strict=True):
@@ -351,7 +352,7 @@ def regularization(rows: Sequence[Row]) -> dict[str, list[bool]]:
 
 def names_of_sources(rows: Sequence[Row], sources: Sequence[str]) -> dict[str, list[str]]:
     """Return the list `source` of a batch, which names the source of each row, if there are several."""
-    return {SOURCE: [sources[row[SOURCE]] for row in rows]} if sources else {}
+    return {SOURCE: [sources[row[SOURCE_COLUMN]] for row in rows]} if sources else {}
 
 
 def require(row: Row, columns: Sequence[str], *, hint: str | None = None) -> None:
@@ -362,6 +363,6 @@ def require(row: Row, columns: Sequence[str], *, hint: str | None = None) -> Non
     """
     missing = [column for column in columns if column not in row]
     if missing:
-        add = 'Add one with dataset.add_column("index", range(len(dataset))).' if "index" in missing else None
+        add = f"{ADD_ROWS.capitalize()}." if ROW in missing else None
         hint = hint or add or "MediaMetadata and BucketColumns compute columns of sizes and buckets."
         raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}. {hint}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..buckets.arrays import IntArray
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
-from ..randomness import Purpose, generator
+from ..randomness import ADD_ROWS, ROW, Purpose, generator
 from ..settings import check_at_least, check_literals, check_shares, setting
 
 OnFault = Literal["raise", "replace"]
@@ -137,22 +137,20 @@ class Replacements(FaultLog):
     counts its own errors.
 
     Args:
-        dataset (`datasets.Dataset`): Data set that is loaded, with an `index` column, and `bucket_id` or `num_tokens`.
+        dataset (`datasets.Dataset`): Data set that is loaded, with the columns `hf_bucketing_row`, and `bucket_id` or
+            `num_tokens`.
         log (`str` or `Path`): As in [`FaultLog`].
         faults ([`FaultRule`]): As in [`FaultLog`].
 
     Raises:
         BucketingError: As [`FaultLog`].
-        ColumnError: If there is no `index` column.
+        ColumnError: If there is no `hf_bucketing_row`.
     """
 
     def __init__(self, dataset: Any, *, log: str | Path, faults: FaultRule = FaultRule(on_error="replace")) -> None:
         super().__init__(log=log, faults=faults)
-        if "index" not in dataset.column_names:
-            raise ColumnError(
-                f"Replacements need an index column, but the data set has {dataset.column_names}; add one with "
-                'dataset.add_column("index", range(len(dataset))).'
-            )
+        if ROW not in dataset.column_names:
+            raise ColumnError(f"Replacements need a column {ROW}, but there are {dataset.column_names}; {ADD_ROWS}.")
         self.dataset = dataset
         self._columns: dict[str, IntArray] = {}
         self._read_to = 0
@@ -175,7 +173,7 @@ class Replacements(FaultLog):
 
     def choose(self, candidates: IntArray, *, index: int, seed: int, epoch: int) -> list[int]:
         """Return up to 32 of the candidate positions in random order, a function of the arguments alone."""
-        candidates = candidates[self.column("index")[candidates] != index]
+        candidates = candidates[self.column(ROW)[candidates] != index]
         rng = generator(Purpose.REPLACEMENT, seed, epoch, index)
         return rng.choice(candidates, size=min(32, len(candidates)), replace=False).tolist() if len(candidates) else []
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ColumnError
-from ..randomness import Purpose, generator, sample_key
+from ..randomness import ADD_ROWS, ROW, Purpose, generator, sample_key
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,21 +81,20 @@ def row_generator(
 
     Args:
         purpose ([`Purpose`][hf_bucketing.randomness.Purpose]): What is drawn.
-        row (mapping): Row with an `index`, unless there is no seed.
+        row (mapping): Row with the column `hf_bucketing_row`, unless there is no seed.
         seed (`int`, *optional*): Seed of the draws; without one they follow torch's random state.
         epoch (`int`): Epoch of the draw.
         occurrence (`int`): How often the epoch held the row before.
 
     Raises:
-        ColumnError: If `index` is missing.
+        ColumnError: If this column is missing.
     """
     if seed is None:
         import torch  # its state makes these draws; the settings of captions need no torch
 
         return generator(purpose, int(torch.randint(2**62, ())))
-    if "index" not in row:
+    if ROW not in row:
         raise ColumnError(
-            "Captions and cached views are drawn by the index of their row, but there is no such column; add one with "
-            'dataset.add_column("index", range(len(dataset))).'
+            f"Captions and cached views are drawn by the number of a row, but there is no column {ROW}; {ADD_ROWS}."
         )
-    return generator(purpose, *sample_key(seed=seed, epoch=epoch, index=int(row["index"]), occurrence=occurrence))
+    return generator(purpose, *sample_key(seed=seed, epoch=epoch, index=int(row[ROW]), occurrence=occurrence))

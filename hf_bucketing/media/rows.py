@@ -25,8 +25,10 @@ REGULARIZATION = "is_regularization"
 """Column of whether a row is a regularization sample, and list of a batch that has some."""
 
 SOURCE = "source"
-"""Column of the source of each row, a `ClassLabel` of their names, where there are several; and list of a batch, of
-these names."""
+"""List of a batch, of the names of each sample's source, where there are several."""
+
+SOURCE_COLUMN = "hf_bucketing_source"
+"""Column of the source of each row, a `ClassLabel` of their names, where there are several."""
 
 
 def check_flips(views: ViewRule, conditions: Mapping[str, str], references: ReferenceRule) -> None:

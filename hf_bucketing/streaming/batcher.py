@@ -21,6 +21,7 @@ from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.host import num_running, process_rank
 from ..loaders.state import describe
+from ..randomness import ROW
 from ..settings import check_at_least, chosen_config, names_of
 from .config import StreamLimits
 from .definition import define
@@ -55,8 +56,8 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         faults ([`FaultLog`][hf_bucketing.loaders.FaultLog], *optional*): Log of unreadable rows, for which
             `collate_fn` raises MediaError: the next row of its bucket takes the place of one, or in packs the next
             that has room. A batch then has the list `planned_index`, which holds unreadable rows in the places that
-            others took. Rows whose `rejection` is `"unreadable"` are logged too. Rows need an `index`. By default, an
-            unreadable row is an error.
+            others took. Rows whose `rejection` is `"unreadable"` are logged too. Rows need the column
+            `hf_bucketing_row`. By default, an unreadable row is an error.
         kept (sequence of `str`): Columns that a batch has as lists, beside what `collate_fn` makes.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
@@ -262,7 +263,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         """Log unreadable rows, the last of so many in this pass."""
         assert self.faults is not None
         for row, reason in zip(rows, reasons, strict=True):
-            self.faults.report(epoch=self.epoch, index=int(row["index"]), reason=reason)
+            self.faults.report(epoch=self.epoch, index=int(row[ROW]), reason=reason)
         if count > self.faults.faults.max_errors:
             self.faults.check_share(count, rows=read, epoch=self.epoch, reason=reasons[-1])
 

@@ -25,6 +25,7 @@ from ..media.row_references import RowReferences, appended_tokens, tokens_of_key
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
 from ..plans.packs import SHORTEN, PackLimits, strip_tokens
+from ..randomness import ROW
 from ..settings import check_at_least
 
 Row = Mapping[str, Any]
@@ -298,7 +299,7 @@ class PackGrouping(PackLimits):
             span = strip_tokens(tokens, self.strip_length) + self.text_tokens if tokens > 0 else 0
             if span > self.max_tokens:
                 strips = f", in strips of {self.strip_length}," if tokens % self.strip_length else ""
-                name = path_of(row.get(MEDIA)) or f"Row {row.get('index', 'without an index')}"
+                name = path_of(row.get(MEDIA)) or f"Row {row.get(ROW, 'without a number')}"
                 raise OversizeError(
                     f"{name} takes {span} tokens{strips} and exceeds `max_tokens={self.max_tokens}`.",
                     advice=["raise `max_tokens`", SHORTEN, "filter such rows out of the stream"],

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ColumnError
+from ..randomness import ROW
 from .grouping import Group, Row
 
 
@@ -40,22 +41,22 @@ class UnreadableRows:
         """Remove and return rows at some positions of a group, after so many rows were read.
 
         Raises:
-            ColumnError: If the rows have no index.
+            ColumnError: If the rows have no such column.
         """
-        if "index" not in group.rows[0]:
-            raise ColumnError("Rows that are replaced need an index column; add one to the stream.")
+        if ROW not in group.rows[0]:
+            raise ColumnError(f"Rows that are replaced need a column {ROW}, which names each; add one to the stream.")
         unreadable = [group.rows[position] for position in positions]
         readable = [position for position in range(len(group.rows)) if position not in positions]
         group.rows = [group.rows[position] for position in readable]
         group.ordinals = [group.ordinals[position] for position in readable]
         self.count += len(unreadable)
-        self.waiting.setdefault(slot, []).extend([int(row["index"]), read] for row in unreadable)
+        self.waiting.setdefault(slot, []).extend([int(row[ROW]), read] for row in unreadable)
         return unreadable
 
     def planned(self, group: Group, *, slot: int) -> list[int]:
         """Return the indices of a group that is sent, with unreadable rows in the places that its rows take."""
         waiting = deque(self.waiting.pop(slot, []))
-        planned = [int(row["index"]) for row in group.rows]
+        planned = [int(row[ROW]) for row in group.rows]
         for position, ordinal in enumerate(group.ordinals):
             if waiting and ordinal >= waiting[0][1]:
                 planned[position], _ = waiting.popleft()

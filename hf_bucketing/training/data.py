@@ -48,6 +48,7 @@ from ..placement.context_parallel import prepare_in_groups
 from ..plans.buckets import BucketPlanConfig
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
+from ..randomness import ROW
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
 from .agreement import check_same
@@ -220,7 +221,7 @@ class TrainingData(RunData):
         """Return the numbers of rows with their files."""
         if not rows:
             return super().name_rows(rows)
-        places = dict(zip(column_array(self.dataset, "index").tolist(), range(len(self.dataset)), strict=True))
+        places = dict(zip(column_array(self.dataset, ROW).tolist(), range(len(self.dataset)), strict=True))
         names = zip(rows, self.file_names([places[row] for row in rows]), strict=True)
         return [f"row {row} ({name})" for row, name in names]
 
@@ -402,7 +403,7 @@ def _data_of(
     else:
         sides = ("num_frames", "height", "width")
         sizes: dict[str, Any] = {name: np.where(rejected, -1, column_array(dataset, name)) for name in sides}
-        sizes["index"] = column_array(dataset, "index")
+        sizes["index"] = column_array(dataset, ROW)
         sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
         tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = num_tokens
         if resize is not None:

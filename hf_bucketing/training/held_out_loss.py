@@ -22,6 +22,7 @@ from ..columns.arrays import column_array
 from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
 from ..loaders.faults import OnFault
+from ..randomness import ROW
 from .config import LoaderConfig
 from .data import TrainingData
 from .experts import Experts
@@ -100,7 +101,7 @@ class HeldOutLoss:
             MediaError: If a sample cannot be read, or with `on_error="replace"` none can.
             BucketingError: If a loss is not finite.
         """
-        start, index = time.perf_counter(), column_array(self.data.dataset, "index")
+        start, index = time.perf_counter(), column_array(self.data.dataset, ROW)
         divided = experts.levels(self.config.validation_noise_levels)
         scores = [
             self._score(step, transformers[step.recipe.trained], accelerator, levels=levels)
@@ -126,7 +127,7 @@ class HeldOutLoss:
         _, first = np.unique(plan.indices, return_index=True)
         counts = np.zeros(len(plan.indices), bool)
         counts[first] = True
-        index = column_array(self.data.dataset, "index")
+        index = column_array(self.data.dataset, ROW)
         found, times = torch.zeros(len(index), 2 + 2 * levels), torch.zeros(len(index))
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
             for reason in batch.pop("unreadable", ()):

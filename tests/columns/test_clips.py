@@ -24,6 +24,7 @@ from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import BucketCollator, PackCollator
 from hf_bucketing.media import write_video
+from hf_bucketing.randomness import ROW
 from tests.conftest import as_flags, run_script_here
 from tests.media.test_media import HEIGHT, WIDTH, numbered_frames
 from tests.media.test_video import encode
@@ -154,7 +155,7 @@ def test_every_clip_begins_with_the_frame_at_its_start_in_buckets_packs_and_cach
     videos: Path, tmp_path: Path, clips: str
 ) -> None:
     data = prepared(videos, clips)
-    dataset = data.dataset.add_column("index", np.arange(len(data.dataset)))
+    dataset = data.dataset.add_column(ROW, np.arange(len(data.dataset)))
     counts = {"head": 5, "uniform:4": 14, "slide:7": 19, "all": 15, "scenes": 6}
     assert len(dataset) == counts[clips]
     assert dataset["rejection"][:] == ["none"] * len(dataset)
@@ -193,7 +194,7 @@ def test_every_clip_begins_with_the_frame_at_its_start_in_buckets_packs_and_cach
 def test_random_frames_of_a_clip_stay_inside_it(videos: Path) -> None:
     data = prepared(videos, "slide:20", clip_frames=20)
     collator = BucketCollator(data.table, column=data.column, root=data.root, seed=0)
-    rows = [{**row, "index": 0} for row in data.dataset if Path(row["file_name"]).name == "even.mp4"]
+    rows = [{**row, ROW: 0} for row in data.dataset if Path(row["file_name"]).name == "even.mp4"]
     assert [round(row["clip_start"] * 12) for row in rows] == [0, 20, 40]
     firsts: set[int] = set()
     for epoch in range(12):
@@ -248,11 +249,11 @@ def test_clips_have_indices_of_their_own_and_whole_files_are_as_before(videos: P
     whole = prepared(videos, None, caption_template="{caption}")
     assert "clip_start" not in whole.dataset.column_names
     assert len(whole.dataset) == 5
-    numbered = whole.dataset.add_column("index", [50, 40, 30, 20, 10])
+    numbered = whole.dataset.add_column(ROW, [50, 40, 30, 20, 10])
     clips = cut_clips(numbered, rule("all", frames=9), media_column="file_name").dataset
     replace(whole, dataset=clips).save(tmp_path / "clips")
     saved = PreparedDataset.load(tmp_path / "clips").dataset
-    assert saved["index"][:] == list(range(len(clips)))
+    assert saved[ROW][:] == list(range(len(clips)))
     assert len(clips) == 20
 
 

@@ -14,6 +14,7 @@ from hf_bucketing import BucketingError, BucketTable, LatentSpec, Size, open_tab
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.columns.data_changes import DataChanges, compare_locks
 from hf_bucketing.columns.data_lock import LOCK_FILE, LOCKED, DataLock, read_lock, require_lock
+from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.row_audio import AudioRule
 
@@ -74,7 +75,7 @@ def changed(was: DataLock, now: DataLock) -> dict[int, list[str]]:
         ({"width": [70, 100, 64, 80]}, {3: ["size"]}),
         ({"fps": [0.0, 0.0, 8.0, 16.0]}, {3: ["size"]}),
         ({"mask": [None, None, None, None]}, {1: ["conditions"]}),
-        ({"weight": [1.0, 2.0, 3.0, 4.0]}, {}),
+        ({ROW_WEIGHT: [1.0, 2.0, 3.0, 4.0]}, {}),
     ],
     ids=["caption", "one of several captions", "clip", "size", "frame rate", "mask", "weight"],
 )

@@ -24,10 +24,12 @@ from hf_bucketing.columns.prepared_stream import PreparedStream, StreamPart, Str
 from hf_bucketing.columns.settings import RowsConfig, SourceConfig, TableConfig
 from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.loaders import BucketCollator, CaptionRule, resume
-from hf_bucketing.media import ViewRule, write_video
+from hf_bucketing.media import ViewRule, write_image, write_video
 from hf_bucketing.media.source import MediaSource
+from hf_bucketing.randomness import ROW
 from hf_bucketing.streaming import BucketGrouping, StreamingBucketBatcher, StreamLimits
 from tests.columns.stream_cases import samples_of, write_parquet, write_table, write_tars
+from tests.columns.test_prepared import record_of_download
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
@@ -68,10 +70,10 @@ def test_a_stream_has_the_columns_of_the_same_rows_prepared_whole(media_dir, tar
         assert stream.sample.rows == len(whole)
         rows = list(stream.open())
         assert sorted(tuple(row[name] for name in names) for row in rows) == wanted
-        indices = [row["index"] for row in rows]
+        indices = [row[ROW] for row in rows]
         assert len(set(indices)) == len(rows)
         assert all(0 <= index < 2**63 for index in indices)
-        assert sorted(row["index"] for row in stream.open(packed=True, shuffle_buffer=5, seed=1)) == sorted(indices)
+        assert sorted(row[ROW] for row in stream.open(packed=True, shuffle_buffer=5, seed=1)) == sorted(indices)
 
 
 def test_only_the_first_rows_are_read_and_sizes_come_from_columns_that_agree(media_dir, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_captions_become_the_same_lists_of_texts_as_those_of_rows_prepared_whole
     assert drawn == {"TOK, a", "TOK, b", "TOK, c"}
     write_table(path, rows[1:2])
     (alone,) = prepared(path, caption_column="long", caption_template="TOK, {caption}").open()
-    assert (alone["caption"], alone["index"]) == ("TOK, d", shown[1]["index"]), "whatever rows lie beside it"
+    assert (alone["caption"], alone[ROW]) == ("TOK, d", shown[1][ROW]), "whatever rows lie beside it"
 
 
 def test_sizes_come_from_columns_of_other_names_without_opening_a_file(tmp_path: Path) -> None:
@@ -179,8 +181,8 @@ def test_clips_are_those_of_rows_prepared_whole_and_each_has_its_own_index(clips
     stream = prepared(path, **settings)
     shown = list(stream.open())
     assert [[row[name] for name in CLIP] for row in shown] == [[row[name] for name in CLIP] for row in whole.dataset]
-    assert len(shown) == len({row["index"] for row in shown}) == stream.sample.rows == 6
-    assert sorted(row["index"] for row in stream.open(shuffle_buffer=4)) == sorted(row["index"] for row in shown)
+    assert len(shown) == len({row[ROW] for row in shown}) == stream.sample.rows == 6
+    assert sorted(row[ROW] for row in stream.open(shuffle_buffer=4)) == sorted(row[ROW] for row in shown)
     read = BucketCollator(stream.table, column=stream.column, views=ViewRule(random_crop=False))
     pixels = [read([row])["pixel_values"] for row in shown[:3:2]]
     collate = BucketCollator(whole.table, column=whole.column, views=ViewRule(random_crop=False))
@@ -257,8 +259,8 @@ def test_several_sources_are_mixed_by_their_shares_and_each_row_comes_once(sourc
     assert columns["bucket_id"].tolist() == column_array(whole.dataset, "bucket_id").tolist()
     options = {"packed": packed, "seed": 3}
     rows = list(stream.open(**options))
-    assert [row["index"] for row in stream.open(**options)] == [row["index"] for row in rows]
-    assert len({row["index"] for row in rows}) == len(rows) == len(whole.dataset)
+    assert [row[ROW] for row in stream.open(**options)] == [row[ROW] for row in rows]
+    assert len({row[ROW] for row in rows}) == len(rows) == len(whole.dataset)
     if not packed:
         sizes = ("num_frames", "height", "width", "bucket_id")
         names = (whole.caption_column, *sizes)
@@ -267,7 +269,7 @@ def test_several_sources_are_mixed_by_their_shares_and_each_row_comes_once(sourc
     read = [MediaSource.from_cell(row["media"], root=stream.root, other_roots=stream.other_roots) for row in rows]
     assert len(read) == len(rows)
     shuffled = list(stream.open(shuffle_buffer=5, seed=1))
-    assert sorted(row["index"] for row in shuffled) == sorted(row["index"] for row in rows)
+    assert sorted(row[ROW] for row in shuffled) == sorted(row[ROW] for row in rows)
     assert sum(row["mask"] is not None for row in rows) == 1, "the others have none, as rows of other sources"
 
 
@@ -288,7 +290,7 @@ def test_the_first_rows_of_several_sources_come_by_their_weights(media_dir, tmp_
 
 
 def collate_indices(rows):
-    return {"index": [row["index"] for row in rows]}
+    return {"index": [row[ROW] for row in rows]}
 
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 4])
@@ -349,7 +351,7 @@ def test_a_stream_that_an_earlier_release_described_has_the_same_rows(tmp_path: 
     (tmp_path / "stream" / MANIFEST).write_text(json.dumps({**manifest, "stream": EARLIER}))
     earlier = PreparedStream.load(tmp_path / "stream")
     assert (earlier.parts[0].source, earlier.root) == (now.parts[0].source, now.root)
-    assert [row["index"] for row in earlier.open()] == [1957456681678402035, 8055056557228664191]
+    assert [row[ROW] for row in earlier.open()] == [1957456681678402035, 8055056557228664191]
 
 
 def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, parquet, prepared_dir, tmp_path: Path) -> None:
@@ -380,3 +382,30 @@ def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, parquet, pr
     ):
         with pytest.raises(error, match=message):
             prepare_stream(source, spec=SPEC, say=lambda sentence: None)
+
+
+@pytest.mark.parametrize("changes", [
+    {"root": "../../clips"}, {"source": {"dataset": "../../clips/rows.jsonl"}}, {"local": False, "root": "file:///"},
+    {"source": {"mask_folder": "/masks"}}, {"source": {"reference_folder": ["../beside", "/masks"]}},
+])  # fmt: skip
+def test_a_downloaded_stream_reads_only_what_lies_in_its_download(
+    changes: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_BUCKETING_ALLOWED_PATHS")
+    for folder in ("clips", "data/beside"):
+        (tmp_path / folder).mkdir(parents=True)
+        write_image(tmp_path / folder / "a.png", np.zeros((256, 256, 3), np.uint8))
+        write_table(tmp_path / folder / "rows.jsonl", [{"file_name": "a.png", "caption": "x"}])
+    stream = tmp_path / "data" / "stream"
+    prepared(tmp_path / "clips" / "rows.jsonl").save(stream)
+    assert len(list(PreparedStream.load(stream).open())) == 1, "prepared here"
+    prepared(tmp_path / "data" / "beside" / "rows.jsonl").save(stream)
+    record_of_download(tmp_path / "data", "stream/bucketing.json")
+    assert len(list(PreparedStream.load(stream).open())) == 1, "within its download"
+    manifest = json.loads((stream / MANIFEST).read_text())
+    part = manifest["stream"]
+    part |= {**changes, "source": {**part["source"], **changes.get("source", {})}}
+    (stream / MANIFEST).write_text(json.dumps(manifest))
+    record_of_download(tmp_path / "data", "stream/bucketing.json")
+    with pytest.raises(BucketingError, match=r"stream reads files from .*HF_BUCKETING_ALLOWED_PATHS="):
+        PreparedStream.load(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from hf_bucketing.columns.shares import name_sources, row_weights
 from hf_bucketing.columns.source_lists import make_sources, settings_of_sources, sources_from
 from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.media import MediaColumns, probe
+from hf_bucketing.media.rows import SOURCE_COLUMN
+from hf_bucketing.randomness import ROW
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = TableConfig(bucket_tokens=[60, 110, 150], bucket_frames=[1, 9, 17, 25])
@@ -72,7 +75,7 @@ def test_files_and_bytes_become_one_data_set_with_one_table(sources: dict[str, P
     both = PreparedDataset.load(tmp_path / "out")
     assert both.sources
     assert both.sources == ("clips", "faces")
-    assert both.dataset["index"][:] == list(range(20))
+    assert both.dataset[ROW][:] == list(range(20))
     assert both.dataset[ROW_WEIGHT][:] == [1.0] * 9 + [2.0] * 11
     assert both.dataset["caption"][:] == alone[0].dataset["caption"][:] + alone[1].dataset["text"][:]
     for number, source in enumerate(alone):
@@ -174,6 +177,7 @@ def test_columns_get_the_names_of_the_first_source_and_a_common_type(tmp_path: P
         "video": ["a.mp4", "deep/b.mp4"],
         "text": [["A"], ["B", "C"]],
         "fps": [8.0, 8.0],
+        "index": [7, 7],
         "n": [1, None],
         "mask": [None, "deep/m.png"],
     }
@@ -203,21 +207,22 @@ def test_weights_are_shares_of_an_epoch_and_multiply_those_of_rows() -> None:
         return Dataset.from_dict({"bucket_id": buckets, **columns})
 
     data = [rows([0, 0, 0, -1, 0, 0]), rows([1, 1, 1])]
-    assert row_weights(data, repeats=[1.0, 1.0], shares=[None, None]) is None
-    assert row_weights(data, repeats=[1.0, 0.5], shares=[None, None]).tolist() == [1.0] * 6 + [0.5] * 3
+    weigh = partial(row_weights, columns=[None, None])
+    assert weigh(data, repeats=[1.0, 1.0], shares=[None, None]) is None
+    assert weigh(data, repeats=[1.0, 0.5], shares=[None, None]).tolist() == [1.0] * 6 + [0.5] * 3
     # Eight usable rows: six samples of the first source and two of the second.
-    weights = row_weights(data, repeats=[1.0, 1.0], shares=[3.0, 1.0])
+    weights = weigh(data, repeats=[1.0, 1.0], shares=[3.0, 1.0])
     assert weights.tolist() == pytest.approx([6 / 5] * 6 + [2 / 3] * 3)
-    own = [data[0], rows([1, 1, -1], weight=[1, 2, 5])]
-    assert row_weights(own, repeats=[1.0, 2.0], shares=[None, None]).tolist() == [1.0] * 6 + [2.0, 4.0, 10.0]
-    weights = row_weights(own, repeats=[1.0, 1.0], shares=[1.0, 1.0])
+    own = partial(row_weights, [data[0], rows([1, 1, -1], kg=[1, 2, 5])], columns=[None, "kg"])
+    assert own(repeats=[1.0, 2.0], shares=[None, None]).tolist() == [1.0] * 6 + [2.0, 4.0, 10.0]
+    weights = own(repeats=[1.0, 1.0], shares=[1.0, 1.0])
     assert weights[:5].sum() - weights[3] + weights[5] == pytest.approx(weights[6:8].sum())
     with pytest.raises(BucketingError, match="all sources a `weight`, or none"):
-        row_weights(data, repeats=[1.0, 1.0], shares=[3.0, None])
+        weigh(data, repeats=[1.0, 1.0], shares=[3.0, None])
     with pytest.raises(BucketingError, match="source 1 are rejected"):
-        row_weights([data[0], rows([-1])], repeats=[1.0, 1.0], shares=[1.0, 1.0])
-    with pytest.raises(ColumnError, match="rename it"):
-        row_weights([rows([0], weight=["12 kg"])], repeats=[1.0], shares=[None])
+        weigh([data[0], rows([-1])], repeats=[1.0, 1.0], shares=[1.0, 1.0])
+    with pytest.raises(ColumnError, match="must hold numbers"):
+        row_weights([rows([0], kg=["12 kg"])], columns=["kg"], repeats=[1.0], shares=[None])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +254,7 @@ def test_sources_that_cannot_go_together_are_refused(sources: dict[str, Path], t
 def test_one_source_has_neither_a_source_nor_a_weight_column(sources: dict[str, Path]) -> None:
     one = prepare(config(sources["clips"]), spec=SPEC, say=lambda _: None)
     assert one.sources == ()
-    assert not {"source", ROW_WEIGHT} & set(one.dataset.column_names)
+    assert not {SOURCE_COLUMN, ROW_WEIGHT} & set(one.dataset.column_names)
     half = prepare(config(sources["clips"], repeats=0.5), spec=SPEC, say=lambda _: None)
     assert half.dataset[ROW_WEIGHT][:] == [0.5] * 9
 

@@ -36,6 +36,7 @@ from hf_bucketing.loaders import Replacements
 from hf_bucketing.media import MediaSource, iter_frames, probe
 from hf_bucketing.models import enable_packing
 from hf_bucketing.plans import PackPlanConfig, plan_packs
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
 from tests.conftest import ROOT, run, run_script_here
@@ -61,7 +62,7 @@ def test_a_message_names_arguments_in_python_and_only_flags_that_exist_in_script
 
 
 class Unreadable(Dataset):
-    column_names = ("index",)
+    column_names = (ROW,)
 
     def __init__(self, folder: Path) -> None:
         self.replacements = Replacements(self, log=folder / "log.jsonl")

@@ -29,6 +29,7 @@ from hf_bucketing.loaders import (
     worker_options,
 )
 from hf_bucketing.losses import global_mean
+from hf_bucketing.randomness import ROW
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, ResumableStream, StreamingBucketBatcher
 from hf_bucketing.streaming.grouping import Grouping
 
@@ -157,21 +158,22 @@ def stream_rows(shard: list[int], shards: list[int], total: int, without_headers
                 bucket, tokens = index % 3, (16, 32, 48)[index % 3]
                 if index % 10 == 9 or index in without_headers:
                     frames, bucket, tokens = -1, -1, 0
-                yield {"index": index, "bucket_id": bucket, "num_tokens": tokens, "num_frames": frames,
+                yield {ROW: index, "bucket_id": bucket, "num_tokens": tokens, "num_frames": frames,
                        "height": height, "width": width,
                        "rejection": "unreadable" if index in without_headers else "none"}  # fmt: skip
 
 
 def collate_rows(rows) -> dict[str, list]:
     """Return the rows' numbers."""
-    return {name: [row[name] for row in rows] for name in ("index", "bucket_id", "num_tokens")}
+    columns = {"index": ROW, "bucket_id": "bucket_id", "num_tokens": "num_tokens"}
+    return {name: [row[column] for row in rows] for name, column in columns.items()}
 
 
 def collate_readable(rows, broken: tuple[int, ...]) -> dict[str, list]:
     """Return the rows' numbers, or raise for the first one that is broken."""
     for row in rows:
-        if row["index"] in broken:
-            raise MediaError(f"{row['index']}.mp4 is broken.")
+        if row[ROW] in broken:
+            raise MediaError(f"{row[ROW]}.mp4 is broken.")
     return collate_rows(rows)
 
 

@@ -16,6 +16,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.apply import with_columns
 from hf_bucketing.loaders import BucketCollator, CaptionRule, PackCollator
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training.config import TrainingConfig
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
@@ -24,7 +25,7 @@ NAMES = ["a", "b", "c", "d"]
 
 
 def drawn(rule: CaptionRule, cell, *, index: int = 0, epoch: int = 0, seed: int | None = 0) -> str:
-    return rule.caption({"text": cell, "index": index}, "text", seed=seed, epoch=epoch)
+    return rule.caption({"text": cell, ROW: index}, "text", seed=seed, epoch=epoch)
 
 
 def test_one_of_several_captions_is_drawn_by_seed_epoch_and_index() -> None:
@@ -59,7 +60,7 @@ def test_what_is_no_text_never_becomes_a_caption(cell) -> None:
 
 
 def test_mistakes_in_calling_are_said() -> None:
-    with pytest.raises(ColumnError, match="no such column; add one"):
+    with pytest.raises(ColumnError, match="no column hf_bucketing_row; add one"):
         CaptionRule().caption({"text": ["a", "b"]}, "text", seed=0, epoch=0)
     assert CaptionRule().caption({"text": ["a"]}, "text", seed=0, epoch=0) == "a", "nothing is drawn"
     with pytest.raises(BucketingError, match="Omit `keep_tags`: no effect without `shuffle_tags`"):

@@ -17,6 +17,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, PackBatchSampler, PackCollator
 from hf_bucketing.media import MediaSource, View, ViewRule, write_video
 from hf_bucketing.media.sample import load_sample
+from hf_bucketing.randomness import ROW
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_frames_are_picked_at_the_rows_fps_from_a_random_start(tmp_path: Path) -
     starts = set()
     for index in range(30):
         collator = BucketCollator(BucketTable(sizes=(Size(9, 32, 32),)), seed=0)
-        pixels = collator([{**row, "bucket_id": 0, "index": index}])["pixel_values"]
+        pixels = collator([{**row, "bucket_id": 0, ROW: index}])["pixel_values"]
         numbers = ((pixels.mean((0, 1, 3, 4)) + 1) * 127.5 - 20) / 4
         first = round(float(numbers[0]))
         assert numbers.tolist() == pytest.approx(list(range(first, first + 18, 2)), abs=0.5)
@@ -159,7 +160,7 @@ def test_a_broken_file_is_an_error_that_names_the_row(data: PreparedDataset, tmp
     ({"caption": None}, ColumnError, r"lacks \['caption'\].* as `caption_column`, or give None"),
     ({"bucket_id": None}, ColumnError, "lacks"),
     ({"fps": None}, ColumnError, "MediaMetadata"),
-    ({"index": None}, ColumnError, "add_column"),
+    ({ROW: None}, ColumnError, "add_column"),
     ({"num_frames": 3}, MediaError, "Cannot load row 0: .* has 3 frames, too few"),
 ])  # fmt: skip
 def test_rows_that_lack_something_are_errors(data: PreparedDataset, change, error, message: str) -> None:
@@ -175,7 +176,7 @@ def test_rows_of_several_buckets_cannot_be_stacked(data: PreparedDataset) -> Non
 
 
 def test_captions_and_index_are_optional(data: PreparedDataset) -> None:
-    row = {name: value for name, value in data.dataset[0].items() if name not in ("caption", "index")}
+    row = {name: value for name, value in data.dataset[0].items() if name not in ("caption", ROW)}
     batch = bucket_collator(data, caption_column=None)([row])
     assert set(batch) == {"pixel_values", "size", "crop", "flip", "fps", "bucket_id"}
 

@@ -25,6 +25,7 @@ from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import FaultRule, RandomResize, resume
 from hf_bucketing.media import MediaColumns, ViewRule, write_video
 from hf_bucketing.media.references import ReferenceRule
+from hf_bucketing.randomness import ROW
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
 from tests.columns.stream_cases import write_table
 
@@ -98,7 +99,7 @@ def rows_of(case: Case, **cells: Any) -> list[dict[str, Any]]:
     files = {"file": "clip.mp4", "first": "first.png", "last": "last.png", "ref": "ref.png"}
     files |= {"control": "control.mp4", "mask": "mask.mp4"}
     common = {"caption": "", "bucket_id": 0, "num_tokens": 20, "rejection": "none"}
-    return [{**files, **SIZES, **common, **case.row, **cells, "index": index} for index in range(2)]
+    return [{**files, **SIZES, **common, **case.row, **cells, ROW: index} for index in range(2)]
 
 
 def options(folder: Path, case: Case) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from hf_bucketing.loaders import (
     Replacements,
 )
 from hf_bucketing.media import MediaSource, write_video
+from hf_bucketing.randomness import ROW
 from tests.loaders.test_resume_launch import launch
 
 TABLE = BucketTable(sizes=(Size(1, 32, 32), Size(1, 32, 48), Size(1, 48, 32)))
@@ -51,7 +52,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         row |= {"num_tokens": SPEC.num_tokens(size), "caption": f"image {index}"}
         for name, value in row.items():
             columns[name].append(value)
-    return Dataset.from_dict({**columns, "num_frames": [1] * ROWS, "fps": [0.0] * ROWS, "index": list(range(ROWS))})
+    return Dataset.from_dict({**columns, "num_frames": [1] * ROWS, "fps": [0.0] * ROWS, ROW: list(range(ROWS))})
 
 
 def collator(kind: str, images: Dataset, log: Path, *, seed: int | None = 0, **limits):
@@ -188,7 +189,7 @@ def rows_and_columns(folder: Path, kind: str, *, streamed: bool, **metadata) -> 
     path = folder / "media"  # without an ending, so that a file of any kind may take its place
     write_file(path, frames=frames, height=height, width=width, fps=fps)
     table = BucketTable(sizes=(Size(1, 32, 48), Size(9, 32, 48)))
-    rows: Any = Dataset.from_dict({"media": [str(path)], "caption": ["a"], "index": [0]})
+    rows: Any = Dataset.from_dict({"media": [str(path)], "caption": ["a"], ROW: [0]})
     rows = rows.to_iterable_dataset() if streamed else rows
     rows = map_columns(map_columns(rows, MediaMetadata("media", **metadata)), BucketColumns(table, SPEC))
     return list(rows), table, path
@@ -209,7 +210,7 @@ def test_a_file_that_was_replaced_after_preparing_is_an_error(name: str, streame
 
 
 def test_a_file_that_was_replaced_counts_as_unreadable(images: Dataset, tmp_path: Path) -> None:
-    rows = images.map(lambda row: {"width": row["width"] * 2 if row["index"] == 3 else row["width"]})
+    rows = images.map(lambda row: {"width": row["width"] * 2 if row[ROW] == 3 else row["width"]})
     batch = collator("bucket", rows, tmp_path / "log.jsonl")([rows[0], rows[3]])
     assert batch["index"][0] == 0 != batch["index"][1] != 3
     assert batch["planned_index"] == [0, 3]
@@ -275,8 +276,8 @@ def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -
         FaultRule(max_share=0.5)
     with pytest.raises(BucketingError, match='got `on_error="raise"`; leave it out'):
         Replacements(images, log=tmp_path / "log", faults=FaultRule(max_errors=3))
-    with pytest.raises(ColumnError, match="index column"):
-        Replacements(images.remove_columns("index"), log=tmp_path / "log")
+    with pytest.raises(ColumnError, match="need a column hf_bucketing_row"):
+        Replacements(images.remove_columns(ROW), log=tmp_path / "log")
     assert FaultRule().replacements(images, log=tmp_path / "log") is None
     unlabelled = Replacements(images.remove_columns("num_tokens"), log=tmp_path / "log")
     collate = PackCollator(SPEC, column="image", replacements=unlabelled)
@@ -293,7 +294,7 @@ class WholeColumn:
 
 
 class WholeColumns:
-    column_names = ("index", "bucket_id")
+    column_names = (ROW, "bucket_id")
 
     def __getitem__(self, name: str) -> WholeColumn:
         return WholeColumn()

@@ -14,6 +14,7 @@ from PIL import Image
 from hf_bucketing import BucketTable, Size, ViewRule
 from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, CaptionRule, NumberedRows, PackBatchSampler
 from hf_bucketing.loaders.occurrences import OCCURRENCE, RepeatedRow
+from hf_bucketing.randomness import ROW
 
 TABLE = BucketTable(sizes=(Size(1, 8, 8), Size(1, 16, 8)))
 IDS = [0] * 7 + [1] * 6
@@ -73,7 +74,12 @@ def test_a_number_of_an_occurrence_reaches_a_worker_and_is_else_the_row() -> Non
 def test_each_occurrence_draws_its_own_crop_and_caption_and_the_first_those_of_no_repeats(tmp_path: Path) -> None:
     pixels = torch.randint(256, (64, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     Image.fromarray(pixels.numpy()).save(tmp_path / "tall.png")
-    cells = {"video": str(tmp_path / "tall.png"), "caption": ["a, b, c", "d, e, f"], "index": 0, "bucket_id": 0}
+    cells = {
+        "video": str(tmp_path / "tall.png"),
+        "caption": ["a, b, c", "d, e, f"],
+        ROW: 0,
+        "bucket_id": 0,
+    }
     dataset = Dataset.from_list([{**cells, "num_frames": 1, "fps": 0.0}])
     captions = CaptionRule(shuffle_tags=True)
     collate = BucketCollator(TABLE, views=ViewRule(random_crop=True), captions=captions, seed=1)

@@ -15,6 +15,7 @@ from hf_bucketing import BucketingError, BucketTable, CropBox, LatentSpec, Media
 from hf_bucketing.loaders import BucketCollator, PackBatchSampler, PackCollator, RandomResize
 from hf_bucketing.media import MediaSource, View, ViewRule, iter_frames, write_video
 from hf_bucketing.media.sample import load_sample
+from hf_bucketing.randomness import ROW
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 NINE = BucketTable(sizes=(Size(9, 32, 32),))
@@ -45,7 +46,7 @@ def test_by_default_frames_are_random_where_crops_are() -> None:
 def test_evenly_spread_frames_reach_from_the_first_to_the_last(tmp_path: Path) -> None:
     write_video(tmp_path / "ramp.mp4", [np.full((32, 32, 3), 20 + 4 * n, np.uint8) for n in range(48)], fps=16)
     row = {"video": str(tmp_path / "ramp.mp4"), "num_frames": 24, "fps": 8.0, "caption": "", "bucket_id": 0}
-    batch = BucketCollator(NINE, seed=0, views=ViewRule(frame_picking="uniform"))([{**row, "index": 0}])
+    batch = BucketCollator(NINE, seed=0, views=ViewRule(frame_picking="uniform"))([{**row, ROW: 0}])
     numbers = ((batch["pixel_values"].mean((0, 1, 3, 4)) + 1) * 127.5 - 20) / 4
     assert numbers.tolist() == pytest.approx([int(n * 46 / 8 + 0.25) for n in range(9)], abs=0.5)
     assert batch["fps"] == [pytest.approx(8 * 8 / 23)]
@@ -56,7 +57,7 @@ def test_flips_are_drawn_reported_and_applied(tmp_path: Path) -> None:
     picture[:, :24, 0] = 255
     Image.fromarray(picture).save(tmp_path / "halves.png")
     row = {"video": str(tmp_path / "halves.png"), "num_frames": 1, "fps": 0.0, "width": 48, "height": 32}
-    rows = [{**row, "caption": "", "index": index} for index in range(100)]
+    rows = [{**row, "caption": "", ROW: index} for index in range(100)]
     batch = PackCollator(SPEC, seed=0, views=ViewRule(flip_probability=0.3))(rows)
     plain = PackCollator(SPEC, seed=0)(rows)
     assert 15 < sum(batch["flip"]) < 45
@@ -137,9 +138,10 @@ def test_draws_follow_seed_epoch_and_index_alone_and_are_uniform() -> None:
 def test_the_sampler_counts_the_tokens_that_the_collator_makes(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((200, 160, 3), np.uint8)).save(tmp_path / "a.png")
     row = {"video": str(tmp_path / "a.png"), "num_frames": 1, "fps": 0.0, "width": 160, "height": 200, "caption": ""}
-    rows = [{**row, "index": index} for index in range(40)]
+    rows = [{**row, ROW: index} for index in range(40)]
     resize = RandomResize(spec=SPEC, seed=1)
-    columns = {name: [row[name] for row in rows] for name in ("num_frames", "height", "width", "index")}
+    names = {"num_frames": "num_frames", "height": "height", "width": "width", "index": ROW}
+    columns = {name: [row[column] for row in rows] for name, column in names.items()}
     sampler = PackBatchSampler(resize.token_counter(**columns), max_tokens=200, strip_length=1, num_processes=1)
     collator = PackCollator(SPEC, resize=resize, seed=0)
     for epoch in (0, 1):

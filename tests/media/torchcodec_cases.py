@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from hf_bucketing import BucketTable, MediaError, Size
 from hf_bucketing.loaders import BucketCollator, worker_options
 from hf_bucketing.media import MediaSource, View, ViewRule, frame_times, iter_frames, probe
+from hf_bucketing.randomness import ROW
 from tests.caching.test_latents import encoded, media  # noqa: F401 (a fixture)
 from tests.media import test_media, test_video
 from tests.media.test_colours import BARS, PQ, bars, signal_of
@@ -144,7 +145,7 @@ def test_caches_tell_the_decoders_apart(media: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_collators_use_the_decoder_of_their_views(tmp_path: Path, num_workers: int) -> None:
     clip = encode(tmp_path / "clip.mkv", numbered_frames(24), rate=24)
-    row = {"video": clip.path, "num_frames": 8, "fps": 8.0, "bucket_id": 0, "index": 0}
+    row = {"video": clip.path, "num_frames": 8, "fps": 8.0, "bucket_id": 0, ROW: 0}
     table = BucketTable(sizes=(Size(5, 32, 48),))
     batches = []
     for decoder in ("pyav", "torchcodec"):

@@ -20,6 +20,7 @@ from hf_bucketing.loaders import FaultLog, FaultRule, resume
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.plans.packs import packs_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.settings import names_of
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher, StreamLimits
 from tests.loaders.loader_worker import collate_readable, collate_rows, stream_rows
@@ -52,7 +53,7 @@ def loader(grouping=BUCKET, *, num_workers: int = 0, **options):
 
 
 def odd(row) -> bool:
-    return row["index"] % 2 == 1
+    return row[ROW] % 2 == 1
 
 
 def as_it_is(row):
@@ -135,7 +136,7 @@ def test_rows_are_assigned_where_they_have_no_bucket_and_epochs_differ_where_the
 def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options) -> None:
     settings = {"max_tokens": 100, "open_packs": 4, **options}
     sizes = np.random.default_rng(0).integers(1, 100, 400)
-    rows = Dataset.from_dict({"index": range(400), "bucket_id": [0] * 400, "num_tokens": sizes})
+    rows = Dataset.from_dict({ROW: range(400), "bucket_id": [0] * 400, "num_tokens": sizes})
     grouping = PackGrouping(**{"strip_length": 1, **settings})
     batches = list(loader(grouping, dataset=rows.to_iterable_dataset()))
     config = PackPlanConfig(max_tokens=100, strip_length=grouping.strip_length, open_packs=settings["open_packs"],
@@ -147,7 +148,7 @@ def test_packs_of_a_stream_are_those_that_a_plan_makes_of_the_same_rows(options)
 
 
 def test_a_row_that_closes_two_packs_can_be_resumed_between_them() -> None:
-    rows = Dataset.from_dict({"index": range(6), "bucket_id": [0] * 6, "num_tokens": [60, 50, 100, 100, 40, 45]})
+    rows = Dataset.from_dict({ROW: range(6), "bucket_id": [0] * 6, "num_tokens": [60, 50, 100, 100, 40, 45]})
     fresh = partial(
         loader, PackGrouping(max_tokens=100, strip_length=1, open_packs=2), dataset=rows.to_iterable_dataset()
     )
@@ -258,7 +259,7 @@ def heavy_rows(index: list[int], read: list[int]):
     for number in index:
         read.append(number)
         media = {"bytes": bytes(1000), "path": None}
-        yield {"index": number, "bucket_id": number % 3, "media": media, "num_tokens": 1}
+        yield {ROW: number, "bucket_id": number % 3, "media": media, "num_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_a_state_of_a_stream_bound_in_bytes_yields_exactly_the_rest() -> None:
 
 
 def test_sizes_are_assigned_many_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"index": i, "num_tokens": 1, "num_frames": 1, "height": 64, "width": 64 + i % 128} for i in range(2000)]
+    rows = [{ROW: i, "num_tokens": 1, "num_frames": 1, "height": 64, "width": 64 + i % 128} for i in range(2000)]
     dataset = Dataset.from_list(rows).to_iterable_dataset()
     calls = []
     assign = BucketTable.assign
@@ -419,8 +420,8 @@ def test_a_state_belongs_to_the_definition_of_its_stream() -> None:
         yield interleave_datasets([make_stream(), make_stream()])
         yield interleave_datasets([make_stream(), make_stream()], probabilities=[0.5, 0.5], seed=1)
         yield interleave_datasets([make_stream(), make_stream()], probabilities=[0.5, 0.5], seed=2)
-        yield Dataset.from_dict({"index": [0], "bucket_id": [0]}).to_iterable_dataset()
-        yield Dataset.from_dict({"index": [1], "bucket_id": [0]}).to_iterable_dataset()
+        yield Dataset.from_dict({ROW: [0], "bucket_id": [0]}).to_iterable_dataset()
+        yield Dataset.from_dict({ROW: [1], "bucket_id": [0]}).to_iterable_dataset()
 
     first, again = ([batcher(dataset=stream).fingerprint()["stream"] for stream in streams()] for _ in range(2))
     assert first == again

@@ -30,6 +30,7 @@ from hf_bucketing.planner.settings import MachineConfig, PlanConfig
 from hf_bucketing.planner.suggestion import Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import latent_frames_of
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
@@ -126,7 +127,7 @@ def test_the_page_of_the_data_says_what_the_first_epoch_shows(runs: ConditionRun
     shares, seen = read_conditions(CONDITION).of(None), set()
     for row in PreparedDataset.load(runs.folder / "prepared").dataset:
         latent_frames = (row["num_frames"] - 1) // 4 + 1
-        drawn = shares.draw(3, 0, row["index"], latent_frames=latent_frames, stride=4)
+        drawn = shares.draw(3, 0, row[ROW], latent_frames=latent_frames, stride=4)
         said = drawn.name
         if drawn.appended:
             said += f"; frames of latent frames {', '.join(map(str, drawn.appended))} are appended"

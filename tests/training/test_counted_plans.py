@@ -11,6 +11,7 @@ import pytest
 
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.gpus import TimeConfig
@@ -23,7 +24,7 @@ from hf_bucketing.plans import EpochPlan
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from tests.conftest import run_script_here
-from tests.training.training_cases import in_process
+from tests.training.training_cases import in_process, run as losses_of_run
 
 PACK = {"batching": "pack", "max_tokens": 640, "strip_length": 16, "train_batch_size": 1}
 MACHINE = MachineConfig(gpu_memory=1.0, num_train_epochs=2)
@@ -39,7 +40,7 @@ def weighted_dir(prepared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     rows = np.arange(len(prepared.dataset))
     weights = np.where(rows % 2, 2.5, 1.0) * np.array([1.0, 3.0, 0.0, 0.5, 6.0])[rows % 5]
     folder = tmp_path_factory.mktemp("weighted") / "prepared"
-    dataclasses.replace(prepared, dataset=prepared.dataset.add_column("weight", weights)).save(folder)
+    dataclasses.replace(prepared, dataset=prepared.dataset.add_column(ROW_WEIGHT, weights)).save(folder)
     return folder
 
 
@@ -96,3 +97,19 @@ def test_suggested_runs_count_the_samples_and_steps_that_training_plans(
         assert run.once is not None
         assert run.once.steps == once.num_steps < plan.num_steps, "a cache encodes each row once"
     assert {run.way.batching for run in runs} == {"bucket", "pack"}
+
+
+def test_a_column_index_of_the_table_changes_nothing_in_a_run(
+    prepared_dir: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    prepared = PreparedDataset.load(prepared_dir)
+    shared = np.arange(len(prepared.dataset)) // 2
+    dataclasses.replace(prepared, dataset=prepared.dataset.add_column("index", shared)).save(tmp_path / "prepared")
+    losses, logs = [], []
+    for number, folder in enumerate((prepared_dir, tmp_path / "prepared")):
+        losses.append(losses_of_run(in_process(pipeline_dir, folder, tmp_path / str(number), max_train_steps=5)))
+        logs.append((tmp_path / str(number) / "logs" / "samples-0.jsonl").read_text())
+    assert losses[0] == losses[1]
+    assert logs[0] == logs[1]
+    drawn = [index for line in logs[1].splitlines() for index in json.loads(line)["index"]]
+    assert len(drawn) == len({*drawn})

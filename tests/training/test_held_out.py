@@ -23,7 +23,7 @@ from hf_bucketing.columns.prepared import CacheInfo
 from hf_bucketing.media import MediaSource, View
 from hf_bucketing.media.sample import load_sample
 from hf_bucketing.models import disable_packing
-from hf_bucketing.randomness import Purpose, integer_seed
+from hf_bucketing.randomness import ROW, Purpose, integer_seed
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
@@ -41,7 +41,7 @@ each_batching = pytest.mark.parametrize("batches", [BUCKET, PACK], ids=["bucket"
 
 
 def rows_of(prepared: PreparedDataset, cells: list[Any], *, fps: list[float], tokens: list[int]) -> PreparedDataset:
-    columns = {"video": cells, "fps": fps, "num_tokens": tokens, "index": list(range(len(cells)))}
+    columns = {"video": cells, "fps": fps, "num_tokens": tokens, ROW: list(range(len(cells)))}
     return dataclasses.replace(prepared, dataset=Dataset.from_dict(columns), column="video", root="/data")
 
 
@@ -51,7 +51,7 @@ def prepared(prepared_dir: Path) -> PreparedDataset:
 
 
 def indices(data: PreparedDataset) -> list[int]:
-    return data.dataset["index"][:]
+    return data.dataset[ROW][:]
 
 
 def test_whole_files_are_held_out_of_images_and_of_videos_the_same_share(prepared: PreparedDataset) -> None:
@@ -98,10 +98,10 @@ def test_held_out_rows_are_neither_drawn_nor_replacements_and_nothing_about_them
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **batches, **more)
     training = make_data(config, prepared.spec, TINY_WAN)
     held_out = make_held_out_data(changed(config, seed=4), prepared.spec, TINY_WAN)
-    trained, apart = (data.loader.dataset["index"][:] for data in (training, held_out))
+    trained, apart = (data.loader.dataset[ROW][:] for data in (training, held_out))
     assert len(apart) == 4
     assert sorted(trained + apart) == list(range(20))
-    assert training.loader.collate_fn.replacements.dataset["index"][:] == trained
+    assert training.loader.collate_fn.replacements.dataset[ROW][:] == trained
     assert held_out.loader.collate_fn.replacements is None
     assert held_out.loader.collate_fn.views.num_draws == 0
     assert sorted(held_out.sampler.plan().indices) == list(range(4))
@@ -152,9 +152,9 @@ def by_hand(trainer: Trainer, *, levels: int) -> dict[int, list[float]]:
         view = View(size=size, fps=cells["fps"])
         pixels, _ = load_sample(MediaSource.from_cell(cells["file_name"], root=root), view)
         latent, text = recipe.encode_latents(pixels[None]), recipe.encode_text([cells["caption"]]).values
-        losses[cells["index"]] = []
+        losses[cells[ROW]] = []
         for level in range(levels):
-            generator = torch.Generator().manual_seed(integer_seed(Purpose.HELD_OUT_NOISE, cells["index"], level))
+            generator = torch.Generator().manual_seed(integer_seed(Purpose.HELD_OUT_NOISE, cells[ROW], level))
             quantile = (level + torch.rand((), generator=generator, dtype=torch.float64)) / levels
             sigma = torch.special.ndtri(quantile).sigmoid()
             sigma = float(3 * sigma / (1 + 2 * sigma))
@@ -165,7 +165,7 @@ def by_hand(trainer: Trainer, *, levels: int) -> dict[int, list[float]]:
                 encoder_hidden_states=text,
                 return_dict=False,
             )[0]
-            losses[cells["index"]].append(float((predicted - (noise - latent)).square().mean()))
+            losses[cells[ROW]].append(float((predicted - (noise - latent)).square().mean()))
     return losses
 
 
@@ -173,7 +173,7 @@ def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
     again = trainer.evaluation.held_out.compute(trainer.experts, trainer.trained.transformers, trainer.accelerator)
     assert without_times(again) == without_times(entry), "the same twice in a row"
     data, levels = trainer.evaluation.held_out.data, len(entry["by_noise"])
-    training = trainer.data.loader.dataset["index"][:]
+    training = trainer.data.loader.dataset[ROW][:]
     losses = by_hand(trainer, levels=levels)
     assert sorted([*losses, *training]) == list(range(20))
     assert entry["samples"] == len(losses) == sum(bucket["samples"] for bucket in entry["by_bucket"])
@@ -182,7 +182,7 @@ def check_by_hand(trainer: Trainer, entry: dict[str, Any]) -> None:
         assert counted["loss"] == pytest.approx(np.mean([loss[level] for loss in losses.values()]), rel=1e-6)
     for bucket in entry["by_bucket"]:
         (rows,) = np.nonzero(data.bucket_ids == bucket["bucket_id"])
-        mine = [losses[data.loader.dataset[int(row)]["index"]] for row in rows]
+        mine = [losses[data.loader.dataset[int(row)][ROW]] for row in rows]
         assert (bucket["samples"], bucket["loss"]) == (len(mine), pytest.approx(np.mean(mine), rel=1e-6))
         assert bucket["by_noise"] == pytest.approx(np.mean(mine, axis=0), rel=1e-6)
     assert f"Held out = {len(losses)} samples" in "\n".join(trainer.describe())
@@ -295,7 +295,7 @@ def test_an_unreadable_held_out_sample_is_an_error_or_does_not_count_and_is_name
     run(make(**settings))
     _start, entry = logged(tmp_path / "out")
     broken = PreparedDataset.load(with_a_broken_file).dataset[0]
-    assert (entry["samples"], entry["unreadable"]) == (2, [broken["index"]])
+    assert (entry["samples"], entry["unreadable"]) == (2, [broken[ROW]])
     assert "0004.mp4" in caplog.text
     assert "1 held-out samples cannot be read and do not count" in caplog.text
 

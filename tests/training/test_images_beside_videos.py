@@ -15,6 +15,7 @@ from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import PackCollator, RandomResize
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.streaming import PackGrouping, StreamingBucketBatcher
 from hf_bucketing.training.data import make_data
 from tests.buckets.test_image_sizes import WAN, shape_of
@@ -167,7 +168,7 @@ def test_caches_hold_images_at_the_sizes_of_videos(batching, video_dir, pipeline
     cached.save(tmp_path / "cached")
     settings = {"train_batch_size": 1} if batching == "bucket" else PACK
     data = make_data(in_process(pipeline_dir, tmp_path / "cached", tmp_path, **settings), prepared.spec, TINY_WAN)
-    expected = dict(zip(cached.dataset["index"], data.sizes(np.arange(4)), strict=True))
+    expected = dict(zip(cached.dataset[ROW], data.sizes(np.arange(4)), strict=True))
     seen = {index: size for batch in data.loader for index, size in zip(batch["index"], batch["size"], strict=True)}
     assert seen == expected
     allowed = prepared.open_table.image_sizes.sizes if batching == "pack" else map(shape_of, prepared.table.sizes)

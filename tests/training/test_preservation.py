@@ -252,14 +252,14 @@ def test_marks_come_from_sources_from_columns_and_from_sd_scripts(
     flags += ("--target_fps", 8, "--bucket_tokens", "60,110,150", "--bucket_frames", "1,9,17,25")
     run_script_here("prepare_dataset.py", *flags, "--output_dir", tmp_path / "rows")
     rows = PreparedDataset.load(tmp_path / "rows").dataset
-    assert [bool(mark) for mark in rows[REGULARIZATION]] == [row == 1 for row in rows["source"]]
+    assert [bool(mark) for mark in rows[REGULARIZATION]] == [row == 1 for row in rows["hf_bucketing_source"]]
     run_script_here("prepare_dataset.py", *flags, "--output_dir", tmp_path / "stream", "--streaming")
     config = in_process(pipeline_dir, tmp_path / "rows", tmp_path / "out", preservation="prior", **LORA)
     recipe = load_recipe(pipeline_dir)
     batches = [*make_data(config, recipe.spec, TINY_WAN).loader]
     marks = {index: mark for batch in batches for index, mark in zip(
         batch["index"], batch.get(REGULARIZATION, [False] * len(batch["index"])), strict=True)}  # fmt: skip
-    assert all(mark == (rows[row]["source"] == 1) for row, mark in marks.items())
+    assert all(mark == (rows[row]["hf_bucketing_source"] == 1) for row, mark in marks.items())
     stream = PreparedStream.load(tmp_path / "stream")
     streamed = [*stream.open(packed=False)]
     assert Counter(bool(row.get(REGULARIZATION)) for row in streamed) == {True: len(rows) / 2, False: len(rows) / 2}

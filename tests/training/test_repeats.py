@@ -10,6 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.losses.reduction import global_mean
 from hf_bucketing.models.objectives import Objective
 from hf_bucketing.training import loop
@@ -26,7 +27,7 @@ def repeated_dir(prepared_dir: Path, tmp_path: Path) -> Path:
     """Three rows, each three times per epoch."""
     prepared = PreparedDataset.load(prepared_dir)
     rows = prepared.dataset.select(range(3))
-    dataclasses.replace(prepared, dataset=rows.add_column("weight", [3.0] * len(rows))).save(tmp_path / "repeated")
+    dataclasses.replace(prepared, dataset=rows.add_column(ROW_WEIGHT, [3.0] * len(rows))).save(tmp_path / "repeated")
     return tmp_path / "repeated"
 
 

@@ -15,6 +15,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
@@ -178,7 +179,7 @@ def test_held_out_losses_by_condition_are_means_and_their_weights_count(
     names, weights, losses = [], [], []
     for row, weight in zip(data.dataset, data.loss_weights(np.arange(len(data.dataset)), epoch=0), strict=True):
         frames = (data.table.size(int(data.bucket_ids[len(names)])).frames - 1) // 4 + 1
-        drawn = shares.draw(row["index"], latent_frames=frames, stride=4)
+        drawn = shares.draw(row[ROW], latent_frames=frames, stride=4)
         names.append(drawn.name)
         weights.append(drawn.weight * float(weight))
         with torch.no_grad():
@@ -213,7 +214,7 @@ def test_sources_that_are_not_there_are_refused(
 
 def test_a_data_set_of_one_source_has_no_names(runs: ConditionRuns, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(runs.folder / "prepared")
-    single = prepared.dataset.remove_columns(["source"])
+    single = prepared.dataset.remove_columns(["hf_bucketing_source"])
     config = runs.settings("bucket", tmp_path / "out", loss_weight="clips=2")
     spec = recipe_of(str(runs.pipeline)).read_spec(str(runs.pipeline))
     with pytest.raises(BucketingError, match="has one source, which has no name"):

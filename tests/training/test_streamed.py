@@ -17,12 +17,14 @@ from accelerate.state import AcceleratorState, GradientState
 
 from hf_bucketing import BucketingError, MediaError, PlanError
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.loaders import collators, resume
 from hf_bucketing.losses import global_mean
 from hf_bucketing.media.sample import load
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.randomness import ROW
 from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
@@ -209,7 +211,7 @@ def test_two_processes_see_each_row_of_a_stream_once_per_epoch(
     out = tmp_path / "out"
     result = train(pipeline_dir, stream_dir, out, *BATCHING["bucket"], "--streaming", "--max_train_steps", 10)
     assert "Stream = 4 shards, 2 per process" in result.stderr
-    rows = {row["index"] for row in PreparedStream.load(stream_dir).open()}
+    rows = {row[ROW] for row in PreparedStream.load(stream_dir).open()}
     assert len(rows) == len(samples_of(media_dir))
     first = count_samples(out)[0]
     assert (first.seen, first.repeated) == (len(rows), 0)
@@ -371,7 +373,7 @@ def test_a_stream_of_files_has_held_out_rows_of_a_prepared_folder(
 
 def test_what_only_a_plan_can_draw_does_not_stream(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(prepared_dir)
-    weighted = dataclasses.replace(prepared, dataset=prepared.dataset.add_column("weight", [2.0] * 20))
+    weighted = dataclasses.replace(prepared, dataset=prepared.dataset.add_column(ROW_WEIGHT, [2.0] * 20))
     weighted.save(tmp_path / "weighted")
     with pytest.raises(BucketingError, match=r"rows that occur other than once per epoch, .* omit `streaming`"):
         loaded(pipeline_dir, tmp_path / "weighted", tmp_path)
