@@ -56,7 +56,7 @@ def attend_by_segments(
     keys, values = (
         _cut(side, [run.keys for run in runs])
         if segments.keys_ascend
-        else [side[run.keys.start : run.keys.stop] for run in runs]
+        else [side[run.keys.start : run.keys.stop].transpose(0, 1) for run in runs]
         for side in (key, value)
     )
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -71,8 +71,7 @@ def attend_by_segments(
             out = _attended(q, k, v, options)
         else:
             out = torch.zeros_like(q)
-        counts = [runs[number].queries.times for number in numbers]
-        outputs.update(zip(numbers, out.transpose(1, 2).split(counts), strict=True))
+        outputs.update(zip(numbers, _of_runs(out, [runs[number].queries for number in numbers]), strict=True))
     return _join_outputs([(outputs[number], run.queries) for number, run in enumerate(runs)], segments.num_queries)
 
 
@@ -122,32 +121,51 @@ def _single(run: Stretch) -> Stretch:
 
 
 def _cut(tokens: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-    """Cut tokens into stretches by one split: with slices, each stretch's gradient would have the pack's size."""
-    sizes, end = [], 0
+    """Cut tokens `(N, H, D)` into stretches `(H, tokens, D)`.
+
+    One split does it: with slices, each stretch's gradient would have the pack's size.
+    """
+    sizes, places, end = [], [], 0
     for stretch in stretches:
-        sizes += [stretch.start - end, stretch.stop - stretch.start]
+        sizes += [stretch.start - end] if stretch.start > end else []
+        places.append(len(sizes))
+        sizes.append(stretch.stop - stretch.start)
         end = stretch.stop
-    return list(tokens.split([*sizes, len(tokens) - end])[1:-1:2])
+    if end < len(tokens):
+        sizes.append(len(tokens) - end)
+    by_head = tokens.transpose(0, 1)
+    pieces = by_head.split(sizes, 1) if len(sizes) > 1 else [by_head]
+    return [pieces[place] for place in places]
 
 
 def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
-    """Stack parts to `(N, H, L, D)`; a single part stays a view."""
-    stacked = []
-    for part, stretch in parts:
-        part = part.unflatten(0, (stretch.times, stretch.step))
-        stacked.append(part if stretch.step == stretch.length else part[:, : stretch.length])
-    return (stacked[0] if len(stacked) == 1 else torch.cat(stacked)).transpose(1, 2)
+    """Stack parts `(H, tokens, D)` to `(N, H, L, D)`; a single part stays a view."""
+    stacked = [_unstretched(part, stretch) for part, stretch in parts]
+    return stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+
+
+def _unstretched(part: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    if stretch.times == 1:
+        return part[None]
+    steps = part.unflatten(1, (stretch.times, stretch.step)).transpose(0, 1)
+    return steps if stretch.step == stretch.length else steps[:, :, : stretch.length]
+
+
+def _of_runs(out: torch.Tensor, stretches: Sequence[Stretch]) -> Sequence[torch.Tensor]:
+    """Return what each run of a group computed, `(N, L, H, D)`, out of `(N, H, L, D)` of all of them."""
+    tokens = out.transpose(1, 2)
+    return [tokens] if len(stretches) == 1 else tokens.split([stretch.times for stretch in stretches])
 
 
 def _join_outputs(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: int) -> torch.Tensor:
     """Join outputs `(N, L, H, D)` into the tokens of the pack, with zeros for padding."""
-    pieces, end = [], 0
-    for part, stretch in parts:
-        if stretch.start > end:
-            pieces.append(part.new_zeros(stretch.start - end, *part.shape[2:]))
+    ends = [0, *(stretch.stop for _, stretch in parts)]
+    gaps = [start - end for start, end in zip([*(part.start for _, part in parts), num_queries], ends, strict=True)]
+    first, _ = parts[0]
+    zeros = first.new_zeros(max(gaps), *first.shape[2:])
+    pieces = [zeros[:gap] for gap in gaps[:1] if gap]
+    for (part, stretch), gap in zip(parts, gaps[1:], strict=True):
         padding = stretch.step - stretch.length
         pieces.append((F.pad(part, (0, 0, 0, 0, 0, padding)) if padding else part).flatten(0, 1))
-        end = stretch.stop
-    if num_queries > end:
-        pieces.append(parts[0][0].new_zeros(num_queries - end, *parts[0][0].shape[2:]))
+        pieces += [zeros[:gap]] if gap else []
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
