@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -536,7 +536,7 @@ class JointLayout:
         sides = tokens.flatten(0, 1), text.flatten(0, 1)
         if torch.compiler.is_compiling():  # a graph of the sizes would serve no other pack
             return permute(torch.cat(sides), self.order, self.inverse)
-        pieces = [side.split(sizes) for side, sizes in zip(sides, self.sizes, strict=True)]
+        pieces = [_split(side, sizes) for side, sizes in zip(sides, self.sizes, strict=True)]
         real = itertools.chain.from_iterable(zip(*(piece[::2] for piece in pieces), strict=True))
         return _concatenate([*real, *(padding for piece in pieces for padding in piece[1::2])])
 
@@ -549,12 +549,25 @@ class JointLayout:
             )
         else:
             real = itertools.chain.from_iterable(zip(*(sizes[::2] for sizes in self.sizes), strict=True))
-            pieces = sequence.split([*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
+            pieces = _split(sequence, [*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
             count = len(self.sizes[0]) // 2
             parts = [(pieces[side : 2 * count : 2], pieces[(side + 2) * count :]) for side in range(2)]
             sides = [_concatenate([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
         tokens, text = (side.unflatten(0, (self.strips, -1)) for side in sides)
         return tokens, text
+
+    def gather_tables(self, tokens: Sequence[torch.Tensor], text: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Gather rotary tables of tokens and of text slots, once for the layers that are given the same."""
+        if torch.compiler.is_compiling():
+            return [self.gather(*pair) for pair in zip(tokens, text, strict=True)]
+        given = (*tokens, *text)
+        if not self._gathered or any(one is not other for one, other in zip(given, self._gathered[0], strict=False)):
+            self._gathered[:] = [given, [self.gather(*pair) for pair in zip(tokens, text, strict=True)]]
+        return cast("Sequence[torch.Tensor]", self._gathered[1])
+
+    @cached_property
+    def _gathered(self) -> list[Sequence[torch.Tensor]]:
+        return []
 
     def text_strips(self) -> torch.Tensor | None:
         """Return `modulated_as`, or None where it makes no difference; a compiled model gets one graph for both."""
@@ -592,9 +605,16 @@ class _Permute(torch.autograd.Function):
         return permute(gradient, inverse, order), None, None
 
 
-def _concatenate(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate pieces; a single one is not copied."""
-    filled = [piece for piece in pieces if len(piece)] or [pieces[0]]
+def _split(values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor | None]:
+    """Split values into pieces, those of no length None: each piece of a split gets a gradient, empty ones zeros."""
+    filled = [size for size in sizes if size]
+    pieces = iter(values.split(filled) if len(filled) > 1 else [values])
+    return [next(pieces) if size else None for size in sizes]
+
+
+def _concatenate(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Concatenate pieces, of which at least one has a length; a single one is not copied."""
+    filled = [piece for piece in pieces if piece is not None]
     return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 

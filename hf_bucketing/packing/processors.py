@@ -242,11 +242,16 @@ class PackedJointAttnProcessor(Processor):
             return _through(attn.to_out, attended.flatten(1).view_as(hidden_states))
         joint = layout.joint
         if has_text_layers or self._parallel_config is not None:
-            words = self.heads(attn, text, of_text, added=has_text_layers)
-            pairs = zip(self.heads(attn, tokens, of_tokens), words, strict=True)
+            at_once = self._parallel_config is None and of_tokens is not None and of_text is not None
+            tables = (None, None) if at_once else (of_tokens, of_text)
+            words = self.heads(attn, text, tables[1], added=has_text_layers)
+            pairs = zip(self.heads(attn, tokens, tables[0]), words, strict=True)
             query, key, value = (joint.gather(*map(self._all_tokens, pair)) for pair in pairs)
+            if at_once:
+                both = joint.gather_tables(of_tokens or (), of_text or ())
+                query, key = self.rotate(query, both), self.rotate(key, both)
         elif of_tokens is None or of_text is not None:
-            both = [joint.gather(*pair) for pair in zip(of_tokens or (), of_text or (), strict=True)]
+            both = joint.gather_tables(of_tokens or (), of_text or ())
             query, key, value = self.heads(attn, joint.gather(tokens, text), both or None)
         else:
             query, key, value = self.heads(attn, joint.gather(tokens, text))

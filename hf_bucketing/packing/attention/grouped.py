@@ -56,7 +56,7 @@ def attend_by_segments(
     keys, values = (
         _cut(side, [run.keys for run in runs])
         if segments.keys_ascend
-        else [side[run.keys.start : run.keys.stop].transpose(0, 1) for run in runs]
+        else [_by_head(side[run.keys.start : run.keys.stop]) for run in runs]
         for side in (key, value)
     )
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -120,8 +120,12 @@ def _single(run: Stretch) -> Stretch:
     return Stretch(run.start, 1, run.length, run.length)
 
 
+def _by_head(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens[None].transpose(1, 2)  # (N, H, D) -> (1, H, N, D)
+
+
 def _cut(tokens: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-    """Cut tokens `(N, H, D)` into stretches `(H, tokens, D)`.
+    """Cut tokens `(N, H, D)` into stretches `(1, H, tokens, D)`.
 
     One split does it: with slices, each stretch's gradient would have the pack's size.
     """
@@ -133,39 +137,43 @@ def _cut(tokens: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tenso
         end = stretch.stop
     if end < len(tokens):
         sizes.append(len(tokens) - end)
-    by_head = tokens.transpose(0, 1)
-    pieces = by_head.split(sizes, 1) if len(sizes) > 1 else [by_head]
+    pieces = _by_head(tokens).split(sizes, 2) if len(sizes) > 1 else [_by_head(tokens)]
     return [pieces[place] for place in places]
 
 
 def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
-    """Stack parts `(H, tokens, D)` to `(N, H, L, D)`; a single part stays a view."""
+    """Stack parts `(1, H, tokens, D)` to `(N, H, L, D)`; a single part stays a view."""
     stacked = [_unstretched(part, stretch) for part, stretch in parts]
     return stacked[0] if len(stacked) == 1 else torch.cat(stacked)
 
 
 def _unstretched(part: torch.Tensor, stretch: Stretch) -> torch.Tensor:
     if stretch.times == 1:
-        return part[None]
-    steps = part.unflatten(1, (stretch.times, stretch.step)).transpose(0, 1)
+        return part
+    steps = part[0].unflatten(1, (stretch.times, stretch.step)).transpose(0, 1)
     return steps if stretch.step == stretch.length else steps[:, :, : stretch.length]
 
 
-def _of_runs(out: torch.Tensor, stretches: Sequence[Stretch]) -> Sequence[torch.Tensor]:
-    """Return what each run of a group computed, `(N, L, H, D)`, out of `(N, H, L, D)` of all of them."""
+def _of_runs(out: torch.Tensor, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
+    """Return what each run of a group computed, `(1, tokens, H, D)`, out of `(N, H, L, D)` of all of them."""
     tokens = out.transpose(1, 2)
-    return [tokens] if len(stretches) == 1 else tokens.split([stretch.times for stretch in stretches])
+    parts = [tokens] if len(stretches) == 1 else tokens.split([stretch.times for stretch in stretches])
+    return [_stretched(part, stretch) for part, stretch in zip(parts, stretches, strict=True)]
+
+
+def _stretched(part: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    padding = stretch.step - stretch.length
+    padded = F.pad(part, (0, 0, 0, 0, 0, padding)) if padding else part
+    return padded if stretch.times == 1 else padded.flatten(0, 1)[None]
 
 
 def _join_outputs(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: int) -> torch.Tensor:
-    """Join outputs `(N, L, H, D)` into the tokens of the pack, with zeros for padding."""
+    """Join outputs `(1, tokens, H, D)` into the tokens of the pack, with zeros for padding."""
     ends = [0, *(stretch.stop for _, stretch in parts)]
     gaps = [start - end for start, end in zip([*(part.start for _, part in parts), num_queries], ends, strict=True)]
     first, _ = parts[0]
-    zeros = first.new_zeros(max(gaps), *first.shape[2:])
-    pieces = [zeros[:gap] for gap in gaps[:1] if gap]
-    for (part, stretch), gap in zip(parts, gaps[1:], strict=True):
-        padding = stretch.step - stretch.length
-        pieces.append((F.pad(part, (0, 0, 0, 0, 0, padding)) if padding else part).flatten(0, 1))
-        pieces += [zeros[:gap]] if gap else []
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    zeros = first.new_zeros(1, max(gaps), *first.shape[2:])
+    pieces = [zeros[:, :gap] for gap in gaps[:1] if gap]
+    for (part, _), gap in zip(parts, gaps[1:], strict=True):
+        pieces += [part, zeros[:, :gap]] if gap else [part]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))[0]
