@@ -9,23 +9,27 @@ from ..errors import BucketingError
 
 
 class Gpu(NamedTuple):
-    """GPU by its memory in GiB and its peak in TFLOP/s: products of bf16 summed in float32, without sparsity."""
+    """GPU by its memory in GiB and its peak in TFLOP/s: products of bf16 summed in float32, without sparsity.
+
+    `name` is what its driver calls it.
+    """
 
     memory: float
     tflops: float
+    name: str
 
 
 GPUS = {
-    "rtx-4080": Gpu(16, 97.5),
-    "rtx-4090": Gpu(24, 165.2),
-    "rtx-3090": Gpu(24, 71.0),
-    "rtx-5090": Gpu(32, 209.5),
-    "a100-40": Gpu(40, 312.0),
-    "l40s": Gpu(48, 362.0),
-    "h100": Gpu(80, 989.4),
-    "a100": Gpu(80, 312.0),
-    "h200": Gpu(141, 989.4),
-    "b200": Gpu(180, 2250.0),
+    "rtx-4080": Gpu(16, 97.5, "NVIDIA GeForce RTX 4080"),
+    "rtx-4090": Gpu(24, 165.2, "NVIDIA GeForce RTX 4090"),
+    "rtx-3090": Gpu(24, 71.0, "NVIDIA GeForce RTX 3090"),
+    "rtx-5090": Gpu(32, 209.5, "NVIDIA GeForce RTX 5090"),
+    "a100-40": Gpu(40, 312.0, "NVIDIA A100-SXM4-40GB"),
+    "l40s": Gpu(48, 362.0, "NVIDIA L40S"),
+    "h100": Gpu(80, 989.4, "NVIDIA H100 80GB HBM3"),
+    "a100": Gpu(80, 312.0, "NVIDIA A100-SXM4-80GB"),
+    "h200": Gpu(141, 989.4, "NVIDIA H200"),
+    "b200": Gpu(180, 2250.0, "NVIDIA B200"),
 }
 """GPUs by name, of those of equal memory the usual one first. Sources: NVIDIA's whitepapers of GA102, AD102, AD103 and
 GB202, and its data sheets of A100, L40S, H100, H200 and HGX B200, of whose figures with sparsity half counts."""
@@ -33,6 +37,18 @@ GB202, and its data sheets of A100, L40S, H100, H200 and HGX B200, of whose figu
 UTILISATION = (0.18, 0.33)
 """Share of the peak that training reaches, from the least to the most that is published: NVIDIA's DFM reports 175.9 to
 228.9 TFLOP/s per H100 for Wan 2.1 14B at 37,440 tokens through diffusers' model, and 325.8 through Megatron's."""
+
+
+def peak_of_device(name: str) -> float | None:
+    """Return the peak in TFLOP/s of the GPU that a driver calls so; None of one that is not in the table.
+
+    A name must be that of the table as a whole: an RTX 4080 SUPER or an H100 PCIe has another peak.
+
+    Example:
+        >>> peak_of_device("NVIDIA H100 80GB HBM3"), peak_of_device("NVIDIA H100 PCIe")
+        (989.4, None)
+    """
+    return next((gpu.tflops for gpu in GPUS.values() if gpu.name == name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from ..placement.quantization import quantized_linears
 from ..placement.settings import Precision, Quantization
 from ..placement.sharding import HALF
 from .components import Component
-from .trackers import FlopCounter, Kinds, Peaks, PeakTracker, ShardedPeakTracker
+from .trackers import FlopCounter, Flops, Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
@@ -108,7 +108,7 @@ class Traced:
         block_bytes (`float`): Bytes of the frozen weights of the largest block.
         frozen_bytes (`float`): Bytes of the frozen weights of all blocks.
         blocks (`float`): Number of blocks.
-        flops (`float`): Floating-point operations of all passes, a multiply-add as two.
+        flops ([`Flops`][hf_bucketing.planner.trackers.Flops]): Operations of all passes.
         waiting (`float`): Bytes of activations that wait on the CPU, in page-locked memory.
         pinned (`float`): Bytes of the frozen weights in page-locked memory, if all of them waited on the CPU.
     """
@@ -121,7 +121,7 @@ class Traced:
     block_bytes: float
     frozen_bytes: float
     blocks: float
-    flops: float
+    flops: Flops
     waiting: float
     pinned: float
 
@@ -136,7 +136,7 @@ class Traced:
             block_bytes=self.block_bytes,
             frozen_bytes=self.frozen_bytes + times * other.frozen_bytes,
             blocks=self.blocks + times * other.blocks,
-            flops=self.flops + times * other.flops,
+            flops=self.flops.plus(other.flops, times),
             waiting=self.waiting + times * other.waiting,
             pinned=self.pinned + times * other.pinned,
         )
@@ -228,7 +228,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             raise BucketingError(
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
-    return counted(peaks=tracker.peaks, flops=counter.total, waiting=waiting)
+    return counted(peaks=tracker.peaks, flops=counter.flops, waiting=waiting)
 
 
 def _settings_of(layers: Mapping[str, int]) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def trace_call(
         given = torch.empty(given.shape, dtype=given.dtype)
         with FlopCounter() as counter, tracker:
             call(model, given)
-    return TracedCall(peak=tracker.peaks["forward"], flops=counter.total)
+    return TracedCall(peak=tracker.peaks["forward"], flops=counter.flops.hardware)
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from .data_changes import LOOKED_AT, describe_changes
 from .estimate import describe_memory, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
+from .flops import count_flops
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
@@ -286,7 +287,8 @@ class Trainer:
     def _start(self) -> None:
         """Load the checkpoint to resume, if any, and begin the logs."""
         keep, changes = self._resume()
-        self.report = RunReport(self.config, self.data, self.accelerator, keep=keep)
+        flops = count_flops(self.opened, self.data)
+        self.report = RunReport(self.config, self.data, self.accelerator, keep=keep, flops=flops)
         resumed = None
         if self.checkpoint is not None:
             place = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes}

@@ -42,7 +42,7 @@ def components_of(tiny_folder: TinyFolder, name: str) -> Components:
 def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
     text = components.recipe.text_tokens(config.max_sequence_length) * len(sizes)
     tokens = sum(map(components.spec.num_tokens, sizes))
-    return plan_components(components, config, StepShape.of(sizes, tokens=tokens, text_tokens=text)).flops
+    return plan_components(components, config, StepShape.of(sizes, tokens=tokens, text_tokens=text)).flops.hardware
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_three_traced_sizes_say_the_operations_of_all_others(name: str, config: 
     components = components_of(tiny_folder, name)
     frames = 1 if components.recipe.family.images_only else 9
     sizes = [components.spec.snap(Size(*size)) for size in ((1, 32, 96), (1, 64, 64), (frames, 96, 128))]
-    flops = training_flops(components, config, sizes)
+    flops = training_flops(components, config, sizes).total
     other = components.spec.snap(Size(frames, 64, 160))
     length = components.spec.num_tokens(other) + components.recipe.text_tokens(config.max_sequence_length)
     (predicted,) = flops.of_samples([length])
@@ -74,18 +74,18 @@ def test_attention_is_counted_by_its_formula_with_and_without_recomputation(tiny
     sizes = [Size(1, 32, 96), Size(1, 64, 64), Size(9, 96, 128)]
     checkpointed = dataclasses.replace(CONFIG, memory=CHECKPOINTS)
     forward, backward = 2 * 2 * width, 5 * 2 * width  # products of scores, two forward and five backward
-    assert training_flops(components, CONFIG, sizes).quadratic == pytest.approx(blocks * (forward + backward))
-    again = training_flops(components, checkpointed, sizes).quadratic
+    assert training_flops(components, CONFIG, sizes).total.quadratic == pytest.approx(blocks * (forward + backward))
+    again = training_flops(components, checkpointed, sizes).total.quadratic
     assert again == pytest.approx(blocks * (2 * forward + backward))
 
 
 def test_processes_that_share_samples_take_a_share_of_the_operations(tiny_folder) -> None:
     components, sizes = components_of(tiny_folder, "wan"), [Size(1, 64, 64), Size(9, 64, 64)]
     shared = dataclasses.replace(CONFIG, num_processes=2, memory=MemoryConfig(context_parallel_degree=2))
-    alone = training_flops(components, CONFIG, sizes)
-    assert training_flops(components, shared, sizes) == alone.times(0.5)
+    alone = training_flops(components, CONFIG, sizes).total
+    assert training_flops(components, shared, sizes).total == alone.times(0.5)
     assert alone.quadratic == 0, "two sizes give a line"
-    assert training_flops(components, CONFIG, sizes[:1]).linear == 0, "one size gives itself"
+    assert training_flops(components, CONFIG, sizes[:1]).total.linear == 0, "one size gives itself"
 
 
 def test_encoding_counts_texts_once_and_media_by_their_tokens_in_float32(tiny_folder) -> None:
