@@ -327,7 +327,7 @@ class Suggester:
         step = self.measured
         if step is None:
             copied = BatchCost(per_batch=self._copied(memory, config) / _COPIED_PER_SECOND)
-            step = self.speed.seconds(flops)
+            step = self.speed.of_step(memory.flops.hardware, blocks=memory.blocks).seconds(flops)
             step = step._replace(cost=step.cost.plus(copied))
         if config.cached == "nothing":
             step = step._replace(cost=step.cost.plus(encoding.cost))

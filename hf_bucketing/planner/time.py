@@ -18,7 +18,7 @@ from ..plans.epoch import EpochPlan
 from ..units import format_seconds
 from .components import Components
 from .encoding import encode_media, encode_texts
-from .gpus import TimeConfig
+from .gpus import MEASURED, TimeConfig
 from .memory import mean_flops, sample_shape, trace_experts
 from .settings import PlanConfig
 
@@ -164,19 +164,43 @@ class Speed(NamedTuple):
         slowest (`float`): Fewest operations per second.
         fastest (`float`): Most operations per second.
         source (`str`): What they follow from, for people.
+        by_step (`tuple` of `(float, Speed)`): Speeds of larger and larger steps, each with the operations of a step in
+            a block from which on it holds; none where all steps have this one.
     """
 
     slowest: float
     fastest: float
     source: str
+    by_step: tuple[tuple[float, Speed], ...] = ()
 
     @classmethod
     def of(cls, config: TimeConfig, *, gpu_memory: float) -> Speed:
         """Return the speed of the GPU that the settings name, or of the usual one of this memory in GiB."""
         peak, origin = config.peak_of(gpu_memory)
-        low, high = config.utilisation
-        source = f"{low:.0%} to {high:.0%} of the {peak:g} TFLOP/s of {origin}"
-        return cls(low * peak * 1e12, high * peak * 1e12, source)
+
+        def reaching(least: float, most: float, of: str = "") -> Speed:
+            source = f"{least:.0%} to {most:.0%}{of} of the {peak:g} TFLOP/s of {origin}"
+            return cls(least * peak * 1e12, most * peak * 1e12, source)
+
+        if config.utilisation is not None:
+            least, most = config.utilisation
+            return reaching(least, most)
+        whole = reaching(
+            min(shares.least for shares in MEASURED),
+            max(shares.most for shares in MEASURED),
+            ", the more the larger the step,",
+        )
+        by_step = ((1e12 * shares.block_tflop, reaching(shares.least, shares.most)) for shares in MEASURED)
+        return whole._replace(by_step=tuple(by_step))
+
+    def of_step(self, flops: float, *, blocks: int) -> Speed:
+        """Return the speed of steps by the operations of one; small ones reach less, as they wait for Python.
+
+        Args:
+            flops (`float`): Operations of a step, recomputation included.
+            blocks (`int`): Blocks of the transformer.
+        """
+        return next((speed for least, speed in reversed(self.by_step) if flops >= least * blocks), self)
 
     def seconds(self, flops: BatchCost) -> StepSeconds:
         """Return the seconds that operations take."""

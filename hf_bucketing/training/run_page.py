@@ -128,8 +128,8 @@ def _heading(run: Logs) -> list[tuple[str, str]]:
 def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
     """Show what each run came to, and unless `min_fall` is None the checks of its log of every sample."""
     rows, checks = [], []
-    last = [line for run in runs for line in run.losses[-1:]]
-    counted = {title: names for title, names in _TFLOPS.items() if any(names[0] in line for line in last)}
+    ends = [line for run in runs for line in run.losses[-1:]]
+    counted = {title: names for title, names in _TFLOPS.items() if any(names[0] in line for line in ends)}
     for run in runs:
         enough = len(run.steps.loss) >= FEWEST_STEPS
         first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)

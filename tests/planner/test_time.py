@@ -133,12 +133,29 @@ def test_time_is_a_range_of_the_peak_of_the_gpu_or_what_a_run_measured() -> None
     assert (measured.least, measured.most) == pytest.approx((0.9, 1.1))
 
 
-def test_published_steps_lie_within_the_stated_range() -> None:
-    """NVIDIA's DFM: Wan 2.1 14B, 37,440 tokens, 175.9 to 325.8 TFLOP/s per H100."""
-    speed = Speed.of(TimeConfig(gpu="h100"), gpu_memory=80)
-    assert speed.slowest == pytest.approx(175.9e12, rel=0.02)
-    assert speed.fastest == pytest.approx(325.8e12, rel=0.02)
-    assert speed.slowest < 228.9e12 < speed.fastest
+@pytest.mark.parametrize(
+    ("blocks", "tflop", "seconds"),
+    [
+        pytest.param(30, 119.2, [1.029], id="1.3B-lora-three-images-of-3600"),
+        pytest.param(30, 484.0, [1.638, 2.022], id="1.3B-lora-32760"),
+        pytest.param(30, 566.5, [1.872, 2.264], id="1.3B-all-weights-32760"),
+        pytest.param(8, 1765.4, [3.950, 4.017], id="14B-width-37440"),
+        pytest.param(8, 995.5, [2.579, 2.682], id="14B-width-four-of-9360"),
+    ],
+)
+def test_measured_steps_of_an_h100_lie_within_their_range(blocks: int, tflop: float, seconds: list[float]) -> None:
+    """One H100, checkpointing, one size and packed: the operations are those of tests/planner/test_flops.py."""
+    speed = Speed.of(TimeConfig(gpu="h100"), gpu_memory=80).of_step(1e12 * tflop, blocks=blocks)
+    step = speed.seconds(BatchCost(per_batch=1e12 * tflop))
+    least, most = (factor * step.cost.per_batch for factor in (step.least, step.most))
+    assert most / least < 3
+    for measured in seconds:
+        assert 0.97 * least <= measured <= 1.03 * most
+
+
+def test_a_utilisation_that_is_given_holds_for_steps_of_any_size() -> None:
+    speed = Speed.of(TimeConfig(gpu="h100", utilisation=[0.2, 0.4]), gpu_memory=80)
+    assert speed.of_step(1e12, blocks=30) == speed.of_step(1e16, blocks=30) == speed
 
 
 @pytest.mark.parametrize(
