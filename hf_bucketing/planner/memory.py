@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -232,6 +233,22 @@ def trace_experts(components: Components, config: PlanConfig, shape: StepShape) 
     step = _step(components, config, shape)
     transformers = filter(None, (components.transformer, components.second))
     return [trace(replace(step, transformer=transformer)) for transformer in transformers]
+
+
+def fewest_checkpoints(plan: Callable[[bool | int], MemoryPlan], *, blocks: int, memory: float) -> bool | int:
+    """Return how few blocks must be checkpointed for a step to fit, with the margin of [`verdict_on`].
+
+    Args:
+        plan (callable): Returns the memory of a step with a value of `gradient_checkpointing`.
+        blocks (`int`): Blocks of the transformer.
+        memory (`float`): Bytes of the device.
+
+    Returns:
+        `bool` or `int`: False for none, a number from 2 on, or True for all, also where not even those are enough.
+    """
+    choices: list[bool | int] = [False, *range(2, blocks), True]
+    first = bisect_left(choices[:-1], True, key=lambda count: verdict_on(plan(count).total, memory) == "fits")
+    return choices[first]
 
 
 def _audio_tokens(components: Components, config: PlanConfig, size: Size) -> int:

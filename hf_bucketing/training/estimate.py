@@ -11,7 +11,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, find_executable_batch_size
+from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..buckets.sizes import Size
@@ -26,13 +26,17 @@ from ..models.samples import KEYFRAMES, REFERENCES
 from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
+from ..placement.blocks import blocks_of
+from ..placement.checkpointing import checkpoint_blocks
 from ..placement.settings import Precision
+from ..placement.sharding import wraps_blocks
 from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
 from ..planner.memory import (
     PLAN_ERROR,
     MemoryPlan,
     StepShape,
+    fewest_checkpoints,
     keyframe_text,
     largest_tokens,
     plan_components,
@@ -135,8 +139,7 @@ def plan_settings(opened: OpenedRun, **changes: Any) -> PlanConfig:
     """
     config, accelerator, called = opened.config, opened.accelerator, opened.called
     memory = config.memory
-    plugin = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
-    if plugin is not None and plugin.activation_checkpointing:
+    if wraps_blocks(accelerator):
         memory = dataclasses.replace(memory, gradient_checkpointing=True)
     planned = PlanConfig(
         batching=config.batches.batching,
@@ -157,6 +160,35 @@ def plan_settings(opened: OpenedRun, **changes: Any) -> PlanConfig:
         condition=config.objective.condition,
     )
     return changed(planned, **changes)
+
+
+def fill_checkpointing(opened: OpenedRun, data: RunData, recipe: Recipe) -> TrainingConfig:
+    """Return the settings with `gradient_checkpointing="auto"` replaced, and checkpoint as few blocks as are enough.
+
+    They are planned for the most expensive step, and the most of all processes count; all blocks if memory cannot be
+    planned.
+    """
+    config, accelerator = opened.config, opened.accelerator
+    if config.memory.gradient_checkpointing != "auto":
+        return config
+    blocks = min(len(blocks_of(expert.transformer)) for expert in recipe.experts)
+
+    def plan(count: bool | int) -> MemoryPlan:
+        chosen = changed(config, gradient_checkpointing=count)
+        return plan_of_run(dataclasses.replace(opened, config=chosen), data)
+
+    try:
+        count = fewest_checkpoints(plan, blocks=blocks, memory=_device_bytes(accelerator))
+    except Exception as error:  # as in describe_memory
+        logger.warning(f"All blocks are checkpointed, as memory is not planned: {describe_error(error)}")
+        count = True
+    number = torch.tensor([blocks if count is True else int(count)], device=accelerator.device)
+    most = int(accelerator.gather(number).max())
+    chosen: bool | int = True if most == blocks else most or False
+    for expert in recipe.experts:
+        checkpoint_blocks(expert.transformer, chosen)
+    accelerator.print(f"--gradient_checkpointing auto chose {most} of {blocks} blocks")
+    return changed(config, gradient_checkpointing=chosen)
 
 
 def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: int) -> int:

@@ -53,7 +53,7 @@ from .collation import unreadable_log
 from .config import TrainingConfig
 from .data import make_data, make_held_out_data
 from .data_changes import LOOKED_AT, describe_changes
-from .estimate import describe_memory, fill_max_tokens
+from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
 from .flops import count_flops
@@ -144,6 +144,8 @@ class Trainer:
         self.config = fill_max_tokens(opened, self.experts)
         self.opened = replace(opened, config=self.config)
         held_out = self._make_data(stream)
+        self.config = fill_checkpointing(self.opened, self.data, self.recipe)
+        self.opened = replace(self.opened, config=self.config)
         self.trained = TrainedModel(self.recipe, self.config, self.data, self.accelerator)
         self.loader = resume(self.accelerator, self.trained.loader)
         self.evaluation = Evaluation(
