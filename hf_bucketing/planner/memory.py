@@ -339,6 +339,7 @@ def _size_of(components: Components, config: PlanConfig) -> Size:
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
     memory, spec = config.memory, components.spec
+    assert not isinstance(memory.gradient_checkpointing, str), "a run has chosen, and a plan refuses it"
     latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe = components.recipe

@@ -210,7 +210,7 @@ def _some_checkpoints(
     def plan(count: bool | int) -> MemoryPlan:
         return plan_components(components, changed(config, gradient_checkpointing=count))
 
-    if config.memory.gradient_checkpointing is False:
+    if config.memory.gradient_checkpointing is False and config.sharding == "ddp":  # fsdp2.yaml checkpoints all blocks
         count = fewest_checkpoints(plan, blocks=blocks, memory=memory)
         if not isinstance(count, bool):
             yield f"--gradient_checkpointing {count}", changed(config, gradient_checkpointing=count)

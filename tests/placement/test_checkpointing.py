@@ -25,6 +25,7 @@ from hf_bucketing.planner.trace import LAYERS, TracedStep, _traced, trace
 from hf_bucketing.training import estimate
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_log import read_log
+from tests.placement.test_sharding import FSDP, PACKS, train_all
 from tests.training.training_cases import in_process, run
 
 PACKED = {"batching": "pack", "max_tokens": 640, "strip_length": 16}
@@ -153,3 +154,16 @@ def test_a_run_chooses_by_its_device(
     assert f"--gradient_checkpointing auto chose {chosen} of {LAYERS_OF_RUN} blocks" in capsys.readouterr().out
     plain = run(in_process(deep_pipeline, prepared_dir, tmp_path / "plain"))
     assert losses == plain
+
+
+@pytest.mark.slow
+def test_shards_compute_some_blocks_again_with_the_same_losses(
+    deep_pipeline: Path, prepared_dir, tmp_path: Path
+) -> None:
+    plain = {**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "false"}
+    cases = {str(blocks): (plain, None, {**PACKS, "gradient_checkpointing": blocks}) for blocks in (True, 2, "auto")}
+    train_all(cases, tmp_path, deep_pipeline, prepared_dir, num_processes=2)
+    losses = [[line["train_loss"] for line in read_log(tmp_path / name, "losses")] for name in cases]
+    assert losses[0] == losses[1] == losses[2]
+    chosen = json.loads((tmp_path / "auto" / "training_config.json").read_text())["gradient_checkpointing"]
+    assert chosen is False, "a tiny model fits"
