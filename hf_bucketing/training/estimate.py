@@ -322,7 +322,7 @@ def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingCo
     sizes = ", ".join("x".join(map(str, size)) for size in batch["size"])
     less = "`max_tokens`" if config.batches.max_tokens is not None else "`train_batch_size`"
     helps = [f"lower {less}"]
-    helps += [] if config.memory.gradient_checkpointing else ["use `gradient_checkpointing=True`"]
+    helps += [] if config.memory.gradient_checkpointing is True else ["use `gradient_checkpointing=True`"]
     helps += ['use `max_tokens="auto"` to find what fits', "or train adapters with `lora_rank=16`"]
     return (
         f"Memory ran out on {len(batch['size'])} samples (frames x height x width: {sizes}; index "
