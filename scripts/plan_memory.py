@@ -79,8 +79,9 @@ def main(args: argparse.Namespace) -> None:
         print(f"Rows: {args.json}")
     check_fits(rows, gpu_memory=memory)
     best = best_option(rows, gpu_memory=memory)
-    flops = best.plan.flops
-    seconds = Speed.of(from_flags(TimeConfig, args), gpu_memory=memory).seconds(BatchCost(per_batch=flops))
+    flops = best.plan.flops.hardware
+    speed = Speed.of(from_flags(TimeConfig, args), gpu_memory=memory).of_step(flops, blocks=best.plan.blocks)
+    seconds = speed.seconds(BatchCost(per_batch=flops))
     print(f"A step takes {seconds.describe(seconds.cost.per_batch)}: {flops / 1e12:,.1f} TFLOP at {seconds.source}")
     print(describe_verdict(best, gpu_memory=memory), *commands_of(name, best), sep="\n")
 

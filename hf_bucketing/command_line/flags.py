@@ -299,7 +299,8 @@ def _options(setting: Setting) -> dict[str, Any]:
     else:
         options["default"] = setting.default
     if "parse" in setting.metadata:
-        return {**options, "type": setting.metadata["parse"]}
+        alone = {"nargs": "?", "const": True} if bool in parts_of(setting.hint) else {}
+        return {**options, **alone, "type": setting.metadata["parse"]}
     if (listed := choices(setting.hint)) is not None:
         return {**options, "choices": listed}
     hint, *literals = sorted(parts_of(setting.hint), key=lambda part: get_origin(part) is Literal)

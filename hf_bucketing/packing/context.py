@@ -117,11 +117,11 @@ class _BoundCheckpoint:
         if kwargs and not self.takes_kwargs:
             block, kwargs = partial(block, **kwargs), {}
         if _active.layout is not None:
-            block = _WithLayout(block, _active.layout)
+            block = WithLayout(block, _active.layout)
         return self.checkpoint(block, *args, **kwargs)
 
 
-class _WithLayout:
+class WithLayout:
     """A block and its pack's layout, as an object: torch.compile follows calls of objects into checkpoints."""
 
     def __init__(self, block: Callable[..., Any], layout: PackedLayout) -> None:

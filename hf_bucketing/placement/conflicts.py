@@ -45,6 +45,7 @@ class Combination:
         strip_length (`int`, *optional*): Tokens of a strip, in packs.
         weighs_late (`bool`): Whether the weights of the samples of accumulated batches are known when the last one
             comes, as those of conditions.
+        wraps_blocks (`bool`): Whether FSDP checkpoints all blocks (`fsdp_activation_checkpointing`).
         planned (`bool`): Whether only memory is planned: one process of FSDP can train, but shares nothing.
     """
 
@@ -66,6 +67,7 @@ class Combination:
     replaces: bool = False
     strip_length: int | None = None
     weighs_late: bool = False
+    wraps_blocks: bool = False
     planned: bool = False
 
     @property
@@ -180,15 +182,38 @@ CONFLICTS = (
     ),
     Conflict(
         ("quantize_base", "gradient_checkpointing"),
-        lambda run: run.memory.quantize_base in ("int8", "float8") and not run.memory.gradient_checkpointing,
+        lambda run: run.memory.quantize_base in ("int8", "float8") and run.memory.gradient_checkpointing is not True,
         "{quantized} saves nothing without `gradient_checkpointing=True`: torchao keeps each weight unpacked for the "
         'backward pass. Add it, or use `quantize_base="nf4"` (on a GPU).',
     ),
     Conflict(
         ("offload_blocks", "gradient_checkpointing"),
-        lambda run: run.memory.offload_blocks > 0 and not run.memory.gradient_checkpointing,
+        lambda run: run.memory.offload_blocks > 0 and run.memory.gradient_checkpointing is not True,
         "{offloaded} saves nothing without `gradient_checkpointing=True`: the backward pass would keep the weights of "
         "each block on the device. Add it, or omit `offload_blocks`.",
+    ),
+    Conflict(
+        ("gradient_checkpointing", "max_tokens"),
+        lambda run: run.memory.gradient_checkpointing == "auto" and run.searches,
+        'Give `max_tokens` or `gradient_checkpointing` a value: with "auto" for both, nothing says what a step takes.',
+    ),
+    Conflict(
+        ("gradient_checkpointing", "sharding"),
+        lambda run: run.memory.gradient_checkpointing == "auto" and run.sharding not in ("ddp", "FSDP2"),
+        '`gradient_checkpointing="auto"` plans memory, which {kind} is not planned for, only DDP and FSDP2; give a '
+        "number of blocks, or `gradient_checkpointing=True`.",
+    ),
+    Conflict(
+        ("gradient_checkpointing", "fsdp_activation_checkpointing"),
+        lambda run: run.wraps_blocks and run.memory.gradient_checkpointing not in (True, False),
+        "Omit `fsdp_activation_checkpointing` of accelerate's configuration, which computes all blocks again, or "
+        "`gradient_checkpointing`, which chooses some.",
+    ),
+    Conflict(
+        ("gradient_checkpointing",),
+        lambda run: run.planned and run.memory.gradient_checkpointing == "auto",
+        '`gradient_checkpointing="auto"` is chosen by a run, for its data and its device; give a number of blocks, '
+        "true or false. scripts/plan_memory.py tries how few are enough.",
     ),
     Conflict(
         ("lora_plus_ratio", "lora_rank"),
@@ -283,7 +308,8 @@ CONFLICTS = (
 """What cannot be combined, in the order in which it is reported."""
 
 OF_THE_LAUNCH = (
-    "sharding", "num_processes", "fsdp_version", "zero_stage", "fsdp_cpu_ram_efficient_loading", "parallelism_config"
+    "sharding", "num_processes", "fsdp_version", "zero_stage", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_activation_checkpointing", "parallelism_config",
 )  # fmt: skip
 """What a run that is launched takes from accelerate."""
 

@@ -53,6 +53,12 @@ def loads_once(accelerator: Accelerator) -> bool:
     return bool(accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
 
 
+def wraps_blocks(accelerator: Accelerator) -> bool:
+    """Return whether FSDP checkpoints all blocks itself."""
+    fsdp = accelerator.distributed_type == DistributedType.FSDP
+    return fsdp and bool(accelerator.state.fsdp_plugin.activation_checkpointing)
+
+
 def loads_empty(accelerator: Accelerator) -> bool:
     """Return whether this process builds the transformer to train without weights, see [`loads_once`]."""
     return loads_once(accelerator) and not accelerator.is_main_process

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from itertools import chain
 from typing import Literal
 
@@ -24,7 +26,7 @@ from .encoding import encode_media, encode_texts
 from .phases import Parts, Phases
 from .settings import PlanConfig
 from .trace import Traced, TracedStep, trace
-from .trackers import Kinds
+from .trackers import Flops, Kinds
 
 CUDA_CONTEXT = 2**30
 """Bytes that are counted for the CUDA context, workspaces of its libraries, and gaps between tensors."""
@@ -93,9 +95,14 @@ class MemoryPlan(Phases[MemoryParts]):
     experts: tuple[Traced, ...] = ()
 
     @property
-    def flops(self) -> float:
-        """Floating-point operations of a step of one process, a multiply-add as two; of two experts, their mean."""
-        return sum(expert.flops for expert in self.experts) / len(self.experts)
+    def flops(self) -> Flops:
+        """Floating-point operations of a step of one process; of two experts, their mean."""
+        return mean_flops(self.experts)
+
+
+def mean_flops(experts: Sequence[Traced]) -> Flops:
+    """Return the operations of a step, of the experts that take turns in mean."""
+    return reduce(lambda flops, expert: flops.plus(expert.flops, 1 / len(experts)), experts, Flops())
 
 
 def verdict_on(planned: float, memory: float) -> Verdict:
@@ -208,17 +215,40 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     if config.adapters.lora_rank is not None and config.adapters.has_pairs:
         check_loads_lora(components.recipe.pipeline_type())
     shape = shape or step_shape(components, config)
-    step = _step(components, config, shape)
-    experts = [trace(step)]
-    if components.second is not None:
-        experts.append(trace(replace(step, transformer=components.second)))
-    traced, *idle = sorted(experts, key=lambda expert: -expert.weights)
+    traced, *idle = sorted(trace_experts(components, config, shape), key=lambda expert: -expert.weights)
     check_blocks(config.memory.offload_blocks, blocks=round(traced.blocks))
     phases = _phases(components, config, traced, shape)
     for expert in idle:
         held = _held_by_idle(expert, config)
         phases = {name: parts.plus(held) for name, parts in phases.items()}
     return MemoryPlan(phases=phases, shape=shape, blocks=round(traced.blocks), experts=(traced, *idle))
+
+
+def trace_experts(components: Components, config: PlanConfig, shape: StepShape) -> list[Traced]:
+    """Return what a step needs of the transformer that it trains, or of each of two.
+
+    Raises:
+        BucketingError: If the model cannot take such samples.
+    """
+    step = _step(components, config, shape)
+    transformers = filter(None, (components.transformer, components.second))
+    return [trace(replace(step, transformer=transformer)) for transformer in transformers]
+
+
+def fewest_checkpoints(plan: Callable[[bool | int], MemoryPlan], *, blocks: int, memory: float) -> bool | int:
+    """Return how few blocks must be checkpointed for a step to fit, with the margin of [`verdict_on`].
+
+    Args:
+        plan (callable): Returns the memory of a step with a value of `gradient_checkpointing`.
+        blocks (`int`): Blocks of the transformer.
+        memory (`float`): Bytes of the device.
+
+    Returns:
+        `bool` or `int`: False for none, a number from 2 on, or True for all, also where not even those are enough.
+    """
+    choices: list[bool | int] = [False, *range(2, blocks), True]
+    first = bisect_left(choices[:-1], True, key=lambda count: verdict_on(plan(count).total, memory) == "fits")
+    return choices[first]
 
 
 def _audio_tokens(components: Components, config: PlanConfig, size: Size) -> int:
@@ -309,6 +339,7 @@ def _size_of(components: Components, config: PlanConfig) -> Size:
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
     memory, spec = config.memory, components.spec
+    assert not isinstance(memory.gradient_checkpointing, str), "a run has chosen, and a plan refuses it"
     latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe = components.recipe

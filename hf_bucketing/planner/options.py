@@ -11,7 +11,15 @@ from ..errors import BucketingError
 from ..settings import changed, flatten
 from ..units import format_bytes
 from .components import Components, read_components
-from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, largest_tokens, plan_components, verdict_on
+from .memory import (
+    MOST_TOKENS,
+    PLAN_ERROR,
+    MemoryPlan,
+    fewest_checkpoints,
+    largest_tokens,
+    plan_components,
+    verdict_on,
+)
 from .settings import PlanConfig
 
 
@@ -64,7 +72,7 @@ def plan_options(
         raise BucketingError(f"`gpu_memory` must be above 0 GiB, got {gpu_memory}.")
     components = read_components(name_or_path, trained=config.trained_component)
     rows: list[MemoryOption] = []
-    for name, settings, plan in iter_plans(components, config):
+    for name, settings, plan in iter_plans(components, config, memory=gpu_memory * 2**30):
         row = MemoryOption(
             name=name,
             config=settings,
@@ -80,7 +88,9 @@ def plan_options(
     return rows
 
 
-def iter_plans(components: Components, config: PlanConfig) -> Iterator[tuple[str, PlanConfig, MemoryPlan]]:
+def iter_plans(
+    components: Components, config: PlanConfig, *, memory: float | None = None
+) -> Iterator[tuple[str, PlanConfig, MemoryPlan]]:
     """Iterate over the given settings and those with one more option each, and the memory that they need.
 
     Options that the model cannot have are omitted.
@@ -88,11 +98,13 @@ def iter_plans(components: Components, config: PlanConfig) -> Iterator[tuple[str
     Args:
         components ([`Components`]): Configurations of the pipeline.
         config ([`PlanConfig`]): Settings to start from.
+        memory (`float`, *optional*): Bytes of the device, for which as few checkpointed blocks as are enough are an
+            option too. Omit it where a step is to hold as many tokens as possible, for which all blocks save most.
 
     Raises:
         BucketingError: If it cannot be trained on such samples with the given settings.
     """
-    for name, settings in _ladder(components, config):
+    for name, settings in _ladder(components, config, memory=memory):
         try:
             plan = plan_components(components, settings)
         except BucketingError:
@@ -146,7 +158,7 @@ def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
         )
 
 
-def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
+def _ladder(components: Components, config: PlanConfig, *, memory: float | None) -> Iterator[tuple[str, PlanConfig]]:
     """Iterate over names and settings, each with one more option that can be combined with those before."""
     yield AS_GIVEN, config
     blocks = plan_components(components, config).blocks
@@ -154,6 +166,8 @@ def _ladder(components: Components, config: PlanConfig) -> Iterator[tuple[str, P
         now = flatten(config)
         if all(now[setting] == value for setting, value in values.items()):
             continue
+        if values == _CHECKPOINTS and memory is not None:
+            yield from _some_checkpoints(components, config, blocks=blocks, memory=memory)
         config = changed(config, **values)
         yield name, config
 
@@ -162,7 +176,7 @@ def _steps(config: PlanConfig, blocks: int, *, can_cache: bool) -> list[tuple[st
     steps: list[tuple[str, Mapping[str, Any]]] = [
         ("latents and texts cached (cache_latents.py)", {"cached": "all"} if can_cache else {}),
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
-        ("--gradient_checkpointing", {"gradient_checkpointing": True}),
+        ("--gradient_checkpointing", _CHECKPOINTS),
     ]
     if config.num_processes > 1 and config.trained_component != "both":
         steps.append((f"FSDP2 over {config.num_processes} processes (fsdp2.yaml)", _FSDP))
@@ -187,6 +201,22 @@ def _steps(config: PlanConfig, blocks: int, *, can_cache: bool) -> list[tuple[st
         ),
     ]
 
+
+def _some_checkpoints(
+    components: Components, config: PlanConfig, *, blocks: int, memory: float
+) -> Iterator[tuple[str, PlanConfig]]:
+    """Yield the settings with as few checkpointed blocks as are enough, if that is neither none nor all of them."""
+
+    def plan(count: bool | int) -> MemoryPlan:
+        return plan_components(components, changed(config, gradient_checkpointing=count))
+
+    if config.memory.gradient_checkpointing is False and config.sharding == "ddp":  # fsdp2.yaml checkpoints all blocks
+        count = fewest_checkpoints(plan, blocks=blocks, memory=memory)
+        if not isinstance(count, bool):
+            yield f"--gradient_checkpointing {count}", changed(config, gradient_checkpointing=count)
+
+
+_CHECKPOINTS = {"gradient_checkpointing": True}
 
 _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "trained_dtype": "float32"}
 

@@ -258,7 +258,7 @@ class Suggester:
             raise BucketingError(f"no row can be trained: {reasons}.")
         sizes = [Size(*(int(side[row]) for side in way.targets.sizes)) for row in where[ids > 0]]
         config, plan = self._option(way, sizes[-1])
-        flops = training_flops(self.components, config, sizes)
+        flops = training_flops(self.components, config, sizes).total
         processes = self.machine.num_gpus // config.memory.context_parallel_degree
         for max_tokens in self._tokens_per_step(way, sizes[0], config, plan, processes=processes):
             yield self._plan(way, sizes[-1], replace(config, max_tokens=max_tokens), flops, processes=processes)
@@ -327,7 +327,7 @@ class Suggester:
         step = self.measured
         if step is None:
             copied = BatchCost(per_batch=self._copied(memory, config) / _COPIED_PER_SECOND)
-            step = self.speed.seconds(flops)
+            step = self.speed.of_step(memory.flops.hardware, blocks=memory.blocks).seconds(flops)
             step = step._replace(cost=step.cost.plus(copied))
         if config.cached == "nothing":
             step = step._replace(cost=step.cost.plus(encoding.cost))

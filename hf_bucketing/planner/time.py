@@ -18,8 +18,8 @@ from ..plans.epoch import EpochPlan
 from ..units import format_seconds
 from .components import Components
 from .encoding import encode_media, encode_texts
-from .gpus import TimeConfig
-from .memory import plan_components, sample_shape
+from .gpus import MEASURED, TimeConfig
+from .memory import mean_flops, sample_shape, trace_experts
 from .settings import PlanConfig
 
 _TRACED_SIZES = 3
@@ -78,13 +78,34 @@ class BatchCost:
         return CostModel(linear=self.linear, quadratic=self.quadratic)
 
 
-def training_flops(components: Components, config: PlanConfig, sizes: Sequence[Size]) -> BatchCost:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFlops:
+    """Floating-point operations of training on samples, a multiply-add as two, by what they serve.
+
+    Args:
+        model ([`BatchCost`]): Forward and backward pass: gradients of activations, and of weights that are trained.
+        recomputed ([`BatchCost`]): What the backward pass computes again: checkpointed blocks, scores of attention.
+        base ([`BatchCost`]): Forward passes without gradients whose predictions are targets.
+    """
+
+    model: BatchCost
+    recomputed: BatchCost
+    base: BatchCost
+
+    @property
+    def total(self) -> BatchCost:
+        """All operations of a step."""
+        return self.model.plus(self.recomputed).plus(self.base)
+
+
+def training_flops(components: Components, config: PlanConfig, sizes: Sequence[Size]) -> TrainingFlops:
     """Return the floating-point operations of training on a sample, by its tokens and those of text in its sequence.
 
     They are counted in the trace that plans the memory, at three of the sizes: of the fewest tokens, of the most, and
     between. In a transformer whose tokens attend to their whole sample, operations are a polynomial of the second
     degree in the tokens, which three sizes determine; in others, such as Latte, it is a curve through the three. Of
-    processes that share samples (`context_parallel_degree`), each takes its share.
+    processes that share samples (`context_parallel_degree`), each takes its share; of two experts, which take turns,
+    it is the mean.
 
     Args:
         components ([`Components`]): Configurations of the pipeline.
@@ -97,16 +118,20 @@ def training_flops(components: Components, config: PlanConfig, sizes: Sequence[S
     degree = config.memory.context_parallel_degree
     alone = replace(config, memory=replace(config.memory, context_parallel_degree=1))
     by_tokens = {components.spec.num_tokens(size): size for size in sizes}
-    lengths, flops = [], []
+    lengths, counts = [], []
     for tokens in _spread(sorted(by_tokens)):
         shape = sample_shape(components, config, by_tokens[tokens])
         lengths.append(shape.length)
-        flops.append(plan_components(components, alone, shape).flops)
+        flops = mean_flops(trace_experts(components, alone, shape))
+        counts.append((flops.forward + flops.backward, flops.recomputed, flops.base))
     scale = max(lengths)  # so that the powers are of one order
     powers = np.vander(np.array(lengths) / scale, len(lengths), increasing=True)
-    solved = np.linalg.solve(powers, np.array(flops)) / float(scale) ** np.arange(len(lengths))
-    per_sample, linear, quadratic = (*solved.tolist(), 0.0, 0.0)[:3]
-    return BatchCost(per_sample=per_sample, linear=linear, quadratic=quadratic).times(1 / degree)
+    solved = np.linalg.solve(powers, np.array(counts)).T / float(scale) ** np.arange(len(lengths))
+    model, recomputed, base = (
+        BatchCost(per_sample=per_sample, linear=linear, quadratic=quadratic).times(1 / degree)
+        for per_sample, linear, quadratic in ((*row, 0.0, 0.0)[:3] for row in solved.tolist())
+    )
+    return TrainingFlops(model=model, recomputed=recomputed, base=base)
 
 
 def _spread(tokens: Sequence[int]) -> list[int]:
@@ -139,19 +164,43 @@ class Speed(NamedTuple):
         slowest (`float`): Fewest operations per second.
         fastest (`float`): Most operations per second.
         source (`str`): What they follow from, for people.
+        by_step (`tuple` of `(float, Speed)`): Speeds of larger and larger steps, each with the operations of a step in
+            a block from which on it holds; none where all steps have this one.
     """
 
     slowest: float
     fastest: float
     source: str
+    by_step: tuple[tuple[float, Speed], ...] = ()
 
     @classmethod
     def of(cls, config: TimeConfig, *, gpu_memory: float) -> Speed:
         """Return the speed of the GPU that the settings name, or of the usual one of this memory in GiB."""
         peak, origin = config.peak_of(gpu_memory)
-        low, high = config.utilisation
-        source = f"{low:.0%} to {high:.0%} of the {peak:g} TFLOP/s of {origin}"
-        return cls(low * peak * 1e12, high * peak * 1e12, source)
+
+        def reaching(least: float, most: float, of: str = "") -> Speed:
+            source = f"{least:.0%} to {most:.0%}{of} of the {peak:g} TFLOP/s of {origin}"
+            return cls(least * peak * 1e12, most * peak * 1e12, source)
+
+        if config.utilisation is not None:
+            least, most = config.utilisation
+            return reaching(least, most)
+        whole = reaching(
+            min(shares.least for shares in MEASURED),
+            max(shares.most for shares in MEASURED),
+            ", the more the larger the step,",
+        )
+        by_step = ((1e12 * shares.block_tflop, reaching(shares.least, shares.most)) for shares in MEASURED)
+        return whole._replace(by_step=tuple(by_step))
+
+    def of_step(self, flops: float, *, blocks: int) -> Speed:
+        """Return the speed of steps by the operations of one; small ones reach less, as they wait for Python.
+
+        Args:
+            flops (`float`): Operations of a step, recomputation included.
+            blocks (`int`): Blocks of the transformer.
+        """
+        return next((speed for least, speed in reversed(self.by_step) if flops >= least * blocks), self)
 
     def seconds(self, flops: BatchCost) -> StepSeconds:
         """Return the seconds that operations take."""

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, Literal
 
@@ -38,11 +38,12 @@ from ..packing.context import bind_checkpoints
 from ..packing.family import freeze_unused, output_of
 from ..packing.names import Grid
 from ..placement.blocks import block_names, blocks_of
+from ..placement.checkpointing import check_checkpoints, checkpoint_blocks
 from ..placement.quantization import quantized_linears
 from ..placement.settings import Precision, Quantization
 from ..placement.sharding import HALF
 from .components import Component
-from .trackers import FlopCounter, Kinds, Peaks, PeakTracker, ShardedPeakTracker
+from .trackers import FlopCounter, Flops, Kinds, Peaks, PeakTracker, ShardedPeakTracker
 from .values import KnownValues
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
@@ -70,7 +71,8 @@ class TracedStep:
         trained_dtype (`"float32"` or `"bf16"`): Precision of what is trained.
         adapters ([`AdapterConfig`]): LoRA, if there is a rank.
         quantize_base (`"int8"`, `"float8"` or `"nf4"`, *optional*): Format of the frozen weights.
-        gradient_checkpointing (`bool`): Whether the backward pass recomputes activations.
+        gradient_checkpointing (`bool` or `int`): Whether the backward pass computes activations of blocks again: of
+            all, or of a number of them.
         offload_activations (`bool`): Whether activations wait on the CPU.
         shards (`int`): Processes over which FSDP2 shards weights, gradients and moments.
         base_predictions (`int`): Forward passes of the transformer without adapters and gradients before it.
@@ -85,7 +87,7 @@ class TracedStep:
     trained_dtype: Literal["float32", "bf16"] = "float32"
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     quantize_base: Quantization | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | int = False
     offload_activations: bool = False
     shards: int = 1
     base_predictions: int = 0
@@ -108,7 +110,7 @@ class Traced:
         block_bytes (`float`): Bytes of the frozen weights of the largest block.
         frozen_bytes (`float`): Bytes of the frozen weights of all blocks.
         blocks (`float`): Number of blocks.
-        flops (`float`): Floating-point operations of all passes, a multiply-add as two.
+        flops ([`Flops`][hf_bucketing.planner.trackers.Flops]): Operations of all passes.
         waiting (`float`): Bytes of activations that wait on the CPU, in page-locked memory.
         pinned (`float`): Bytes of the frozen weights in page-locked memory, if all of them waited on the CPU.
     """
@@ -121,7 +123,7 @@ class Traced:
     block_bytes: float
     frozen_bytes: float
     blocks: float
-    flops: float
+    flops: Flops
     waiting: float
     pinned: float
 
@@ -136,7 +138,7 @@ class Traced:
             block_bytes=self.block_bytes,
             frozen_bytes=self.frozen_bytes + times * other.frozen_bytes,
             blocks=self.blocks + times * other.blocks,
-            flops=self.flops + times * other.flops,
+            flops=self.flops.plus(other.flops, times),
             waiting=self.waiting + times * other.waiting,
             pinned=self.pinned + times * other.pinned,
         )
@@ -168,6 +170,48 @@ def trace(step: TracedStep) -> Traced:
     if step.shards > 1 and dist.is_initialized():  # the run's own process group must not see pretended processes
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(trace, step).result()
+    if isinstance(step.gradient_checkpointing, bool):
+        return _extrapolated(step).whole
+    kept, again = (_extrapolated(replace(step, gradient_checkpointing=on)) for on in (False, True))
+    check_checkpoints(step.gradient_checkpointing, blocks=round(kept.whole.blocks))
+    if step.gradient_checkpointing == round(kept.whole.blocks):
+        return again.whole
+    # Of fewer blocks the last is none, so that the backward pass begins as without checkpoints: with what is kept.
+    whole, share = kept.whole, step.gradient_checkpointing / kept.whole.blocks
+    for (
+        name,
+        count,
+    ) in kept.counts.items():
+        whole = whole.plus(again.further(name).plus(kept.further(name), -1), share * count)
+    least = again.whole.peaks
+    peaks = {phase: max(peak, least[phase], key=lambda kinds: kinds.total) for phase, peak in whole.peaks.items()}
+    return replace(whole, peaks=peaks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Extrapolated:
+    """What a step needs of a whole transformer, and of each further block.
+
+    Args:
+        step ([`TracedStep`]): The step.
+        whole ([`Traced`]): What it needs.
+        counts (mapping of `str` to `int`): Blocks by the settings that count them.
+        few (mapping of `str` to `int`): Those that were traced.
+    """
+
+    step: TracedStep
+    whole: Traced
+    counts: Mapping[str, int]
+    few: Mapping[str, int]
+
+    def further(self, name: str) -> Traced:
+        """Return what a further block needs."""
+        more = _traced(self.step, tuple({**self.few, name: self.few[name] + 1}.items()))
+        return more.plus(_traced(self.step, tuple(self.few.items())), -1)
+
+
+def _extrapolated(step: TracedStep) -> _Extrapolated:
+    """Trace a step of a few blocks, and add the others; raises as [`trace`]."""
     config = step.transformer.config
     counts = {name: config[name] for name in LAYERS if name in config}
     first = _FIRST if step.shards == 1 else _FIRST_SHARDED
@@ -185,7 +229,7 @@ def trace(step: TracedStep) -> Traced:
         raise BucketingError(
             f"The memory of a {step.transformer.class_name} cannot be extrapolated from {few}: blocks do not add up."
         )
-    return whole
+    return _Extrapolated(step=step, whole=whole, counts={**counts, **placed, **spaced}, few=few)
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,9 +247,8 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         for layer in model.modules():
             if hasattr(layer, "module_dropout"):  # of LoHa and LoKr, which read a number that they draw in training
                 layer.eval()
-    if step.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-        bind_checkpoints(model)
+    checkpoint_blocks(model, step.gradient_checkpointing)
+    bind_checkpoints(model)
     inputs = _inputs(model, step)
     with ExitStack() as stack:
         mesh = None if step.shards == 1 else stack.enter_context(_mesh(step.shards))
@@ -228,7 +271,7 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
             raise BucketingError(
                 f"The memory of a {type(model).__name__} cannot be planned: its forward reads values ({error})."
             ) from error
-    return counted(peaks=tracker.peaks, flops=counter.total, waiting=waiting)
+    return counted(peaks=tracker.peaks, flops=counter.flops, waiting=waiting)
 
 
 def _settings_of(layers: Mapping[str, int]) -> dict[str, Any]:
@@ -335,7 +378,7 @@ def trace_call(
         given = torch.empty(given.shape, dtype=given.dtype)
         with FlopCounter() as counter, tracker:
             call(model, given)
-    return TracedCall(peak=tracker.peaks["forward"], flops=counter.total)
+    return TracedCall(peak=tracker.peaks["forward"], flops=counter.flops.hardware)
 
 
 def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:

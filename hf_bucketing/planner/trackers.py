@@ -49,6 +49,37 @@ Peaks: TypeAlias = Mapping[Phase, Kinds]
 """What exists at the moment of the highest memory of each phase."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Floating-point operations, a multiply-add as two, by what they serve.
+
+    Args:
+        forward (`float`): Forward passes that are trained.
+        backward (`float`): Backward passes: gradients of activations, and of the weights that are trained.
+        recomputed (`float`): What backward passes compute again: checkpointed blocks, and the scores of attention.
+        base (`float`): Forward passes without gradients, whose predictions are targets.
+    """
+
+    forward: float = 0
+    backward: float = 0
+    recomputed: float = 0
+    base: float = 0
+
+    @property
+    def hardware(self) -> float:
+        """All operations that are computed."""
+        return self.forward + self.backward + self.recomputed + self.base
+
+    def plus(self, other: Flops, times: float = 1) -> Flops:
+        """Return these and some times the others."""
+        return Flops(
+            forward=self.forward + times * other.forward,
+            backward=self.backward + times * other.backward,
+            recomputed=self.recomputed + times * other.recomputed,
+            base=self.base + times * other.base,
+        )
+
+
 class _Modules:
     """What the trackers ask of torch's ModTracker, without its hooks.
 
@@ -64,7 +95,7 @@ class _Modules:
     @property
     def is_bw(self) -> bool:
         """Whether the backward pass runs."""
-        return torch._C._current_graph_task_id() != -1
+        return _in_backward()
 
     def get_known_fqn(self, module: torch.nn.Module) -> str:
         """Return the name of a module."""
@@ -91,17 +122,24 @@ class FlopCounter(NotCompiled, TorchDispatchMode):
     torch's FlopCounterMode asks each operation whether it is made of others, and each module whether it is called,
     which takes as long as the rest of a trace. Its formulas are those of torch, which counts flash attention on GPUs
     alone; that on the CPU, which traces take, has the same formula.
+
+    During a backward pass, gradients are recorded only while a checkpoint computes its block again. The backward pass
+    of fused attention has five products of scores, of which the first computes those of the forward pass again.
+
+    Attributes:
+        flops ([`Flops`]): What was counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         aten: Any = torch.ops.aten
-        self.total = 0
+        self.flops = Flops()
         self._formulas = {
             **flop_registry,
             aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
             aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
         }
+        self._fused = {packet for packet in self._formulas if _is_backward_of_attention(packet)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,8 +149,28 @@ class FlopCounter(NotCompiled, TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
+            self.flops = self.flops.plus(self._serving(func, formula(*args, **kwargs, out_val=result)))
         return result
+
+    def _serving(self, func: Any, count: float) -> Flops:
+        """Return operations by what they serve, as it is known while they are computed."""
+        records = torch.is_grad_enabled()
+        if not _in_backward():
+            return Flops(forward=count) if records else Flops(base=count)
+        if records:
+            return Flops(recomputed=count)
+        again = count / 5 if func._overloadpacket in self._fused else 0
+        return Flops(backward=count - again, recomputed=again)
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_backward_of_attention(packet: Any) -> bool:
+    name = str(packet)
+    return "attention" in name and "backward" in name
 
 
 @functools.cache

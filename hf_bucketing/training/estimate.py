@@ -26,13 +26,17 @@ from ..models.samples import KEYFRAMES, REFERENCES
 from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
+from ..placement.blocks import blocks_of
+from ..placement.checkpointing import checkpoint_blocks
 from ..placement.settings import Precision
+from ..placement.sharding import wraps_blocks
 from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
 from ..planner.memory import (
     PLAN_ERROR,
     MemoryPlan,
     StepShape,
+    fewest_checkpoints,
     keyframe_text,
     largest_tokens,
     plan_components,
@@ -71,7 +75,7 @@ def describe_memory(opened: OpenedRun, data: RunData, *, transformers: Sequence[
     try:
         memory = plan_of_run(opened, data)
     except Exception as error:  # whatever a model does that torch cannot trace must not end a run that works
-        return [f"  Memory per process = not planned: {_named(error)}"]
+        return [f"  Memory per process = not planned: {describe_error(error)}"]
     lines = [f"  Memory per process = {memory}"]
     if config.dry_run:
         lines += [f"    {phase}: {parts}" for phase, parts in memory.phases.items()]
@@ -96,7 +100,7 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     """
     step = data.largest_step()
     pictures = sum(opened.recipe.reference_text(shown, data.spec) for shown in step.references)
-    components, config = _components(opened), config_of_run(opened)
+    components, config = components_of(opened), config_of_run(opened)
     pictures += sum(keyframe_text(components, config, size) for size in step.sizes)
     text = data.text_tokens * len(step.sizes) + pictures
     heard = sum(step.audio)
@@ -110,7 +114,8 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     return plan_components(components, config, shape)
 
 
-def _components(opened: OpenedRun) -> Components:
+def components_of(opened: OpenedRun) -> Components:
+    """Return the configurations of a run's pipeline."""
     return read_components(opened.config.pretrained_model_name_or_path, trained=opened.config.trained_component)
 
 
@@ -120,14 +125,23 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
     Raises:
         BucketingError: If weights are sharded by another library than FSDP2.
     """
-    config, accelerator, called = opened.config, opened.accelerator, opened.called
-    kind = accelerator.distributed_type
-    if kind in SHARDED and not accelerator.is_fsdp2:
+    kind = opened.accelerator.distributed_type
+    if kind in SHARDED and not opened.accelerator.is_fsdp2:
         raise BucketingError(f"memory under {kind.value} is not planned, only under DDP and FSDP2.")
+    return plan_settings(opened)
+
+
+def plan_settings(opened: OpenedRun, **changes: Any) -> PlanConfig:
+    """Return the settings of a run as a plan takes them, some of them changed.
+
+    Raises:
+        BucketingError: If they cannot be combined.
+    """
+    config, accelerator, called = opened.config, opened.accelerator, opened.called
     memory = config.memory
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
+    if wraps_blocks(accelerator):
         memory = dataclasses.replace(memory, gradient_checkpointing=True)
-    return PlanConfig(
+    planned = PlanConfig(
         batching=config.batches.batching,
         strip_length=config.batches.strip_length,
         cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
@@ -145,6 +159,36 @@ def config_of_run(opened: OpenedRun) -> PlanConfig:
         base_predictions=config.preservation.base_predictions,
         condition=config.objective.condition,
     )
+    return changed(planned, **changes)
+
+
+def fill_checkpointing(opened: OpenedRun, data: RunData, recipe: Recipe) -> TrainingConfig:
+    """Return the settings with `gradient_checkpointing="auto"` replaced, and checkpoint as few blocks as are enough.
+
+    They are planned for the most expensive step, and the most of all processes count; all blocks if memory cannot be
+    planned.
+    """
+    config, accelerator = opened.config, opened.accelerator
+    if config.memory.gradient_checkpointing != "auto":
+        return config
+    blocks = min(len(blocks_of(expert.transformer)) for expert in recipe.experts)
+
+    def plan(count: bool | int) -> MemoryPlan:
+        chosen = changed(config, gradient_checkpointing=count)
+        return plan_of_run(dataclasses.replace(opened, config=chosen), data)
+
+    try:
+        count = fewest_checkpoints(plan, blocks=blocks, memory=_device_bytes(accelerator))
+    except Exception as error:  # as in describe_memory
+        logger.warning(f"All blocks are checkpointed, as memory is not planned: {describe_error(error)}")
+        count = True
+    number = torch.tensor([blocks if count is True else int(count)], device=accelerator.device)
+    most = int(accelerator.gather(number).max())
+    chosen: bool | int = True if most == blocks else most or False
+    for expert in recipe.experts:
+        checkpoint_blocks(expert.transformer, chosen)
+    accelerator.print(f"--gradient_checkpointing auto chose {most} of {blocks} blocks")
+    return changed(config, gradient_checkpointing=chosen)
 
 
 def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: int) -> int:
@@ -255,9 +299,9 @@ def _planned_tokens(
             config_of_run(opened), sample_size=list(size), reference_sizes=shown, audio_fps=audio_fps
         )
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
-        return largest_tokens(_components(opened), planned, memory=memory, at_most=at_most)
+        return largest_tokens(components_of(opened), planned, memory=memory, at_most=at_most)
     except Exception as error:  # as in describe_memory
-        logger.warning(f"The search starts from {at_most} tokens, as memory is not planned: {_named(error)}")
+        logger.warning(f"The search starts from {at_most} tokens, as memory is not planned: {describe_error(error)}")
         return at_most
 
 
@@ -266,7 +310,8 @@ def _held_bytes(transformers: Sequence[torch.nn.Module]) -> int:
     return sum(parameter.nbytes for transformer in transformers for parameter in transformer.parameters())
 
 
-def _named(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return the kind and the first line of an error."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
@@ -277,7 +322,7 @@ def out_of_memory(error: Exception, batch: Mapping[str, Any], config: TrainingCo
     sizes = ", ".join("x".join(map(str, size)) for size in batch["size"])
     less = "`max_tokens`" if config.batches.max_tokens is not None else "`train_batch_size`"
     helps = [f"lower {less}"]
-    helps += [] if config.memory.gradient_checkpointing else ["use `gradient_checkpointing=True`"]
+    helps += [] if config.memory.gradient_checkpointing is True else ["use `gradient_checkpointing=True`"]
     helps += ['use `max_tokens="auto"` to find what fits', "or train adapters with `lora_rank=16`"]
     return (
         f"Memory ran out on {len(batch['size'])} samples (frames x height x width: {sizes}; index "

@@ -53,9 +53,10 @@ from .collation import unreadable_log
 from .config import TrainingConfig
 from .data import make_data, make_held_out_data
 from .data_changes import LOOKED_AT, describe_changes
-from .estimate import describe_memory, fill_max_tokens
+from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
+from .flops import count_flops
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
@@ -143,6 +144,8 @@ class Trainer:
         self.config = fill_max_tokens(opened, self.experts)
         self.opened = replace(opened, config=self.config)
         held_out = self._make_data(stream)
+        self.config = fill_checkpointing(self.opened, self.data, self.recipe)
+        self.opened = replace(self.opened, config=self.config)
         self.trained = TrainedModel(self.recipe, self.config, self.data, self.accelerator)
         self.loader = resume(self.accelerator, self.trained.loader)
         self.evaluation = Evaluation(
@@ -286,7 +289,8 @@ class Trainer:
     def _start(self) -> None:
         """Load the checkpoint to resume, if any, and begin the logs."""
         keep, changes = self._resume()
-        self.report = RunReport(self.config, self.data, self.accelerator, keep=keep)
+        flops = count_flops(self.opened, self.data)
+        self.report = RunReport(self.config, self.data, self.accelerator, keep=keep, flops=flops)
         resumed = None
         if self.checkpoint is not None:
             place = {"epoch": self.loader.epoch, "num_processes": self.accelerator.num_processes}

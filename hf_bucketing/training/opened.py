@@ -32,7 +32,7 @@ from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, check_combina
 from ..placement.context_parallel import check_audio, check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
-from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of
+from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wraps_blocks
 from ..placement.shards import SHARDED
 from .caches import settle_caches
 from .config import TrainingConfig
@@ -172,6 +172,7 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             loads_once=loads_once(accelerator),
             grouped=accelerator.torch_device_mesh is not None,
             replaces=config.faults.on_error != "raise",
+            wraps_blocks=wraps_blocks(accelerator),
             strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
             weighs_late=(
                 config.gradient_accumulation_steps > 1 and condition is not None and read_conditions(condition).weighs

@@ -24,17 +24,19 @@ from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.planned import StepCount
 from ..models.conditioning import read_conditions
+from ..placement.shards import SHARDED
 from .base_targets import TARGETS
 from .collation import unreadable_log
 from .config import TrainingConfig
 from .data_changes import keep_lock
+from .flops import StepFlops
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
 from .run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
 from .run_page import write_live_page
 from .skipped import SkippedSteps, describe_unencoded
 from .step_metrics import PendingMetrics, StepMetrics
-from .steps import StepLosses
+from .steps import Computed, StepLosses
 from .terminal import TIMED_STEPS, time_left
 from .trackers import start_trackers
 
@@ -78,6 +80,7 @@ class RunReport:
         data ([`RunData`]): What it draws from.
         accelerator (`Accelerator`): Its accelerator.
         keep (mapping, *optional*): State of the logs in the checkpoint that is resumed.
+        flops ([`StepFlops`], *optional*): Operations of its steps, where they are logged.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class RunReport:
         accelerator: Accelerator,
         *,
         keep: Mapping[str, int] | None,
+        flops: StepFlops | None = None,
     ) -> None:
+        self.flops = flops
         self.config, self.data, self.accelerator, self.folder = config, data, accelerator, Path(config.output_dir)
         degree, condition = config.memory.context_parallel_degree, config.objective.condition
         self.conditions: tuple[str, ...] = ()
@@ -109,6 +114,7 @@ class RunReport:
                 "target": TARGETS if config.preservation.base_predictions else (),
                 "condition": self.conditions,
             },
+            peak_tflops=None if flops is None else flops.peak,
         )
         self._window: list[_Batch] = []
         self._ended: list[tuple[_Batch, FloatArray]] = []
@@ -195,7 +201,8 @@ class RunReport:
             there = to_device(torch.from_numpy(counted), values.device)
             values, noise_levels, weights = values[there], noise_levels[there], weights[there]
         cost = float(self.data.cost_model.cost(tokens).sum())
-        self.metrics.add(values, noise_levels, weights=weights, tokens=tokens, cost=cost, groups=groups)
+        flops = self._flops_of(losses, rows)
+        self.metrics.add(values, noise_levels, weights=weights, tokens=tokens, cost=cost, groups=groups, flops=flops)
         entry = {
             "epoch": epoch,
             "step": step,
@@ -208,6 +215,15 @@ class RunReport:
         encoded = torch.ones_like(losses.values) if losses.encoded is None else losses.encoded
         both = torch.stack([losses.values.detach(), encoded.to(losses.values)])
         self._window.append(_Batch(both, index.tolist(), counted, timer, entry))
+
+    def _flops_of(self, losses: StepLosses, rows: StepRows) -> tuple[float, float]:
+        """Return the operations of a batch, see [`StepFlops.of_batch`]; zeros where they are not logged."""
+        if self.flops is None:
+            return 0.0, 0.0
+        computed = Computed(rows.tokens) if losses.computed is None else losses.computed
+        together = self.accelerator.distributed_type in SHARDED  # then each batch is predicted, see `Step`
+        base = bool(self.config.preservation.base_predictions) and (together or bool(losses.targets.any()))
+        return self.flops.of_batch(computed, (rows.weights > 0).numpy(), base=base)
 
     def finish(
         self, factor: float, *, grad_norm: torch.Tensor | float | None, stop: int, late: bool = False
@@ -263,6 +279,8 @@ class RunReport:
             self.log.write_step("losses", global_step, entry)
         self.bar.update()
         shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
+        if "model_tflops" in entry:
+            shown["tflops"] = f"{entry['model_tflops']:.3g}"
         self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
         if len(self._first_seconds) < TIMED_STEPS:
             self._first_seconds.append(entry["seconds"])

@@ -58,6 +58,8 @@ _MOST_BYTES = 2_500_000
 _TRAINED = {"model": "pretrained_model_name_or_path", "data": "dataset_dir"}
 """Settings that a page begins with, by their titles."""
 _NOISE = "loss_by_noise/"
+_TFLOPS = {"useful": ("model_tflops", "mfu"), "hardware": ("hardware_tflops", "hfu")}
+"""Columns of TFLOP/s, each with that of its share of the peak, by their titles."""
 _RENDERING = re.compile(r".*/step-\d+/\d+x\d+x\d+-[^/]+\.(mp4|png)")
 """Path of a rendering of a run, beside which people may keep files of their own."""
 
@@ -126,6 +128,8 @@ def _heading(run: Logs) -> list[tuple[str, str]]:
 def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
     """Show what each run came to, and unless `min_fall` is None the checks of its log of every sample."""
     rows, checks = [], []
+    ends = [line for run in runs for line in run.losses[-1:]]
+    counted = {title: names for title, names in _TFLOPS.items() if any(names[0] in line for line in ends)}
     for run in runs:
         enough = len(run.steps.loss) >= FEWEST_STEPS
         first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)
@@ -143,6 +147,7 @@ def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
                 _number(held_out[-1] if held_out else math.nan),
                 _number(min(held_out) if held_out else math.nan),
                 short_number(float(np.median(run.column("tokens_per_second")))),
+                *(_tflops(run, *names) for names in counted.values()),
             )
         )
         checks += [] if min_fall is None else [(run.name, *check) for check in _checks(run, min_fall)]
@@ -158,6 +163,7 @@ def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
         "held-out loss, last",
         "lowest",
         "tokens per second, median",
+        *(f"{title} TFLOP/s per process, median" for title in counted),
     )
     texts = [] if min_fall is None else [text for run in runs if (text := _not_finite(run))]
     return [
@@ -284,6 +290,18 @@ def _learned(runs: Sequence[Logs]) -> list[Block]:
 def _speed(runs: Sequence[Logs]) -> Charts:
     panels = (
         ("Tokens per second", "tokens_per_second", "tokens per second", "All processes together."),
+        (
+            "Useful TFLOP/s per process",
+            "model_tflops",
+            "TFLOP/s",
+            "Forward and backward pass of the samples, without recomputation and padding.",
+        ),
+        (
+            "Hardware TFLOP/s per process",
+            "hardware_tflops",
+            "TFLOP/s",
+            "All that is computed: checkpointed blocks again, scores of attention again, padding.",
+        ),
         ("Fill", "fill", "tokens ÷ max_tokens", "1 is full; of runs whose batches have a limit of tokens."),
         ("Imbalance", "imbalance", "largest ÷ mean cost", "1: no process waits for another."),
     )
@@ -426,6 +444,15 @@ def _resumes(runs: Sequence[Logs]) -> list[Block]:
         return []
     head = ("run", "after step", "in epoch", "processes", "settings that changed")
     return [Table(title="Resumes", head=head, rows=rows, texts=(4,))]
+
+
+def _tflops(run: Logs, name: str, of_peak: str) -> str:
+    """Return the median of a column of TFLOP/s, with its share of the peak where that is known."""
+    rates, shares = run.column(name), run.column(of_peak)
+    if np.isnan(rates).all():
+        return "–"
+    share = "" if np.isnan(shares).all() else f" ({np.nanmedian(shares):.0%} of the peak)"
+    return f"{short_number(float(np.nanmedian(rates)))}{share}"
 
 
 def _number(value: float) -> str:

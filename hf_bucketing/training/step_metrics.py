@@ -23,7 +23,7 @@ _BINS = 10
 _FIRST = ("grad_norm", "stop", "train_loss")
 """What a process gathers first of a step; sums of losses and counts follow."""
 
-_COUNTS = 6  # samples, tokens, cost, batches, pairs of tokens, seconds
+_COUNTS = 8  # samples, tokens, cost, batches, pairs of tokens, operations of the model and all, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class StepMetrics:
         degree (`int`): Neighbouring processes that take the same samples, which count once.
         groups (mapping of `str` to sequences of `str`): Groups of samples whose losses are summed apart, by what
             divides them, such as `{"source": ["clips", "faces"]}`.
+        peak_tflops (`float`, *optional*): Peak of the device of each process, to compute its share.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class StepMetrics:
         max_tokens: int | None,
         degree: int = 1,
         groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        peak_tflops: float | None = None,
     ) -> None:
         self.accelerator = accelerator
+        self.peak_tflops = peak_tflops
         self.groups = groups
         self._names = [f"noise/{level / _BINS:.1f}" for level in range(_BINS)]
         self._names += [f"{division}/{name}" for division, names in groups.items() for name in names]
@@ -86,6 +89,7 @@ class StepMetrics:
         tokens: npt.NDArray[np.int64],
         cost: float,
         groups: Mapping[str, npt.NDArray[np.int64]] = MappingProxyType({}),
+        flops: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         """Add a batch.
 
@@ -96,6 +100,8 @@ class StepMetrics:
             tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
             cost (`float`): Cost of the samples, in any unit.
             groups (mapping of `str` to arrays of `int`, shape `(n,)`): Group of each sample, by what divides them.
+            flops (`tuple` of two `float`): Floating-point operations that the samples are trained for, and all that
+                the device computes; 0 where they are not counted.
         """
         values = values.detach().float()
         bins = (noise_levels.detach().float() * _BINS).long().clamp(0, _BINS - 1)
@@ -108,7 +114,7 @@ class StepMetrics:
         self._sums.index_add_(0, 1 + bins, values)
         self._sums.index_add_(0, 1 + len(self._names) + bins, torch.ones_like(values))
         pairs = np.square(tokens, dtype=np.float64).sum()
-        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs)
+        self._counts += (len(tokens), tokens.sum(), cost, 1, pairs, *flops)
 
     def finish(
         self,
@@ -140,6 +146,10 @@ class StepMetrics:
         the process of the largest cost alone, which waits neither for its data nor for the others: a step takes as
         long as the slowest process, and an own time of the others would need a device that is synchronised before
         every exchange of gradients. Of a step that is read late, `busy_seconds` is there if that process is this one.
+
+        Where operations are counted, `model_tflops` are those that the samples are trained for (forward and backward
+        pass, without recomputation and padding) and `hardware_tflops` all that are computed, in TFLOP per second and
+        process; `mfu` and `hfu` (model and hardware FLOPs utilisation) are their shares of a peak that is known.
         """
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
@@ -167,7 +177,7 @@ class StepMetrics:
         bins = len(self._names)
         largest = dict(zip(_FIRST, rows[:, : len(_FIRST)].amax(0).tolist(), strict=True))
         loss, sums, seen, counts = rows[:: self.degree, 2:].split([1, bins, bins, _COUNTS], 1)
-        samples, tokens, cost, batches, pairs, busy = counts.unbind(1)
+        samples, tokens, cost, batches, pairs, model, hardware, busy = counts.unbind(1)
         costliest = int(cost.argmax())
         now = time.perf_counter()
         whole, self._start = now - self._start, now
@@ -186,6 +196,13 @@ class StepMetrics:
             "grad_norm": largest["grad_norm"],
             **({"stop": largest["stop"]} if largest["stop"] else {}),
         }
+        if float(hardware.sum()):
+            each = 1e12 * whole * len(rows)
+            metrics["model_tflops"] = float(model.sum()) / each
+            metrics["hardware_tflops"] = float(hardware.sum()) / each
+            if self.peak_tflops is not None:
+                metrics["mfu"] = metrics["model_tflops"] / self.peak_tflops
+                metrics["hfu"] = metrics["hardware_tflops"] / self.peak_tflops
         if self.max_tokens is not None:
             metrics["fill"] = float(tokens.sum() / (batches.sum() * self.max_tokens))
         for level in torch.nonzero(seen.sum(0)).flatten().tolist():

@@ -31,6 +31,7 @@ from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES, SHOWN_FRAME
 from ..models.shown_parts import shown_part
 from ..models.texts import TextEmbeddings
 from ..packing.forward import packed_forward, packed_forward_with_audio
+from ..packing.layout import PackedLayout
 from ..packing.names import Grid
 from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
@@ -40,6 +41,30 @@ from .base_targets import TARGETS, BaseTarget, base_targets
 from .config import TrainingConfig
 from .run_data import RunData, StepRows
 from .settings.preservation import PreservationConfig
+
+
+class Computed(NamedTuple):
+    """Tokens that a transformer computes of a batch.
+
+    Attributes:
+        lengths (array of `int`, shape `(n,)`): Tokens of each sample, with those of its text where they are in its
+            sequence.
+        padding (`int`): Tokens of no sample.
+    """
+
+    lengths: IntArray
+    padding: int = 0
+
+    @classmethod
+    def of_pack(cls, layout: PackedLayout) -> Computed:
+        """Return those of a pack: tokens that it drops are no tokens of it, and captions have their own length."""
+        parts = [layout.lengths]
+        if layout.text_slots:
+            parts.append(layout.joint_text_lengths)
+        apart = layout.audio_lengths or (0,) * len(layout)
+        lengths = np.array([*parts, apart], np.int64).sum(0)
+        computed = layout.num_strips * (layout.strip_length + layout.text_slots) + sum(apart)
+        return cls(lengths, computed - int(lengths.sum()))
 
 
 class StepLosses(NamedTuple):
@@ -53,6 +78,7 @@ class StepLosses(NamedTuple):
         drawn (sequence of [`Drawn`][hf_bucketing.models.conditioning.Drawn]): What each sample was shown.
         encoded (`torch.Tensor` of shape `(n,)`, *optional*): Whether all that was encoded of each sample is finite;
             None from a cache, whose entries are.
+        computed ([`Computed`], *optional*): Tokens of a pack; None of a stack, whose samples have those of the plan.
     """
 
     values: torch.Tensor
@@ -60,6 +86,7 @@ class StepLosses(NamedTuple):
     targets: IntArray
     drawn: Sequence[Drawn]
     encoded: torch.Tensor | None = None
+    computed: Computed | None = None
 
 
 class Prediction(NamedTuple):
@@ -69,11 +96,13 @@ class Prediction(NamedTuple):
         by_sample (callable): Returns the prediction for each sample, `(C_out, f, h, w)`, 0 where tokens are dropped.
         losses (callable): Returns the loss of each sample's video, `(n,)`, given noisy latents and targets.
         heard (list of `(tokens, channels)`): Predictions for the audio of each sample; none where none is trained.
+        computed ([`Computed`], *optional*): Tokens of a pack.
     """
 
     by_sample: Callable[[], list[torch.Tensor]]
     losses: Callable[[Noised], torch.Tensor]
     heard: Sequence[torch.Tensor] = ()
+    computed: Computed | None = None
 
     @property
     def modalities(self) -> list[Sequence[torch.Tensor]]:
@@ -152,7 +181,8 @@ class Step(ABC):
             values = values * encoded
         names = ["data" if target is None else target.name for target in of_base]
         targets = np.array([TARGETS.index(name) for name in names], np.int64)
-        return StepLosses(values, self.objective.noise_levels(noised.timesteps), targets, drawn, encoded)
+        noise_levels = self.objective.noise_levels(noised.timesteps)
+        return StepLosses(values, noise_levels, targets, drawn, encoded, prediction.computed)
 
     def weigh(self, rows: StepRows, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
         """Return what a batch counts for, with the weights of the conditions that are drawn for its samples.
@@ -364,14 +394,14 @@ class PackStep(Step):
             seeds=seeds,
             **samples.text.pack_kwargs(),
         )
-        weights = loss_weights(inputs, samples)
+        weights, computed = loss_weights(inputs, samples), Computed.of_pack(pack.layout)
+        heard: Sequence[torch.Tensor] = ()
         if samples.audio is None:
             output = packed_forward(transformer, pack)
-            losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
-            return Prediction(partial(pack.unpack, output), losses)
-        output, heard = packed_forward_with_audio(transformer, pack)
+        else:
+            output, heard = packed_forward_with_audio(transformer, pack)
         losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
-        return Prediction(partial(pack.unpack, output), losses, heard)
+        return Prediction(partial(pack.unpack, output), losses, heard, computed)
 
 
 def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:

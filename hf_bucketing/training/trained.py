@@ -25,6 +25,7 @@ from ..optimizers.optimizer import (
     omits_updates,
     omitted_if,
 )
+from ..placement.checkpointing import checkpoint_blocks
 from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks, offload_idle
 from ..placement.quantization import leave_frozen_weights_to_each_process
@@ -75,8 +76,8 @@ def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Acce
             lora_format=adapters.lora_format,
             subfolder=folder,
         )
-    if config.memory.gradient_checkpointing:
-        recipe.transformer.enable_gradient_checkpointing()
+    if config.memory.gradient_checkpointing != "auto":  # or else `fill_checkpointing` chooses, after the data is read
+        checkpoint_blocks(recipe.transformer, config.memory.gradient_checkpointing)
     if config.memory.offload_blocks:
         offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
     recipe.transformer.train()  # before max_tokens="auto" tries steps

@@ -37,7 +37,11 @@ BROKEN = [
     ({"quantize_base": "nf4"}, {"on_cpu": True}),
     ({"quantize_base": "nf4", "offload_blocks": 1}, {}),
     ({"quantize_base": "int8", "gradient_checkpointing": False}, {}),
-    ({"offload_blocks": 1, "gradient_checkpointing": False}, {}),
+    ({"offload_blocks": 1, "gradient_checkpointing": 3}, {}),
+    ({"gradient_checkpointing": "auto"}, {"searches": True}),
+    ({"gradient_checkpointing": "auto"}, {"sharding": "DEEPSPEED"}),
+    ({"gradient_checkpointing": 3}, {"sharding": "FSDP2", "wraps_blocks": True}),
+    ({"gradient_checkpointing": "auto"}, {"planned": True}),
     ({}, {"lora_plus": True, "adapters": False}),
     ({}, {"lora_plus": True, "kind": "lokr"}),
     ({}, {"lora_format": "comfyui", "kind": "dora"}),
@@ -94,7 +98,7 @@ def test_settings_that_may_conflict_name_each_other() -> None:
             "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio, "
             "--offload_idle_expert.",
         ),
-        ("plan_memory", "It may conflict with --quantize_base, --offload_blocks."),
+        ("plan_memory", "It may conflict with --quantize_base, --offload_blocks, --sharding."),
     ],
 )
 def test_the_help_of_a_flag_names_those_it_may_conflict_with(script: str, said: str, monkeypatch) -> None:

@@ -136,8 +136,8 @@ def test_a_later_run_plans_by_the_costs_that_an_earlier_one_measured(
 
 def test_of_several_processes_the_costliest_is_measured() -> None:
     """The others wait for it, so that their time says nothing about their own samples."""
-    others = torch.zeros(2 + 1 + 2 * 10 + 6)
-    others[-6:] = torch.tensor([3.0, 900.0, 810_000.0, 1.0, 810_000.0, 2.0])  # one sample of 900 tokens
+    others = torch.zeros(2 + 1 + 2 * 10 + 8)
+    others[-8:] = torch.tensor([3.0, 900.0, 810_000.0, 1.0, 810_000.0, 0.0, 0.0, 2.0])  # one sample of 900 tokens
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, others[None]]))
     metrics = StepMetrics(cast("Any", accelerator), max_tokens=None)
 
@@ -158,7 +158,7 @@ def test_a_step_that_is_read_late_has_the_time_of_its_own_process_alone(cost: fl
     def gather(mine: torch.Tensor) -> torch.Tensor:
         assert mine[0, -1].isnan(), "nothing waits for the device before the processes exchange what they have"
         other = mine.clone()
-        other[0, -4] = cost
+        other[0, -6] = cost
         return torch.cat([mine, other])
 
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather=gather, process_index=0)

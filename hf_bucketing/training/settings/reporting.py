@@ -21,6 +21,8 @@ class ReportingConfig:
         tracker_tags (`list` of `str`, *optional*): Tags of the run in wandb, and among the settings in all trackers.
         page_steps (`int`, *optional*): Optimizer steps between writings of the run's page, run.html in `output_dir`,
             which refreshes itself in a browser while the run trains; by default none is written.
+        log_tflops (`bool`, *optional*): Whether each step's log line has its TFLOP/s per process, for which a forward
+            and a backward pass are traced before the first step, some seconds long; by default on GPUs alone.
 
     Raises:
         BucketingError: If a number of steps is below 1, or something is named for a tracker and there is none.
@@ -31,6 +33,7 @@ class ReportingConfig:
     tracker_run_name: str | None = None
     tracker_tags: list[str] | None = None
     page_steps: int | None = None
+    log_tflops: bool | None = None
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "page_steps")
