@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from peft import LoraConfig
 from synthetic.pipelines import make_tiny_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_bucketing.adapters.lora import lora_targets
+from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
@@ -81,9 +80,7 @@ class SmallModel:
         self.model: Any = getattr(diffusers, settings["_class_name"]).from_config({**settings, **config})
         self.family = family_of(self.model)
         if lora:
-            self.model.requires_grad_(False)
-            targets = lora_targets(self.model, AdapterConfig())
-            self.model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets))
+            add_adapters(self.model, AdapterConfig(lora_rank=4))
         self.model.enable_gradient_checkpointing()
         self.model.train()
 

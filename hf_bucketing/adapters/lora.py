@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from diffusers.training_utils import cast_training_params
+from peft.tuners.lora import LoraLayer
 
 from ..errors import BucketingError
 from ..files import complete_parts
@@ -75,6 +76,29 @@ def add_adapters(transformer: Any, config: AdapterConfig, *, audio: bool = False
     except ValueError as error:
         raise BucketingError(f"No adapter fits `lora_targets`, {targets}: {error}") from error
     correct_layers(transformer)
+    if config.adapter == "lora" and not settings.lora_dropout:
+        leave_casts_to_autocast(transformer)
+
+
+def leave_casts_to_autocast(transformer: Any) -> None:
+    """Let layers of LoRA without dropout not cast what autocast casts.
+
+    peft casts the input of each layer to the float32 of its adapters, and autocast then casts it back: two copies of
+    all tokens, and two more in the backward pass, which change no bit.
+    """
+    for module in transformer.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = OUTSIDE_AUTOCAST
+
+
+class _OutsideAutocast:
+    """True where no autocast is active, asked anew each time."""
+
+    def __bool__(self) -> bool:
+        return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+
+
+OUTSIDE_AUTOCAST: Any = _OutsideAutocast()
 
 
 def lora_targets(transformer: Any, config: AdapterConfig) -> list[str]:

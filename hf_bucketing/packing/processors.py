@@ -172,7 +172,7 @@ class PackedAttnProcessor(Processor):
         if torch.compiler.is_compiling() or layout.text_index is not None:  # one graph serves both kinds of packs
             # from the stored texts to the samples' texts, one after another
             key, value = key[layout.text_order], value[layout.text_order]
-        else:
+        elif len(key) > layout.num_text_tokens:  # padding of rows
             key, value = key[: layout.num_text_tokens], value[: layout.num_text_tokens]
         return [Keys(key, value, layout.cross_segments)]
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 from accelerate import PartialState, init_empty_weights
 from diffusers import DiffusionPipeline
+from diffusers.training_utils import cast_training_params
 from packaging.version import Version
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
@@ -28,14 +30,16 @@ from hf_bucketing.adapters.files import (
     write_diffusers,
 )
 from hf_bucketing.adapters.kinds import merge_adapters
-from hf_bucketing.adapters.lora import ADAPTER, adapters_of, add_lora, save_lora, start_adapters
+from hf_bucketing.adapters.lora import ADAPTER, adapters_of, add_adapters, add_lora, save_lora, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models.loading import empty_transformer
 from hf_bucketing.models.registry import family_of
 from tests.adapters.lora_cases import ALPHA, FAMILIES, RANK, change, drawn, header_of, peer_file
 from tests.conftest import run_script_here
+from tests.models.cases import CASES, Samples
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import stock_pipeline
+from tests.packing.test_costs import Operations
 
 TOO_NEW = ("ltx2", "qwen-image", "kandinsky5") if Version(diffusers.__version__) < Version("0.40") else ()
 """Tiny pipelines whose components need a newer diffusers, or the newer transformers that comes with it."""
@@ -267,3 +271,29 @@ def test_the_text_refiner_of_hunyuan_video_has_adapters_only_on_request(load) ->
         layers = adapters_of(pipeline.transformer)
         assert any("single_transformer_blocks.0.attn.to_q" in layer for layer in layers)
         assert any(layer.startswith("context_embedder.") for layer in layers) == refined
+
+
+def test_casts_that_autocast_repeats_are_left_out_and_change_no_bit() -> None:
+    results = []
+    for casts in (None, True):  # as the package leaves it, and as peft does
+        model = CASES["wan"].model(torch.bfloat16)
+        add_adapters(model, AdapterConfig(lora_rank=4))
+        cast_training_params(model, torch.float32)
+        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            for weight in (*layer.lora_A.values(), *layer.lora_B.values()):
+                torch.nn.init.normal_(weight.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+            if casts is not None:
+                layer.cast_input_dtype_enabled = casts
+        with torch.autocast("cpu", torch.bfloat16), Operations() as ran:
+            output = torch.cat([part.flatten() for part in Samples().alone(model)])
+        output.float().square().mean().backward()
+        slopes = [weight.grad for weight in model.parameters() if weight.requires_grad]
+        results.append((output, slopes, ran.names["aten::_to_copy"]))
+        with torch.no_grad():
+            Samples(torch.bfloat16).alone(model)  # without autocast peft still casts
+    (output, slopes, fewer), (other, others, more) = results
+    assert torch.equal(output, other)
+    assert all(torch.equal(slope, reference) for slope, reference in zip(slopes, others, strict=True))
+    assert all(bool(slope.any()) for slope in slopes)
+    assert fewer < more

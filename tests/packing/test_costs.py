@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,14 +21,14 @@ from tests.models.cases import CASES, Samples, each_case
 
 
 class Operations(TorchDispatchMode):
-    """Remember the names of the operations that run inside."""
+    """Count the operations that run inside, by their names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(function.name())
+        self.names[function.name()] += 1
         return function(*args, **(kwargs or {}))
 
 

@@ -150,7 +150,7 @@ def _stack(parts: Sequence[tuple[torch.Tensor, Stretch]]) -> torch.Tensor:
 def _unstretched(part: torch.Tensor, stretch: Stretch) -> torch.Tensor:
     if stretch.times == 1:
         return part
-    steps = part[0].unflatten(1, (stretch.times, stretch.step)).transpose(0, 1)
+    steps = part.squeeze(0).unflatten(1, (stretch.times, stretch.step)).transpose(0, 1)
     return steps if stretch.step == stretch.length else steps[:, :, : stretch.length]
 
 
@@ -176,4 +176,4 @@ def _join_outputs(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: in
     pieces = [zeros[:, :gap] for gap in gaps[:1] if gap]
     for (part, _), gap in zip(parts, gaps[1:], strict=True):
         pieces += [part, zeros[:, :gap]] if gap else [part]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))[0]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).squeeze(0)
