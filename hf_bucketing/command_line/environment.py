@@ -11,13 +11,13 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import __version__
 
-_PACKAGES = "accelerate av bitsandbytes datasets diffusers flash-attn numpy peft ray torch torchao torchcodec"
-_PACKAGES += " transformers"
+_PACKAGES = "accelerate av bitsandbytes datasets diffusers flash-attn flash-attn-4 numpy peft ray torch torchao"
+_PACKAGES += " torchcodec transformers"
 _VARIABLES = re.compile(
     r"(ACCELERATE|CUDA|FSDP|HF|NCCL|PYTORCH|SLURM|TORCH)_\w+|(LOCAL_)?RANK|WORLD_SIZE|OMP_NUM_THREADS"
 )
@@ -53,15 +53,16 @@ def _without_secrets(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def describe_environment() -> str:
+def describe_environment(more: Mapping[str, Sequence[str]] | None = None) -> str:
     """Return the versions of packages, the variables that libraries read, and the last error of a script.
 
-    Values of variables whose name says that they are secret are hidden.
+    Values of variables whose name says that they are secret are hidden. `more` are further lists, by their titles.
     """
     lines = ["Packages:", f"- hf_bucketing {__version__}"]
     for name in _PACKAGES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             lines.append(f"- {name} {importlib.metadata.version(name)}")
+    lines += [f"{title}:\n" + "\n".join(f"- {line}" for line in said) for title, said in (more or {}).items()]
     lines.append("Variables:")
     for name, value in sorted(os.environ.items()):
         if _VARIABLES.fullmatch(name):
@@ -71,9 +72,9 @@ def describe_environment() -> str:
     return "\n".join(lines)
 
 
-def print_environment() -> None:
+def print_environment(more: Mapping[str, Sequence[str]] | None = None) -> None:
     """Print what `accelerate env` does, and [`describe_environment`]."""
     from accelerate.commands.env import env_command
 
     env_command(Namespace(config_file=None))
-    print(describe_environment())
+    print(describe_environment(more))

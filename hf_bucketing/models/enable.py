@@ -10,7 +10,7 @@ import torch
 
 from ..errors import PackingError
 from ..packing.attachment import ATTRIBUTE, attach, attachment_of, unwrap
-from ..packing.attention.dispatch import resolve_backend
+from ..packing.attention.dispatch import announce_anew, resolve_backend
 from ..packing.family import Family
 from ..packing.names import Grid
 from ..packing.pack import Packing
@@ -75,6 +75,7 @@ def enable_packing(
         base_size=base_size,
     )
     attach(packing)
+    announce_anew()
     return packing
 
 

@@ -24,6 +24,7 @@ from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.planned import StepCount
 from ..models.conditioning import read_conditions
+from ..packing.attention.dispatch import choices
 from ..placement.shards import SHARDED
 from .base_targets import TARGETS
 from .collation import unreadable_log
@@ -305,7 +306,7 @@ class RunReport:
         """Say how the run ended, or that it runs."""
         if self.accelerator.is_main_process:
             steps = {"global_step": global_step, "max_train_steps": planned.steps}
-            write_status(self.folder, status, **steps, lines=self.log.state_dict())
+            write_status(self.folder, status, **steps, lines=self.log.state_dict(), attention=choices())
             if status != "running" and self.config.reporting.page_steps is not None:
                 write_live_page(self.folder)  # which no longer refreshes itself
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,17 +176,25 @@ def write_cost_model(output_dir: Path) -> str:
 
 
 def write_status(
-    output_dir: Path, status: Status, *, global_step: int, max_train_steps: int, lines: Mapping[str, int]
+    output_dir: Path,
+    status: Status,
+    *,
+    global_step: int,
+    max_train_steps: int,
+    lines: Mapping[str, int],
+    attention: Sequence[str] = (),
 ) -> None:
     """Say how a run ended, or that it runs, since when, and with its finished and its planned optimizer steps.
 
-    `lines` is the [`state_dict`][RunLog.state_dict] of its log, by which lines that are lost later are missed.
+    `lines` is the [`state_dict`][RunLog.state_dict] of its log, by which lines that are lost later are missed, and
+    `attention` what the backend `"auto"` chose.
     """
     path = output_dir / "logs" / STATUS
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete_file(path) as partial:
         steps = {"global_step": global_step, "max_train_steps": max_train_steps}
         values = {"status": status, "time": time.time(), **steps, "lines": lines}
+        values |= {"attention": attention} if attention else {}
         partial.write_text(json.dumps(values) + "\n")
 
 

@@ -122,6 +122,7 @@ def _heading(run: Logs) -> list[tuple[str, str]]:
         ("begun or resumed" if status.get("status") == "running" else "ended", date),
         ("optimizer steps", f"{len(run.losses):,}" + (f" of {planned:,}" if planned else "")),
         ("state", describe_end(status)),
+        *(("attention", said) for said in status.get("attention", ())),
     ]
 
 

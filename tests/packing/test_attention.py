@@ -177,8 +177,7 @@ def test_what_a_backend_derives_is_made_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_auto_picks_segments_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     segments = spans_of([(0, 6)])
     tokens = tokens_for(segments)
-    for remembered in (dispatch._choice, dispatch._announce):
-        remembered.cache_clear()
+    dispatch.announce_anew()
     with caplog.at_level(logging.INFO, logger="hf_bucketing"):
         output = packed_attention(*tokens, segments, backend="auto")
         packed_attention(*tokens, segments, backend="auto")
@@ -187,6 +186,7 @@ def test_auto_picks_segments_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptu
         "run on CUDA devices in half precision."
     ]
     assert torch.equal(output, packed_attention(*tokens, segments))
+    assert [*dispatch.choices()] == [record.getMessage() for record in caplog.records]
 
 
 def test_explicit_choices_are_refused_not_replaced() -> None:

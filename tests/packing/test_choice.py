@@ -90,6 +90,9 @@ def test_an_environment_with_flash_attention_4_alone_has_that_kernel_and_no_othe
         assert "flash_attn_varlen_func" in str(kernels.missing("fa2")), "the package can be found, its function cannot"
         assert kernels.installed()[0] == "fa4"
         assert "fa2" not in kernels.LOADED
+        fa4, _, fa2 = kernels.describe_kernels()
+        assert fa4 == "varlen:fa4: FlashAttention 4"
+        assert fa2.startswith("varlen:fa2: none, cannot import name")
 
 
 def test_flash_attention_2_is_given_all_tokens_as_offsets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A packed block dispatches about as many operations as one of the stock model; see scripts/count_operations.py."""
+"""A packed block dispatches about as many operations as one of the stock model; see scripts/benchmark_operations.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = ("wan", "ltx", "flux", "hunyuan-video", "qwen-image")
 def counts(monkeypatch) -> Any:
     """The script as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("count_operations")
+    return importlib.import_module("benchmark_operations")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -74,20 +74,31 @@ def choose_backend(
 
 @torch.compiler.assume_constant_result  # which torch.compile does not see on a function that is itself a cache
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, *kind: bool) -> Backend:
-    return _choice(device, dtype, head_dim, dropout, Segments(*kind))
-
-
-@functools.cache
-def _choice(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, segments: Segments) -> Backend:
-    where = device_of(device)
-    choice = choose(where, dtype, head_dim=head_dim, dropout=dropout, segments=segments, kernels=installed())
-    _announce(choice, where.type, dtype)
+    choice = _choice(device, dtype, head_dim, dropout, Segments(*kind))
+    said = f"Packed attention on {device.type} in {dtype} runs on the backend {choice.backend!r}, as {choice.reason}."
+    if said not in _SAID:
+        _SAID.append(said)
+        logger.info(said)
     return choice.backend
 
 
 @functools.cache
-def _announce(choice: Choice, device: str, dtype: torch.dtype) -> None:
-    logger.info(f"Packed attention on {device} in {dtype} runs on the backend {choice.backend!r}, as {choice.reason}.")
+def _choice(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, segments: Segments) -> Choice:
+    where = device_of(device)
+    return choose(where, dtype, head_dim=head_dim, dropout=dropout, segments=segments, kernels=installed())
+
+
+_SAID: list[str] = []
+
+
+def choices() -> tuple[str, ...]:
+    """Return what `"auto"` chose, and why, since [`announce_anew`] was called, as sentences that were logged."""
+    return tuple(_SAID)
+
+
+def announce_anew() -> None:
+    """Log choices again that were made before: those of another model or run."""
+    _SAID.clear()
 
 
 def packed_attention(

@@ -189,6 +189,15 @@ def installed() -> tuple[str, ...]:
     return tuple(name for name in KERNELS if missing(name) is None)
 
 
+def describe_kernels() -> list[str]:
+    """Return a line for each kernel: whether it can be imported, and if not, why and what brings it."""
+    lines = []
+    for name, kernel in KERNELS.items():
+        why = missing(name)
+        lines.append(f"varlen:{name}: " + (f"{kernel.title}" if why is None else f"none, {why} ({kernel.source})"))
+    return lines
+
+
 @functools.cache
 def device_of(device: torch.device) -> Device:
     """Return what a choice reads of a device."""

@@ -1,6 +1,6 @@
 r"""Count what a step of a small model dispatches, packed and not, and the graphs that torch.compile makes of it.
 
-python scripts/count_operations.py wan flux --graphs
+python scripts/benchmark_operations.py wan flux --graphs
 
 An operation is what torch dispatches once: on a GPU, its launch costs Python some microseconds, whatever its size.
 """
