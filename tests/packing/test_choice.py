@@ -1,4 +1,4 @@
-"""Which backend `auto` stands for, and which kernels of variable lengths are there to be chosen from."""
+"""The backend that `auto` stands for, and the kernels of variable lengths that are there to be chosen from."""
 
 from __future__ import annotations
 
