@@ -249,8 +249,8 @@ def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) 
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_reason_of_each_way(components: Components) -> None:
     small = rows_of((1, 64, 64))
-    with pytest.raises(BucketingError, match=r"`gpu_memory=0.001` GiB:\n- 480×832(?s:.*)the least that options make"):
-        suggest(components, small, dataclasses.replace(MACHINE, gpu_memory=0.001), names="buckets")
+    with pytest.raises(BucketingError, match=r"`gpu_memory=0.0002` GiB:\n- 480×832(?s:.*)the least that options make"):
+        suggest(components, small, dataclasses.replace(MACHINE, gpu_memory=0.0002), names="buckets")
     with pytest.raises(BucketingError, match=r"`cpu_memory` is 0\.1 GiB"):
         suggest(components, small, dataclasses.replace(MACHINE, cpu_memory=0.1), names="buckets")
 
