@@ -22,7 +22,19 @@ def test_tables_follow_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("path", sorted((RESULTS / "h100").glob("*.json")), ids=lambda path: path.stem)
 def test_every_file_names_machine_versions_and_date(path: Path) -> None:
     described = json.loads(path.read_text())
-    named = ("date", "visit", "device", "driver", "python", "torch", "cudnn", "triton", "diffusers", "peft", "flash_attn_4")
+    named = (
+        "date",
+        "visit",
+        "device",
+        "driver",
+        "python",
+        "torch",
+        "cudnn",
+        "triton",
+        "diffusers",
+        "peft",
+        "flash_attn_4",
+    )
     assert all(described[name] for name in named)
     assert described["measured"]
     assert {"1": 1, "2": 2}.get(path.stem.split("_fa4")[0].rstrip("abc")[-1], 2) == described["visit"]
