@@ -218,5 +218,5 @@ SMALL = Scale(
     max_tokens=96,
     long_clip=Size(9, 48, 48),
     short_clip=Size(1, 64, 64),
-    tests="tests/test_devices.py",
+    tests="tests/placement/test_offload.py",
 )
