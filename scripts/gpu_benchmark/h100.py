@@ -25,7 +25,7 @@ ATTENTION = {
     "gqa 24/8": ("six of 64 to 11,776, 8 heads of keys", "24 × 128"),
     "d64 odd": ("six of 61 to 11,771", "32 × 64"),
 }
-"""Packs of the second visit: their lengths, and heads × channels."""
+"""Packs of the second session: their lengths, and heads × channels."""
 KERNELS = {
     "varlen:fa4": "FlashAttention 4",
     "segments": "`segments` (cuDNN)",
@@ -46,7 +46,7 @@ FIRST_KERNELS = {
 
 
 def measured(name: str) -> Any:
-    """Return what a file of the visits holds."""
+    """Return what a file of the sessions holds."""
     return json.loads((RESULTS / "h100" / f"{name}.json").read_text())["measured"]
 
 
@@ -68,7 +68,7 @@ def attention() -> Row:
     compiled = [row["first_s"] for row in fa4 if row["first_s"] > 1]
     return {
         "attention": [*speeds(second, KERNELS, ATTENTION)],
-        "attention_of_first_visit": [
+        "attention_of_first_session": [
             *speeds({case: first[case] | first_fa4[case] for case in FIRST_ATTENTION}, FIRST_KERNELS, FIRST_ATTENTION)
         ],
         "fa4": {
@@ -160,7 +160,7 @@ def steps(runs: dict[str, list[tuple[str, str, str, bool]]]) -> Iterator[Row]:
                 "s": figures["s"],
                 "tokens/s": round(figures["tokens_per_s"]),
                 "useful TFLOP/s": round(figures["useful_tflops"]),
-                "peak GiB": round(figures["peak_gib"], 1),
+                "peak GiB": figures["peak_gib"],
                 "of the stock step": None if kernel == "–" or stock is None else figures["tokens_per_s"] / stock,
             }
 
@@ -182,22 +182,22 @@ WIDE = {
 
 
 def wide_steps() -> Iterator[Row]:
-    for visit, cases in WIDE.items():
+    for session, cases in WIDE.items():
         stock: Row = {}
         for key, step, kernel in cases:
-            figures = measured(f"width_of_14b_{visit}")[key]
+            figures = measured(f"width_of_14b_{session}")[key]
             if kernel == "–":
                 stock = figures
             compared = kernel != "–" and figures["tokens"] == stock["tokens"]
             useful = figures.get("useful_tflops") or figures["model_tflops"]
             yield {
-                "visit": int(visit),
+                "session": int(session),
                 "step": step,
                 "kernel": kernel,
                 "s": figures["s"],
                 "useful TFLOP/s": round(useful),
                 "% of the peak": round(100 * useful / PEAK_TFLOPS),
-                "peak GiB": round(figures["peak_gib"], 1),
+                "peak GiB": figures["peak_gib"],
                 "of the stock step": figures["tokens_per_s"] / stock["tokens_per_s"] if compared else None,
             }
 
