@@ -46,6 +46,7 @@ GIVEN = {
     "stacked and packed | 38 to 45 % | 27 to 32 %": "the same",
     "the range is 12 to 31 %, from there on 24 to 45 %": "the same",
     "NVIDIA publishes 176 TFLOP/s per H100": "published: NVIDIA's DFM, in `planner/gpus.py`",
+    "up to 48.2 % of the peak": "published: the paper of NeMo VFM, arXiv 2503.12964",
     "count at 20 GB/s": "a guess, of `planner/suggestion.py`",
     "takes 0.5 GiB, a guess of 2 GiB": "what `planner/host.py` adds to each plan",
     "decoding process 0.1 GiB": "the same",
