@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -563,7 +563,7 @@ class JointLayout:
         given = (*tokens, *text)
         if not self._gathered or any(one is not other for one, other in zip(given, self._gathered[0], strict=False)):
             self._gathered[:] = [given, [self.gather(*pair) for pair in zip(tokens, text, strict=True)]]
-        return cast("Sequence[torch.Tensor]", self._gathered[1])
+        return self._gathered[1]
 
     @cached_property
     def _gathered(self) -> list[Sequence[torch.Tensor]]:

@@ -206,7 +206,7 @@ class SegmentSpans:
         for side in offsets:
             torch._dynamo.maybe_mark_dynamic(side, 0)
         longest = as_sizes(_round_up(max(query_lengths)), _round_up(max(key_lengths)))
-        return VarlenOffsets(*offsets, longest, key_index)
+        return VarlenOffsets(offsets[0], offsets[1], longest, key_index)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned when it was first called for `key`."""

@@ -193,7 +193,7 @@ def write_status(
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete_file(path) as partial:
         steps = {"global_step": global_step, "max_train_steps": max_train_steps}
-        values = {"status": status, "time": time.time(), **steps, "lines": lines}
+        values: dict[str, Any] = {"status": status, "time": time.time(), **steps, "lines": lines}
         values |= {"attention": attention} if attention else {}
         partial.write_text(json.dumps(values) + "\n")
 

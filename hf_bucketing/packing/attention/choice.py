@@ -1,4 +1,4 @@
-"""The choice that `"auto"` stands for: a pure function of the device, the call, its segments and the kernels at hand."""
+"""The choice that `"auto"` stands for: a function of the device, the call, its segments and the kernels at hand."""
 
 from __future__ import annotations
 

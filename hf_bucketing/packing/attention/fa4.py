@@ -56,7 +56,7 @@ def _attend(
 
 @_attend.register_fake
 def _(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, heads, _ = query.shape
+    tokens, heads = query.shape[:2]
     return query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=torch.float32)
 
 
