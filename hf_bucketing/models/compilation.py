@@ -17,7 +17,7 @@ GRAPHS_OF_A_BLOCK = 32
 
 
 def compile_blocks(transformer: torch.nn.Module, **options: Any) -> list[str]:
-    """Compile each repeated block of a transformer in place, by diffusers' `compile_repeated_blocks`.
+    """Compile the blocks of a diffusers transformer in place, by its `compile_repeated_blocks`.
 
     The graphs of the first batch serve batches of all other sizes. Compile after adapters were added and packing was
     enabled. What a compiled model computes differs from the model itself by rounding alone.
@@ -33,12 +33,7 @@ def compile_blocks(transformer: torch.nn.Module, **options: Any) -> list[str]:
         BucketingError: If diffusers names no repeated blocks of this class.
     """
     model: Any = unwrap(transformer)
-    names = list(getattr(model, "_repeated_blocks", None) or [])
-    if not names:
-        raise BucketingError(
-            f"diffusers names no repeated blocks of {type(model).__name__}, by which it could be compiled; train it "
-            "without `compile`."
-        )
+    names = compiled_classes(model)
     # Sizes that happen to be equal in one batch are not in the next: without this, such a batch is compiled again.
     shape_settings.use_duck_shape = False
     # Blocks share their code, so its graphs add up, as of training and of validation. Past the limit torch computes
@@ -48,6 +43,21 @@ def compile_blocks(transformer: torch.nn.Module, **options: Any) -> list[str]:
     for module in model.modules():
         if type(module).__name__ in names:
             module._compiled_call_impl = _OfAnySize(module._compiled_call_impl)
+    return names
+
+
+def compiled_classes(transformer: torch.nn.Module) -> list[str]:
+    """Return the names of the classes of blocks that [`compile_blocks`] compiles; the weights may be missing.
+
+    Raises:
+        BucketingError: If diffusers names no repeated blocks of this class.
+    """
+    names = list(getattr(transformer, "_repeated_blocks", None) or [])
+    if not names:
+        raise BucketingError(
+            f"Omit `compile`: diffusers names no repeated blocks of {type(transformer).__name__}, by which its blocks "
+            "are compiled."
+        )
     return names
 
 

@@ -41,6 +41,7 @@ class Combination:
         searches (`bool`): Whether the run searches the largest `max_tokens`.
         loads_once (`bool`): Whether one process loads the weights and sends the others their shares.
         grouped (`bool`): Whether accelerate's parallelism_config groups the processes.
+        dynamo (`bool`): Whether accelerate compiles what it prepares.
         replaces (`bool`): Whether unreadable samples are replaced.
         strip_length (`int`, *optional*): Tokens of a strip, in packs.
         weighs_late (`bool`): Whether the weights of the samples of accumulated batches are known when the last one
@@ -64,6 +65,7 @@ class Combination:
     searches: bool = False
     loads_once: bool = False
     grouped: bool = False
+    dynamo: bool = False
     replaces: bool = False
     strip_length: int | None = None
     weighs_late: bool = False
@@ -304,12 +306,23 @@ CONFLICTS = (
         "Omit `context_parallel_degree={degree}`, or train one transformer "
         '(`trained_component="transformer_2"`): groups of processes share the samples of one model.',
     ),
+    Conflict(
+        ("compile", "dynamo_backend"),
+        lambda run: run.memory.compile and run.dynamo,
+        "Omit `compile`, or accelerate's `dynamo_backend` (ACCELERATE_DYNAMO_BACKEND, or `dynamo_config` in its "
+        "configuration): both compile the transformer.",
+    ),
+    Conflict(
+        ("compile", "sharding"),
+        lambda run: run.memory.compile and run.sharding not in ("ddp", "FSDP2"),
+        "Omit `compile`, or use DDP or {version_2}: it is not supported under {run.sharding}.",
+    ),
 )
 """What cannot be combined, in the order in which it is reported."""
 
 OF_THE_LAUNCH = (
     "sharding", "num_processes", "fsdp_version", "zero_stage", "fsdp_cpu_ram_efficient_loading",
-    "fsdp_activation_checkpointing", "parallelism_config",
+    "fsdp_activation_checkpointing", "parallelism_config", "dynamo_backend",
 )  # fmt: skip
 """What a run that is launched takes from accelerate."""
 

@@ -40,7 +40,7 @@ def _checked(blocks: object) -> bool | int | Literal["auto"]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """Precision, quantisation, offload and parallelism of the transformer.
+    """Precision, quantisation, offload, parallelism and compilation of the transformer.
 
     Args:
         gradient_checkpointing (`bool`, `int` or `"auto"`): Whether the backward pass computes activations of blocks
@@ -61,6 +61,8 @@ class MemoryConfig:
         offload_activations (`bool`): Whether activations that the backward pass needs wait on the CPU.
         context_parallel_degree (`int`): Processes that share each sample, with a part of its tokens each (Ulysses),
             for samples that one device cannot hold. Batches are those of such a group, in place of a process.
+        compile (`bool`): Whether the transformer's blocks are compiled by torch: steps take less time and memory after
+            the first ones, which compile.
 
     Raises:
         BucketingError: On an impossible value.
@@ -78,6 +80,7 @@ class MemoryConfig:
     context_parallel_degree: int = setting(
         1, chosen=True, on_resume="plan", needs_rows="processes that share their samples read them from a plan"
     )
+    compile: bool = setting(False, on_resume="free", planned=False, common=True)
 
     def __post_init__(self) -> None:
         check_literals(self)

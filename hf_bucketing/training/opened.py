@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import DynamoBackend
 
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
@@ -21,6 +22,7 @@ from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..errors import BucketingError
 from ..media.references import Appended
 from ..media.row_references import sample_sizes
+from ..models.compilation import compiled_classes
 from ..models.conditioning import most_appended, read_conditions
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
@@ -171,6 +173,7 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             searches=config.batches.max_tokens == "auto",
             loads_once=loads_once(accelerator),
             grouped=accelerator.torch_device_mesh is not None,
+            dynamo=accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
             replaces=config.faults.on_error != "raise",
             wraps_blocks=wraps_blocks(accelerator),
             strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
@@ -191,6 +194,8 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         )
     if memory.offload_blocks:
         check_blocks(memory.offload_blocks, blocks=len(blocks_of(opened.empty_transformer)))
+    if memory.compile:
+        compiled_classes(opened.empty_transformer)
     if memory.context_parallel_degree > 1:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
         packed = config.batches.batching == "pack"

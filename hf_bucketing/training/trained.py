@@ -16,6 +16,7 @@ from diffusers.training_utils import EMAModel
 from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..errors import BucketingError
+from ..models.compilation import compile_blocks
 from ..models.enable import disable_packing
 from ..models.recipe import Recipe
 from ..optimizers.optimizer import (
@@ -81,6 +82,8 @@ def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Acce
     if config.memory.offload_blocks:
         offload_blocks(recipe.transformer, config.memory.offload_blocks, device=accelerator.device)
     recipe.transformer.train()  # before max_tokens="auto" tries steps
+    if config.memory.compile:
+        compile_blocks(recipe.transformer)
     return config
 
 

@@ -57,6 +57,8 @@ BROKEN = [
     ({"offload_idle_expert": True, "quantize_base": "nf4"}, {"experts": True}),
     ({}, {"sharding": "FSDP2", "experts": True}),
     ({"context_parallel_degree": 2}, {"experts": True}),
+    ({"compile": True}, {"dynamo": True}),
+    ({"compile": True}, {"sharding": "DEEPSPEED"}),
 ]
 
 
