@@ -1,3 +1,4 @@
+from .compilation import compile_blocks as compile_blocks
 from .enable import disable_packing as disable_packing, enable_packing as enable_packing
 from .ltx.packing import PackedLTXVideoAttnProcessor as PackedLTXVideoAttnProcessor
 from .verify import (

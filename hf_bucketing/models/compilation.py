@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.fx.experimental._config as shape_settings
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import BucketingError
-from ..packing.attachment import unwrap
+from ..packing.attachment import ATTRIBUTE, unwrap
+from ..packing.attention.dispatch import breaks_graphs
 
 GRAPHS_OF_A_BLOCK = 32
 """Graphs of a kind of block that torch may compile; by default 8."""
@@ -42,7 +43,8 @@ def compile_blocks(transformer: torch.nn.Module, **options: Any) -> list[str]:
     model.compile_repeated_blocks(**options)
     for module in model.modules():
         if type(module).__name__ in names:
-            module._compiled_call_impl = _OfAnySize(module._compiled_call_impl)
+            in_parts = torch.compile(module._call_impl, **{**options, "dynamic": True})
+            module._compiled_call_impl = _CompiledBlock(module, module._compiled_call_impl, in_parts, model)
     return names
 
 
@@ -61,18 +63,55 @@ def compiled_classes(transformer: torch.nn.Module) -> list[str]:
     return names
 
 
-class _OfAnySize:
-    """A compiled block that gets one graph for inputs of all sizes, and one for the first block and all others."""
+class _CompiledBlock:
+    """A compiled block that gets one graph for inputs of all sizes, and one for the first block and all others.
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        self.compiled = compiled
+    Args:
+        block (`torch.nn.Module`): The block.
+        whole (callable): The block, compiled for packs whose attention is a node of the graph, and for stacks.
+        in_parts (callable): The block, compiled for packs whose attention breaks the graph. All sizes are variables
+            there from the first graph on, as inputs of what follows a break cannot be marked.
+        transformer (`torch.nn.Module`): Transformer that the block belongs to.
+    """
+
+    def __init__(
+        self,
+        block: torch.nn.Module,
+        whole: Callable[..., Any],
+        in_parts: Callable[..., Any],
+        transformer: torch.nn.Module,
+    ) -> None:
+        self.whole, self.in_parts, self.transformer = whole, in_parts, transformer
+        self.attentions = [layer for layer in block.modules() if hasattr(layer, "processor")]
+        self.broken = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first, *others = args
-        if isinstance(first, torch.Tensor) and torch.is_grad_enabled() and not first.requires_grad:
-            first = first.detach().requires_grad_()  # as that of later blocks, where the first layers are frozen
-        for value in tree_leaves((first, others, kwargs)):
+        if args and isinstance(args[0], torch.Tensor) and torch.is_grad_enabled() and not args[0].requires_grad:
+            # As that of later blocks, where the first layers are frozen.
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        attachment = vars(self.transformer).get(ATTRIBUTE)
+        self._break(attachment is not None and breaks_graphs(attachment.packing.backend))
+        if self.broken:
+            return self.in_parts(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, _in_order, (args, kwargs))
+        for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
-                channels = 1 if value.is_floating_point() else 0
+                channels = 1 if value.is_floating_point() and value.ndim > 1 else 0
                 torch._dynamo.maybe_mark_dynamic(value, list(range(value.ndim - channels)))
-        return self.compiled(first, *others, **kwargs)
+        return self.whole(*args, **kwargs)
+
+    def _break(self, broken: bool) -> None:
+        """Let the graph end before each attention layer and begin after it, or let it hold these layers.
+
+        A break deep inside a layer would divide its first call otherwise than those after it. Checkpointing would find
+        other tensors saved by a recomputation than by its forward, and refuse it.
+        """
+        if broken != self.broken:
+            self.broken = broken
+            for layer in self.attentions:
+                layer._compiled_call_impl = torch.compiler.disable(layer._call_impl) if broken else None
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in the order of their dimensions: later blocks get views of what earlier ones joined."""
+    return tensor if 0 in tensor.stride() else tensor.contiguous()

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
-from hf_bucketing import PackingError
-from hf_bucketing.models import enable_packing
+from hf_bucketing import BucketingError, PackingError
+from hf_bucketing.models import compile_blocks, enable, enable_packing
+from hf_bucketing.models.enable import packing_disabled
 from hf_bucketing.packing import packed_forward, packed_mse
 from hf_bucketing.packing.attention import flex
 from tests.conftest import ROOT
 from tests.models.cases import (
     SIZES,
+    FamilyCase,
     Samples,
     assert_same_gradients,
     gradients,
     largest_difference,
     make_model,
 )
+from tests.models.families import CASES
+from tests.packing.flash_attention import flash_attention_4
 
 STRIPS, TEXT = 120, 64
 
@@ -116,6 +124,126 @@ def test_blocks_compile_as_one_graph_each_with_a_masked_backend() -> None:
     outputs = [packed_forward(model, batch) for _, batch in packs(packing, 3)]
     assert largest_difference(expected, outputs) <= 1e-6
     assert graphs.count <= len(model.blocks)
+
+
+FIVE = ["wan", "ltx", "flux", "hunyuan", "qwen-image"]
+
+
+def compiled(case: FamilyCase, compiler: Any, *, checkpointing: bool = True) -> torch.nn.Module:
+    model = case.model()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    assert compile_blocks(model, backend=compiler)
+    return model
+
+
+def kinds_of_blocks(model: torch.nn.Module) -> int:
+    return len({type(module) for module in model.modules() if type(module).__name__ in model._repeated_blocks})
+
+
+def of_several_tokens(case: FamilyCase) -> FamilyCase:
+    """Return a case whose strips have at least two text tokens each, and no sample one token, as one is a constant."""
+    sizes = tuple(size if math.prod(size) > 4 else (1, 4, 4) for size in case.sizes)
+    return replace(case, sizes=sizes, text_lengths=tuple(40 + sample for sample in range(len(sizes))))
+
+
+def orders(case: FamilyCase, count: int, *, most: int = 6) -> Iterator[tuple[int, ...]]:
+    numbers = random.Random(1)
+    for _ in range(count):
+        yield tuple(numbers.randrange(len(case.sizes)) for _ in range(numbers.randint(min(2, most), most)))
+
+
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let packs run on FlashAttention 4 on the CPU."""
+    monkeypatch.setattr(enable, "resolve_backend", lambda backend: backend)
+    with flash_attention_4():
+        yield
+
+
+def graphs_of_packs(case: FamilyCase, *, backend: str, packs: int, compiler: Graphs) -> list[int]:
+    """Train on packs of ever other samples, with at least two text tokens in each strip; count the graphs so far."""
+    case = of_several_tokens(case)
+    model, counts = compiled(case, compiler), []
+    packing = enable_packing(model, strip_length=max(4, case.shortest_strip), backend=backend)
+    for seed, order in enumerate(orders(case, packs)):
+        output = packed_forward(model, Samples(seed=seed, order=order, case=case).pack(packing))
+        output.square().mean().backward()
+        counts.append(compiler.count)
+    assert counts[0] > 0
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("name", FIVE)
+def test_twenty_packs_share_a_graph_for_each_kind_of_block(name: str) -> None:
+    counts = graphs_of_packs(CASES[name], backend="varlen:fa4", packs=20, compiler=Graphs())
+    assert counts[-1] == counts[1] <= kinds_of_blocks(CASES[name].model())
+
+
+@pytest.mark.usefixtures("any_device")
+def test_packs_share_one_graph_of_a_block() -> None:
+    assert graphs_of_packs(CASES["wan"], backend="varlen:fa4", packs=3, compiler=Graphs()) == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIVE)
+def test_segments_break_a_block_at_its_attention_alone(name: str) -> None:
+    counts = graphs_of_packs(CASES[name], backend="segments", packs=20, compiler=Graphs())
+    assert counts[-1] == counts[1]
+    attentions = [
+        sum(hasattr(layer, "processor") for layer in module.modules())
+        for module in CASES[name].model().modules()
+        if type(module).__name__ in CASES[name].model()._repeated_blocks
+    ]
+    assert counts[-1] <= kinds_of_blocks(CASES[name].model()) * (1 + max(attentions))
+
+
+@pytest.mark.parametrize("name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in FIVE[1:])])
+def test_twenty_stacks_share_a_graph_for_each_kind_of_block(name: str) -> None:
+    case, compiler = of_several_tokens(CASES[name]), Graphs()
+    model, counts = compiled(case, compiler), []
+    for seed, order in enumerate(orders(case, 20, most=1)):
+        Samples(seed=seed, order=order, case=case).alone(model)[0].square().mean().backward()
+        counts.append(compiler.count)
+    assert 0 < counts[-1] == counts[1] <= 2 * kinds_of_blocks(model)
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("backend", ["varlen:fa4", "segments"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_blocks_have_the_gradients_of_others(backend: str, dtype: torch.dtype) -> None:
+    case, found = CASES["wan"], []
+    for compiler in (None, aot_eager):
+        model = case.model() if compiler is None else compiled(case, compiler)
+        packing = enable_packing(model, strip_length=4, backend=backend)
+        samples = [Samples(seed=seed, order=order, case=case) for seed, order in enumerate([(0, 1, 2), (4, 4)])]
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            losses = [pack.loss_packed(model, packing) for pack in samples]
+        found.append((torch.stack(losses).detach(), gradients(model, *losses)))
+    (expected, slopes), (losses, compiled_slopes) = found
+    exact = dtype == torch.float32
+    assert torch.allclose(losses, expected, rtol=1e-5 if exact else 2**-7, atol=0)
+    assert_same_gradients(slopes, compiled_slopes, 1e-4 if exact else 0.1)
+
+
+def test_blocks_are_whole_again_for_the_pipelines_own_call() -> None:
+    case, compiler = CASES["wan"], Graphs()
+    model = compiled(case, compiler)
+    packing = enable_packing(model, strip_length=4, backend="segments")
+    samples = Samples(case=case)
+    packed_forward(model, samples.pack(packing))
+    in_parts = compiler.count
+    with packing_disabled(model), torch.no_grad():
+        outputs = samples.alone(model)
+    assert compiler.count > in_parts
+    assert largest_difference(outputs, case.expected.outputs) <= 1e-5
+
+
+def test_models_whose_blocks_diffusers_does_not_name_are_refused() -> None:
+    with pytest.raises(BucketingError, match="no repeated blocks of SD3Transformer2DModel"):
+        compile_blocks(CASES["sd3"].model())
 
 
 @pytest.mark.slow

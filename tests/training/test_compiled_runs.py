@@ -46,8 +46,13 @@ RUNS = {
     "offload_blocks": {**LORA, "offload_blocks": 2},
     "offload_activations": {**LORA, "offload_activations": True},
     "offload_activations alone": {"lora_rank": 4, "offload_activations": True},
-    "ema": {"ema_decay": 0.9, "validation_prompts": ["red"], "validation_sizes": "1,32,48", "validation_steps": 2,
-            "validation_inference_steps": 2},
+    "ema": {
+        "ema_decay": 0.9,
+        "validation_prompts": ["red"],
+        "validation_sizes": "1,32,48",
+        "validation_steps": 2,
+        "validation_inference_steps": 2,
+    },
     "preservation": {**LORA, "preservation": "prior", "preservation_share": 0.5},
 }
 
@@ -60,8 +65,14 @@ def test_a_compiled_run_has_the_losses_of_another(
     losses = run(in_process(pipeline_dir, prepared_dir, tmp_path / "eager", **settings))
     assert not graphs
     import collections
+
     torch._dynamo.utils.counters.clear()
     compiled = run(in_process(pipeline_dir, prepared_dir, tmp_path / "compiled", **settings, compile=True))
-    print(name, len(graphs), dict(torch._dynamo.utils.counters["graph_break"]).keys(), max(abs(a - b) for a, b in zip(losses, compiled)))
+    print(
+        name,
+        len(graphs),
+        dict(torch._dynamo.utils.counters["graph_break"]).keys(),
+        max(abs(a - b) for a, b in zip(losses, compiled)),
+    )
     assert graphs
     assert compiled == pytest.approx(losses, rel=1e-5 if "bf16" not in name else 0.02)

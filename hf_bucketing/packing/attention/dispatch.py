@@ -176,10 +176,15 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
         prepare_segments(segments.joined(device)[1], backend, device)
     elif backend.startswith("varlen"):
         segments.varlen(device)
-    elif backend == "auto" and device.type == "cuda":
+    elif backend == "auto":
         _ = segments.pairs_of_a_call
-        if segments.suits_varlen:
+        if segments.suits_varlen and device.type == "cuda":
             segments.varlen(device)
+
+
+def breaks_graphs(backend: Backend) -> bool:
+    """Return whether `torch.compile` breaks its graph at the attention of a backend: `"segments"`, if it is chosen."""
+    return backend == "segments" or (backend == "auto" and "fa4" not in installed())
 
 
 def _in_autocast_dtype(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
