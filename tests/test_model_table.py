@@ -26,6 +26,7 @@ class Model(NamedTuple):
     adapters: bool
     formats: str
     images: bool
+    compiles: bool
     conditions: list[str]
     pipelines: list[str]
 
@@ -42,6 +43,7 @@ def models() -> Iterator[Model]:
             adapters=adapters,
             formats=formats if adapters else "–",
             images=any(recipe.takes_image for recipe in own),
+            compiles=bool(getattr(getattr(diffusers, name, None), "_repeated_blocks", None)),
             conditions=[
                 name for name in (*CONDITIONS, AUDIO) if any(name in recipe.taken_conditions() for recipe in own)
             ],
@@ -80,6 +82,7 @@ def full_table() -> str:
             model.trains,
             model.formats,
             model.images,
+            model.compiles,
             model.conditions,
             model.pipelines,
         )
@@ -92,10 +95,11 @@ def full_table() -> str:
         "in packs",
         "LoRA for",
         "image-to-video",
+        "compiles",
         "conditions",
         "pipelines",
     )
-    return table(titles, [*rows, (refused(), "refused", "–", "–", "–", "–", "", "")])
+    return table(titles, [*rows, (refused(), "refused", "–", "–", "–", "–", "–", "", "")])
 
 
 def compact_table() -> str:

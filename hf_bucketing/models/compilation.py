@@ -91,9 +91,9 @@ class _CompiledBlock:
             args = (args[0].detach().requires_grad_(), *args[1:])
         attachment = vars(self.transformer).get(ATTRIBUTE)
         self._break(attachment is not None and breaks_graphs(attachment.packing.backend))
+        args, kwargs = tree_map_only(torch.Tensor, _in_order, (args, kwargs))
         if self.broken:
             return self.in_parts(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, _in_order, (args, kwargs))
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 channels = 1 if value.is_floating_point() and value.ndim > 1 else 0

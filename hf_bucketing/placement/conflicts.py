@@ -317,6 +317,18 @@ CONFLICTS = (
         lambda run: run.memory.compile and run.sharding not in ("ddp", "FSDP2"),
         "Omit `compile`, or use DDP or {version_2}: it is not supported under {run.sharding}.",
     ),
+    Conflict(
+        ("context_parallel_degree", "compile"),
+        lambda run: run.memory.compile and run.memory.context_parallel_degree > 1,
+        "Omit `compile`: blocks in which processes exchange tokens (`context_parallel_degree={degree}`) are not "
+        "compiled.",
+    ),
+    Conflict(
+        ("quantize_base", "compile"),
+        lambda run: run.memory.compile and run.memory.quantize_base == "nf4",
+        'Omit `compile`, or use `quantize_base="int8"` or `"float8"`: blocks of weights of bitsandbytes '
+        '(`quantize_base="nf4"`) are not compiled.',
+    ),
 )
 """What cannot be combined, in the order in which it is reported."""
 

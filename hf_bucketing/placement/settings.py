@@ -80,7 +80,7 @@ class MemoryConfig:
     context_parallel_degree: int = setting(
         1, chosen=True, on_resume="plan", needs_rows="processes that share their samples read them from a plan"
     )
-    compile: bool = setting(False, on_resume="free", planned=False, common=True)
+    compile: bool = setting(False, on_resume="free", planned=False)
 
     def __post_init__(self) -> None:
         check_literals(self)

@@ -15,15 +15,16 @@ import torch
 import yaml
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
 from hf_bucketing.losses import global_mean
-from hf_bucketing.models import enable_packing
+from hf_bucketing.models import compile_blocks, enable_packing
 from hf_bucketing.packing import packed_forward, packed_mse
 from tests.models.cases import Samples, make_model
 
 SHARES = ((0, 1, 2, 3), (4, 5))  # another number of samples in each process
-CASES = ("ddp", "ddp_checkpointing", "fsdp2")
+CASES = ("ddp", "ddp_checkpointing", "ddp_compiled", "fsdp2", "fsdp2_compiled")
 
 
 def main() -> None:
@@ -39,11 +40,14 @@ def main() -> None:
 
 
 def run(case: str, accelerator: Accelerator, config: Path) -> dict:
+    torch._dynamo.utils.counters.clear()
     model = make_model(torch.float64)
-    if case == "ddp_checkpointing":
+    if case.startswith("ddp_"):
         model.enable_gradient_checkpointing()
+    if case.endswith("compiled"):
+        compile_blocks(model, backend=aot_eager)
     packing = enable_packing(model, strip_length=4)
-    model = shard(model, config) if case == "fsdp2" else accelerator.prepare(model)
+    model = shard(model, config) if case.startswith("fsdp2") else accelerator.prepare(model)
     samples = Samples(torch.float64, order=SHARES[accelerator.process_index])
     batch = samples.pack(packing)
     values = packed_mse(packed_forward(model, batch), batch.pack_like(samples.targets), batch.layout)
@@ -55,6 +59,7 @@ def run(case: str, accelerator: Accelerator, config: Path) -> dict:
         },
         "num_processes": accelerator.num_processes,
         "kinds": {type(module).__name__ for module in model.modules()},
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "sharded": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
     }
 

@@ -5,6 +5,7 @@ Run by test_quantization.py in a process that finds torchao.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_bucketing.adapters.files import LORA_WEIGHTS
 from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
+from hf_bucketing.models.compilation import compile_blocks
 from hf_bucketing.models.loading import Loading, empty_transformer
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -131,6 +133,18 @@ def test_runs_learn_what_unquantised_runs_learn_and_resume(
         outputs.append((plain_loss.item(), run_once(pipeline.transformer).item()))
     assert outputs[1][0] != outputs[1][1], "stock diffusers applies the adapters"
     assert outputs[0] == pytest.approx(outputs[1], rel=2 * KINDS[kind][1])
+
+
+def test_compiled_blocks_of_quantised_weights_learn_the_same(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = in_process(pipeline_dir, prepared_dir, tmp_path / "plain", **LORA, quantize_base="int8", max_train_steps=2)
+    losses = run(plain)
+    compile_eagerly = functools.partial(compile_blocks, backend="aot_eager")
+    monkeypatch.setattr("hf_bucketing.training.trained.compile_blocks", compile_eagerly)
+    torch._dynamo.reset()
+    assert run(changed(plain, output_dir=str(tmp_path / "compiled"), compile=True)) == pytest.approx(losses, rel=2**-7)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_a_quantised_transformer_renders_prompts(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ BROKEN = [
     ({"context_parallel_degree": 2}, {"experts": True}),
     ({"compile": True}, {"dynamo": True}),
     ({"compile": True}, {"sharding": "DEEPSPEED"}),
+    ({"compile": True, "context_parallel_degree": 2}, {}),
+    ({"compile": True, "quantize_base": "nf4"}, {}),
 ]
 
 
