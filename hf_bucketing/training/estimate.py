@@ -77,6 +77,8 @@ def describe_memory(opened: OpenedRun, data: RunData, *, transformers: Sequence[
     except Exception as error:  # whatever a model does that torch cannot trace must not end a run that works
         return [f"  Memory per process = not planned: {describe_error(error)}"]
     lines = [f"  Memory per process = {memory}"]
+    if config.memory.compile:
+        lines.append("    at most: blocks are planned as they are, and compiled ones keep less")
     if config.dry_run:
         lines += [f"    {phase}: {parts}" for phase, parts in memory.phases.items()]
     verdict = verdict_on(memory.total, has)
