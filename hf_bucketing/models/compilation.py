@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import BucketingError
 from ..packing.attachment import ATTRIBUTE, unwrap
 from ..packing.attention.dispatch import breaks_graphs
+from ..packing.pack import Packing
 
 GRAPHS_OF_A_BLOCK = 32
 """Graphs of a kind of block that torch may compile; by default 8."""
@@ -90,7 +91,7 @@ class _CompiledBlock:
             # As that of later blocks, where the first layers are frozen.
             args = (args[0].detach().requires_grad_(), *args[1:])
         attachment = vars(self.transformer).get(ATTRIBUTE)
-        self._break(attachment is not None and breaks_graphs(attachment.packing.backend))
+        self._break(attachment is not None and _breaks(attachment.packing))
         args, kwargs = tree_map_only(torch.Tensor, _in_order, (args, kwargs))
         if self.broken:
             return self.in_parts(*args, **kwargs)
@@ -115,3 +116,8 @@ class _CompiledBlock:
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same numbers in the order of their dimensions: later blocks get views of what earlier ones joined."""
     return tensor if 0 in tensor.stride() else tensor.contiguous()
+
+
+def _breaks(packing: Packing) -> bool:
+    """Return whether a graph cannot hold the attention of packs."""
+    return breaks_graphs(packing.backend) or packing.family.breaks_graphs(packing.transformer.config)

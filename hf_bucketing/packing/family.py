@@ -206,6 +206,10 @@ class Family:
                     "smaller size."
                 )
 
+    def breaks_graphs(self, config: Mapping[str, Any]) -> bool:
+        """Return whether attention makes segments of its own for a pack, which a compiled graph cannot hold."""
+        return False
+
     def check_grid(
         self,
         transformer: Transformer,

@@ -228,6 +228,17 @@ def test_compiled_blocks_have_the_gradients_of_others(backend: str, dtype: torch
     assert_same_gradients(slopes, compiled_slopes, 1e-4 if exact else 0.1)
 
 
+@pytest.mark.usefixtures("any_device")
+def test_attention_to_image_tokens_runs_outside_the_graphs() -> None:
+    case, compiler = CASES["wan image"], Graphs()
+    model, counts = compiled(case, compiler), []
+    packing = enable_packing(model, strip_length=4, backend="varlen:fa4")
+    for order in ((0, 1), (2, 3, 4), (5, 0, 1, 2)):
+        packed_forward(model, Samples(order=order, case=case).pack(packing)).square().mean().backward()
+        counts.append(compiler.count)
+    assert counts == [3, 3, 3]
+
+
 def test_blocks_are_whole_again_for_the_pipelines_own_call() -> None:
     case, compiler = CASES["wan"], Graphs()
     model = compiled(case, compiler)

@@ -141,6 +141,10 @@ class WanFamily(Family):
             ]
         return handles
 
+    def breaks_graphs(self, config: Mapping[str, Any]) -> bool:
+        """Return whether tokens attend to image tokens, whose number a pack's layout does not know."""
+        return config.get("image_dim") is not None
+
     def rows(self, batch: PackedBatch) -> Rows:
         """Return a row per strip; image tokens keep a row per sample, as attention takes them."""
         others = dict(batch.conditioning)
