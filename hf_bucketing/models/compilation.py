@@ -14,6 +14,12 @@ from ..packing.attachment import ATTRIBUTE, unwrap
 from ..packing.attention.dispatch import breaks_graphs
 from ..packing.pack import Packing
 
+UNTRACEABLE = {
+    "Krea2Transformer2DModel": "in packs, torch cannot trace how its blocks modulate texts beside tokens",
+    "WanAnimate2Transformer3DModel": "its attention makes segments of its own for each pack, which torch cannot trace",
+}
+"""Why blocks that diffusers names are not compiled, by the class of their transformer."""
+
 GRAPHS_OF_A_BLOCK = 32
 """Graphs of a kind of block that torch may compile; by default 8."""
 
@@ -53,15 +59,18 @@ def compiled_classes(transformer: torch.nn.Module) -> list[str]:
     """Return the names of the classes of blocks that [`compile_blocks`] compiles; the weights may be missing.
 
     Raises:
-        BucketingError: If diffusers names no repeated blocks of this class.
+        BucketingError: If diffusers names no repeated blocks of this class, or torch cannot trace them in packs.
     """
-    names = list(getattr(transformer, "_repeated_blocks", None) or [])
-    if not names:
-        raise BucketingError(
-            f"Omit `compile`: diffusers names no repeated blocks of {type(transformer).__name__}, by which its blocks "
-            "are compiled."
-        )
-    return names
+    name = type(transformer).__name__
+    if not compiles(type(transformer)):
+        reason = UNTRACEABLE.get(name, "diffusers names no repeated blocks of it, by which they are compiled")
+        raise BucketingError(f"Omit `compile` with a {name}: {reason}.")
+    return list(transformer._repeated_blocks)  # type: ignore[arg-type]
+
+
+def compiles(model_class: type) -> bool:
+    """Return whether [`compile_blocks`] compiles the blocks of a class of diffusers."""
+    return bool(getattr(model_class, "_repeated_blocks", None)) and model_class.__name__ not in UNTRACEABLE
 
 
 class _CompiledBlock:

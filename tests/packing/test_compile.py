@@ -253,7 +253,7 @@ def test_blocks_are_whole_again_for_the_pipelines_own_call() -> None:
 
 
 def test_models_whose_blocks_diffusers_does_not_name_are_refused() -> None:
-    with pytest.raises(BucketingError, match="no repeated blocks of SD3Transformer2DModel"):
+    with pytest.raises(BucketingError, match="a SD3Transformer2DModel: diffusers names no repeated"):
         compile_blocks(CASES["sd3"].model())
 
 

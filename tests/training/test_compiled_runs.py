@@ -82,7 +82,7 @@ def test_a_model_whose_blocks_diffusers_does_not_name_is_refused_before_it_is_lo
 ) -> None:
     make_tiny_pipeline(tmp_path / "sd3", family="sd3")
     monkeypatch.setattr(Trainer, "_load", lambda *_: pytest.fail("weights are loaded"))
-    with pytest.raises(BucketingError, match="names no repeated blocks of SD3Transformer2DModel"):
+    with pytest.raises(BucketingError, match="a SD3Transformer2DModel: diffusers names no repeated"):
         Trainer(in_process(tmp_path / "sd3", prepared_dir, tmp_path / "out", compile=True))
 
 
