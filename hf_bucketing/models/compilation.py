@@ -100,7 +100,8 @@ class _CompiledBlock:
             # As that of later blocks, where the first layers are frozen.
             args = (args[0].detach().requires_grad_(), *args[1:])
         attachment = vars(self.transformer).get(ATTRIBUTE)
-        self._break(attachment is not None and _breaks(attachment.packing))
+        tokens = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        self._break(attachment is not None and _breaks(attachment.packing, tokens))
         args, kwargs = tree_map_only(torch.Tensor, _in_order, (args, kwargs))
         if self.broken:
             return self.in_parts(*args, **kwargs)
@@ -127,6 +128,6 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if 0 in tensor.stride() else tensor.contiguous()
 
 
-def _breaks(packing: Packing) -> bool:
-    """Return whether a graph cannot hold the attention of packs."""
-    return breaks_graphs(packing.backend) or packing.family.breaks_graphs(packing.transformer.config)
+def _breaks(packing: Packing, tokens: torch.Tensor) -> bool:
+    """Return whether a graph cannot hold the attention of packs, by the inputs of a block."""
+    return breaks_graphs(packing.backend, tokens) or packing.family.breaks_graphs(packing.transformer.config)

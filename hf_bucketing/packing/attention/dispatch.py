@@ -182,9 +182,16 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
             segments.varlen(device)
 
 
-def breaks_graphs(backend: Backend) -> bool:
-    """Return whether `torch.compile` breaks its graph at the attention of a backend: `"segments"`, if it is chosen."""
-    return backend == "segments" or (backend == "auto" and "fa4" not in installed())
+def breaks_graphs(backend: Backend, tokens: torch.Tensor) -> bool:
+    """Return whether `torch.compile` breaks its graph at the attention of a backend, where it may be `"segments"`.
+
+    `tokens` are the inputs of a block, on its device, in the dtype of its computations unless autocast names another.
+    """
+    if backend != "auto":
+        return backend == "segments"
+    (cast,), where = _in_autocast_dtype(tokens[:0]), device_of(tokens.device)
+    fits = where.type == "cuda" and (where.capability or (0, 0)) >= KERNELS["fa4"].capability and cast.dtype in HALF
+    return not fits or "fa4" not in installed()
 
 
 def _in_autocast_dtype(*tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
