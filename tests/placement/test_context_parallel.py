@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from torch import distributed
@@ -279,9 +279,7 @@ def test_what_context_parallelism_does_not_work_with_is_refused_before_weights_a
         check(config, processes, kind, torch_device_mesh=mesh, is_fsdp2=False)
     works = {"context_parallel_degree": 2, **PACKS}
     config = in_process(pipeline_dirs["wan"], prepared_dir, tmp_path, **works)
-    plugin = SimpleNamespace(cpu_ram_efficient_loading=False)
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    check(config, 4, DistributedType.FSDP, torch_device_mesh=None, is_fsdp2=True, state=state)
+    check(config, 4, DistributedType.FSDP, torch_device_mesh=None, is_fsdp2=True)
 
 
 def test_every_family_with_a_plan_in_diffusers_is_compared_with_one_process() -> None:
@@ -315,8 +313,12 @@ def test_a_text_that_no_mask_can_fill_up_is_refused() -> None:
 
 def check(config: TrainingConfig, processes: int, kind: DistributedType, **others: Any) -> None:
     """Check the settings of a run on as many processes."""
-    deepspeed = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2))
-    about = {"device": torch.device("cpu"), "mixed_precision": "no", "state": deepspeed, **others}
+    plugins = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(zero_stage=2),
+        fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=False, activation_checkpointing=False),
+        dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO),
+    )
+    about = {"device": torch.device("cpu"), "mixed_precision": "no", "state": plugins, **others}
     accelerator = SimpleNamespace(num_processes=processes, distributed_type=kind, **about)
     check_settings(config, accelerator)
     open_run(config, accelerator)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors import safe_open
@@ -319,6 +319,7 @@ def test_what_sharding_cannot_do_is_refused_before_weights_are_loaded(
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     monkeypatch.setattr(Accelerator, "is_fsdp2", version == 2)
     monkeypatch.setattr(opened, "loads_once", lambda _: once)
+    monkeypatch.setattr(opened, "wraps_blocks", lambda _: False)
     with pytest.raises(BucketingError, match=message):
         make_accelerator(config)
 
@@ -328,7 +329,7 @@ def test_stage_3_of_deepspeed_is_refused_for_what_stage_2_does(setting: dict, tm
     common = {"pretrained_model_name_or_path": "m", "dataset_dir": "d", "output_dir": str(tmp_path)}
     config = TrainingConfig.from_flat(**common, report_to="none", **setting)
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 1.0})
-    state = SimpleNamespace(deepspeed_plugin=plugin)
+    state = SimpleNamespace(deepspeed_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     accelerator = SimpleNamespace(
         distributed_type=DistributedType.DEEPSPEED,
         state=state,
@@ -354,4 +355,5 @@ def test_adapters_averages_and_validation_run_under_version_2_of_fsdp(tmp_path: 
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
     monkeypatch.setattr(loop, "loads_once", lambda _: False)
     monkeypatch.setattr(opened, "loads_once", lambda _: False)
+    monkeypatch.setattr(opened, "wraps_blocks", lambda _: False)
     make_accelerator(TrainingConfig.from_flat(**common, report_to="none", **settings))

@@ -359,7 +359,8 @@ def test_the_command_of_an_option_has_its_settings(config: PlanConfig) -> None:
 def test_a_dry_run_ends_with_the_planners_verdict(total: int, line: str, monkeypatch) -> None:
     monkeypatch.setattr(estimate, "plan_of_run", lambda *args, **options: plan_of(total * 2**30))
     monkeypatch.setattr(estimate, "_device_bytes", lambda accelerator: 24 * 2**30)
-    opened = SimpleNamespace(config=SimpleNamespace(dry_run=True), accelerator=SimpleNamespace(is_main_process=True))
+    config = SimpleNamespace(dry_run=True, memory=SimpleNamespace(compile=False))
+    opened = SimpleNamespace(config=config, accelerator=SimpleNamespace(is_main_process=True))
     assert line in estimate.describe_memory(opened, None, transformers=[torch.nn.Linear(2, 2)])[-1]
 
 

@@ -296,7 +296,7 @@ def test_the_search_for_max_tokens_starts_from_a_plan_with_references(monkeypatc
     planned: list[PlanConfig] = []
     config = PlanConfig(device="cpu", mixed_precision="no")
     monkeypatch.setattr(estimate, "config_of_run", lambda opened: config)
-    monkeypatch.setattr(estimate, "_components", lambda opened: None)
+    monkeypatch.setattr(estimate, "components_of", lambda opened: None)
     monkeypatch.setattr(estimate, "largest_tokens", lambda parts, config, **limits: planned.append(config) or 7)
     opened: Any = SimpleNamespace(accelerator=Accelerator(cpu=True))
     shown, recipe = (Size(1, 32, 64), Size(9, 32, 32)), SimpleNamespace(experts=())
