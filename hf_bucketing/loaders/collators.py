@@ -363,6 +363,5 @@ def require(row: Row, columns: Sequence[str], *, hint: str | None = None) -> Non
     """
     missing = [column for column in columns if column not in row]
     if missing:
-        add = f"{ADD_ROWS.capitalize()}." if ROW in missing else None
-        hint = hint or add or "MediaMetadata and BucketColumns compute columns of sizes and buckets."
-        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}. {hint}")
+        add = ADD_ROWS if ROW in missing else "MediaMetadata and BucketColumns compute columns of sizes and buckets"
+        raise ColumnError(f"A row lacks {missing}; it has {sorted(row)}: {hint or add}.")

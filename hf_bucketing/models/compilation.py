@@ -13,12 +13,7 @@ from ..errors import BucketingError
 from ..packing.attachment import ATTRIBUTE, unwrap
 from ..packing.attention.dispatch import breaks_graphs
 from ..packing.pack import Packing
-
-UNTRACEABLE = {
-    "Krea2Transformer2DModel": "in packs, torch cannot trace how its blocks modulate texts beside tokens",
-    "WanAnimate2Transformer3DModel": "its attention makes segments of its own for each pack, which torch cannot trace",
-}
-"""Why blocks that diffusers names are not compiled, by the class of their transformer."""
+from .registry import families
 
 GRAPHS_OF_A_BLOCK = 32
 """Graphs of a kind of block that torch may compile; by default 8."""
@@ -27,8 +22,8 @@ GRAPHS_OF_A_BLOCK = 32
 def compile_blocks(transformer: torch.nn.Module, **options: Any) -> list[str]:
     """Compile the blocks of a diffusers transformer in place, by its `compile_repeated_blocks`.
 
-    The graphs of the first batch serve batches of all other sizes. Compile after adapters were added and packing was
-    enabled. What a compiled model computes differs from the model itself by rounding alone.
+    The graphs of the first batch serve batches of all other sizes. Compile after adapters were added; packing may be
+    enabled before or after. What a compiled model computes differs from the model itself by rounding alone.
 
     Args:
         transformer (`torch.nn.Module`): A diffusers transformer, bare or wrapped.
@@ -61,16 +56,18 @@ def compiled_classes(transformer: torch.nn.Module) -> list[str]:
     Raises:
         BucketingError: If diffusers names no repeated blocks of this class, or torch cannot trace them in packs.
     """
-    name = type(transformer).__name__
-    if not compiles(type(transformer)):
-        reason = UNTRACEABLE.get(name, "diffusers names no repeated blocks of it, by which they are compiled")
-        raise BucketingError(f"Omit `compile` with a {name}: {reason}.")
+    reason = refusal(type(transformer))
+    if reason is not None:
+        raise BucketingError(f"Omit `compile` with a {type(transformer).__name__}: {reason}.")
     return list(transformer._repeated_blocks)  # type: ignore[arg-type]
 
 
-def compiles(model_class: type) -> bool:
-    """Return whether [`compile_blocks`] compiles the blocks of a class of diffusers."""
-    return bool(getattr(model_class, "_repeated_blocks", None)) and model_class.__name__ not in UNTRACEABLE
+def refusal(model_class: type) -> str | None:
+    """Return why [`compile_blocks`] does not compile the blocks of a class of diffusers; None if it does."""
+    if not getattr(model_class, "_repeated_blocks", None):
+        return "diffusers names no repeated blocks of it, by which they are compiled"
+    family = families().get(model_class.__name__)
+    return None if family is None else family.untraceable
 
 
 class _CompiledBlock:

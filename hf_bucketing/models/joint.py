@@ -286,10 +286,11 @@ class ModulatedRows:
         cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute `tensor + self` and `self * tensor` as above, where torch asks for it, as in `torch.compile`."""
-        left, right = args
         if function in _ADD:
+            left, right = args
             return left.__add__(right) if isinstance(left, cls) else right.__radd__(left)
         if function in _MUL:
+            left, right = args
             return left.__mul__(right) if isinstance(left, cls) else right.__rmul__(left)
         return NotImplemented
 

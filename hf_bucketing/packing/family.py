@@ -110,6 +110,7 @@ class Family:
         joined_frames (`tuple` of `str`): Names among the conditioning of what each sample has as `(channels, frames,
             height, width)` of a size that is not its latent's; the forward of a pack gets the frames of all samples
             one after another, `(1, channels, frames, height, width)`.
+        untraceable (`str`, *optional*): Why `torch.compile` cannot trace the blocks of packs; None where it can.
     """
 
     transformer_class: ClassVar[str]
@@ -152,6 +153,7 @@ class Family:
     audio_in_sequence: ClassVar[bool] = False
     optional_conditioning: ClassVar[tuple[str, ...]] = ()
     joined_frames: ClassVar[tuple[str, ...]] = ()
+    untraceable: ClassVar[str | None] = None
 
     def variant(self, transformer: Transformer) -> Family:
         """Return the family of this transformer, for classes whose attention processors tell families apart."""

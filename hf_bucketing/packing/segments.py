@@ -52,6 +52,12 @@ class VarlenOffsets(NamedTuple):
     longest: torch.Tensor
     key_index: torch.Tensor | None
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """The offsets and the lengths of the longest segments, in the order in which all kernels take them."""
+        max_q, max_k, _ = self.longest.shape
+        return self.cu_seqlens_q, self.cu_seqlens_k, max_q, max_k
+
 
 class AttentionOptions(NamedTuple):
     """Settings of [`packed_attention`][hf_bucketing.packing.packed_attention]."""

@@ -153,7 +153,7 @@ class FlopCounter(NotCompiled, TorchDispatchMode):
         return result
 
     def _serving(self, func: Any, count: float) -> Flops:
-        """Return operations by what they serve, as it is known while they are computed."""
+        """Return operations that are being computed, by what they serve."""
         records = torch.is_grad_enabled()
         if not _in_backward():
             return Flops(forward=count) if records else Flops(base=count)

@@ -106,7 +106,7 @@ def test_flash_attention_2_is_given_all_tokens_as_offsets(monkeypatch: pytest.Mo
         spans = ((0, 3), (4, 5))
         segments = SegmentSpans(queries=spans, keys=spans, num_queries=8, num_keys=8)
         tokens = [torch.zeros(8, 2, 4) for _ in range(3)]
-        kernels.LOADED["fa2"](*tokens, segments.varlen(torch.device("cpu")), AttentionOptions(0.3, 0.1))
+        kernels.LOADED["fa2"](tuple(tokens), segments.varlen(torch.device("cpu")), AttentionOptions(0.3, 0.1))
     finally:
         clear()
     ((*given, cu_q, cu_k, max_q, max_k), settings) = calls[0]
@@ -124,7 +124,7 @@ def test_the_kernel_of_torch_is_the_one_that_is_named_whatever_varlen_attn_takes
     call = KERNELS["torch"].load()
     segments = SegmentSpans.within(((0, 3), (3, 8)), 8)
     tokens = [torch.zeros(8, 2, 4) for _ in range(3)]
-    assert call(*tokens, segments.varlen(torch.device("cpu")), AttentionOptions(0.3, 0.1)) is tokens[0]
+    assert call(tuple(tokens), segments.varlen(torch.device("cpu")), AttentionOptions(0.3, 0.1)) is tokens[0]
     ((query, key, value, cu_q, cu_k, *rest), more) = calls[0]
     assert (query, key, value) == tuple(tokens)
     assert (cu_q.tolist(), cu_k.tolist(), rest) == ([0, 3, 8], [0, 3, 8], [8, 8, 0.1, False, False])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_operations import Graphs
 from torch._dynamo.backends.debugging import aot_eager
 
 from hf_bucketing import BucketingError, PackingError
@@ -31,17 +32,6 @@ from tests.models.families import CASES
 from tests.packing.flash_attention import flash_attention_4
 
 STRIPS, TEXT = 120, 64
-
-
-class Graphs:
-    """A compiler for `torch.compile` that counts graphs and runs them as they are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.count += 1
-        return graph.forward
 
 
 def packs(packing, count: int):

@@ -64,6 +64,7 @@ class Krea2Family(FluxFamily):
     attention_kwargs = "attention_kwargs"
     position_module = "rotary_emb"
     max_references: ClassVar[int] = 0
+    untraceable: ClassVar[str | None] = "in packs, torch cannot trace how its blocks modulate texts beside tokens"
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
         *(
             (f"{own}.*.attn.{layer}", f"{original}.*.attn.{name}")

@@ -190,6 +190,7 @@ class WanAnimate2Family(Family):
     channels = "in_dim"
     width_settings = ("dim",)
     strips_have_positions = False
+    untraceable = "its attention makes segments of its own for each pack, which torch cannot trace"
     cast_inputs = ("hidden_states", "condition_latents", "encoder_hidden_states", IMAGE_TOKENS)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:

@@ -16,8 +16,8 @@ CUDNN_FROM: Capability = (9, 0)
 WORK_OF_A_CALL = 7.0e9
 """Pairs of tokens times channels of all heads, for each call of SDPA, from which its calls cost less than they save.
 
-On an H100, cuDNN computes forward and backward at some 1.6 times the speed of FlashAttention 2 (GPU page of the
-documentation), and each further group of segments of other lengths costs the launches of some ten kernels.
+On an H100, calls of 2.6e9 and 4.3e9 lost against one call of FlashAttention 2 for all segments, and calls of 1.1e10
+and more won (docs/benchmarks/h100.md).
 """
 
 
@@ -81,7 +81,7 @@ def choose(
     chosen = KERNELS[fit[0]]
     backend: Backend = f"varlen:{chosen.name}"  # type: ignore[assignment]
     if chosen.name == "fa4":
-        return Choice(backend, f"{chosen.title} is the fastest kernel on this device")
+        return Choice(backend, f"{chosen.title} was the fastest kernel on an H100")
     if (device.capability or (0, 0)) >= CUDNN_FROM:
         if segments.long_calls:
             source = KERNELS["fa4"].source

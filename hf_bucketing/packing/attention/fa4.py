@@ -16,16 +16,10 @@ from ..segments import AttentionOptions, VarlenOffsets
 
 
 def flash_attention_4(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    offsets: VarlenOffsets,
-    options: AttentionOptions,
-    /,
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor], offsets: VarlenOffsets, options: AttentionOptions
 ) -> torch.Tensor:
     """Call the kernel; see `kernels.Call`."""
-    cu_q, cu_k, longest, _ = offsets
-    out: torch.Tensor = _attend(query, key, value, cu_q, cu_k, *longest.shape[:2], options.scale)[0]
+    out: torch.Tensor = _attend(*tokens, *offsets.arguments, options.scale)[0]
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -24,18 +24,11 @@ class Device(NamedTuple):
     capability: Capability | None = None
 
 
-class Call(Protocol):
-    """How a kernel is called: tokens `(N, H, D)` and their segments; the result is `(N, H, D)`."""
+Tokens: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries `(num_queries, H, D)`, and keys and values `(num_keys, key heads, D)`."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        offsets: VarlenOffsets,
-        options: AttentionOptions,
-        /,
-    ) -> torch.Tensor: ...
+Call: TypeAlias = Callable[[Tokens, VarlenOffsets, AttentionOptions], torch.Tensor]
+"""How a kernel is called with the segments of a pack; the result has the shape of the queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +79,9 @@ def _flash_attention_of_torch() -> Call:
         raise ImportError("this build of torch has no FlashAttention")
     kernel = torch.ops.aten._flash_attention_forward
 
-    def call(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        offsets: VarlenOffsets,
-        options: AttentionOptions,
-        /,
-    ) -> torch.Tensor:
-        cu_q, cu_k, longest, _ = offsets
+    def call(tokens: Tokens, offsets: VarlenOffsets, options: AttentionOptions) -> torch.Tensor:
         settings = options.dropout, False, False  # neither causal nor with its mask for debugging
-        out = kernel(query, key, value, cu_q, cu_k, *longest.shape[:2], *settings, scale=options.scale)
-        return cast("torch.Tensor", out[0])
+        return cast("torch.Tensor", kernel(*tokens, *offsets.arguments, *settings, scale=options.scale)[0])
 
     return call
 
@@ -105,18 +89,9 @@ def _flash_attention_of_torch() -> Call:
 def _flash_attention_2() -> Call:
     from flash_attn import flash_attn_varlen_func
 
-    def call(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        offsets: VarlenOffsets,
-        options: AttentionOptions,
-        /,
-    ) -> torch.Tensor:
-        cu_q, cu_k, longest, _ = offsets
+    def call(tokens: Tokens, offsets: VarlenOffsets, options: AttentionOptions) -> torch.Tensor:
         settings: dict[str, Any] = {"dropout_p": options.dropout, "softmax_scale": options.scale}
-        out = flash_attn_varlen_func(query, key, value, cu_q, cu_k, *longest.shape[:2], **settings)
-        return cast("torch.Tensor", out)
+        return cast("torch.Tensor", flash_attn_varlen_func(*tokens, *offsets.arguments, **settings))
 
     return call
 

@@ -25,4 +25,4 @@ def attend_by_offsets(
     offsets = segments.varlen(query.device)
     if offsets.key_index is not None:
         key, value = (side.index_select(0, offsets.key_index) for side in (key, value))
-    return LOADED[kernel](query, key, value, offsets, options)
+    return LOADED[kernel]((query, key, value), offsets, options)
