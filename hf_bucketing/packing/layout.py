@@ -533,7 +533,10 @@ class JointLayout:
 
     def gather(self, tokens: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Gather tokens `(strips, strip_length, …)` and text slots `(strips, text_slots, …)` into `(entries, …)`."""
-        sides = tokens.flatten(0, 1), text.flatten(0, 1)
+        return self.join(tokens.flatten(0, 1), text.flatten(0, 1))
+
+    def join(self, *sides: torch.Tensor) -> torch.Tensor:
+        """Join the tokens of all strips `(num_tokens, …)` and their text slots, `(text tokens, …)`; see [`gather`]."""
         if torch.compiler.is_compiling():  # a graph of the sizes would serve no other pack
             return permute(torch.cat(sides), self.order, self.inverse)
         pieces = [_split(side, sizes) for side, sizes in zip(sides, self.sizes, strict=True)]
@@ -542,19 +545,19 @@ class JointLayout:
 
     def scatter(self, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter a sequence back into tokens and text slots of strips: the inverse of [`gather`]."""
+        tokens, text = (side.unflatten(0, (self.strips, -1)) for side in self.separate(sequence))
+        return tokens, text
+
+    def separate(self, sequence: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Separate a sequence into the tokens of all strips and their text slots: the inverse of [`join`]."""
         if torch.compiler.is_compiling():
             words = self.strips * self.text_slots
-            sides: Sequence[torch.Tensor] = permute(sequence, self.inverse, self.order).split(
-                [len(sequence) - words, words]
-            )
-        else:
-            real = itertools.chain.from_iterable(zip(*(sizes[::2] for sizes in self.sizes), strict=True))
-            pieces = _split(sequence, [*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
-            count = len(self.sizes[0]) // 2
-            parts = [(pieces[side : 2 * count : 2], pieces[(side + 2) * count :]) for side in range(2)]
-            sides = [_concatenate([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
-        tokens, text = (side.unflatten(0, (self.strips, -1)) for side in sides)
-        return tokens, text
+            return permute(sequence, self.inverse, self.order).split([len(sequence) - words, words])
+        real = itertools.chain.from_iterable(zip(*(sizes[::2] for sizes in self.sizes), strict=True))
+        pieces = _split(sequence, [*real, *(padding for sizes in self.sizes for padding in sizes[1::2])])
+        count = len(self.sizes[0]) // 2
+        parts = [(pieces[side : 2 * count : 2], pieces[(side + 2) * count :]) for side in range(2)]
+        return [_concatenate([*itertools.chain.from_iterable(zip(*pair, strict=False))]) for pair in parts]
 
     def gather_tables(self, tokens: Sequence[torch.Tensor], text: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Gather rotary tables of tokens and of text slots, once for the layers that are given the same."""

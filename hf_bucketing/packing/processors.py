@@ -124,30 +124,32 @@ class PackedAttnProcessor(Processor):
             PackingError: If no pack is being computed, or the module has norms over the tokens or a residual.
         """
         _refuse_mixing(attn)
-        layout = active_layout()
+        layout, rows, states = active_layout(), len(hidden_states), hidden_states.flatten(0, 1)
         if encoder_hidden_states is None:
             norms = (attn.norm_q, attn.norm_k, None)
-            parts = zip(project(attn, hidden_states, "to_q", "to_k", "to_v"), norms, strict=True)
+            parts = zip(project(attn, states, "to_q", "to_k", "to_v"), norms, strict=True)
             query, key, value = (self.split_heads(attn, part, norm) for part, norm in parts)
             if image_rotary_emb is not None:
                 rotary = tuple(own_part(table, self._parallel_config) for table in image_rotary_emb)
                 query, key = self.rotate(query, rotary), self.rotate(key, rotary)
-            query, key, value = (self._all_tokens(part, hidden_states) for part in (query, key, value))
+            query, key, value = (self._all_tokens(part, rows) for part in (query, key, value))
             attended = self._attend_to_tokens(query, key, value, layout)
         else:
-            query = self.split_heads(attn, attn.to_q(hidden_states), attn.norm_q)
-            query = self._all_tokens(query, hidden_states)
+            query = self._all_tokens(self.split_heads(attn, attn.to_q(states), attn.norm_q), rows)
             texts = self.text_keys(attn, encoder_hidden_states, layout)
             attended = functools.reduce(torch.add, (self._attend_to_text(query, keys) for keys in texts))
-        by_strip = attended.unflatten(0, (len(hidden_states), -1))
-        attended = own_tokens(by_strip, self._parallel_config, heads=attn.heads).flatten(0, 1)
+        if self._parallel_config is not None:
+            by_strip = attended.unflatten(0, (rows, -1))
+            attended = own_tokens(by_strip, self._parallel_config, heads=attn.heads).flatten(0, 1)
         attended = self.gate(attn, attended, hidden_states)
         attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
         factor = getattr(attn, "rescale_output_factor", 1.0)
         return attended if factor == 1.0 else attended / factor
 
-    def _all_tokens(self, heads: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return all_tokens(heads.unflatten(0, (len(hidden_states), -1)), self._parallel_config).flatten(0, 1)
+    def _all_tokens(self, heads: torch.Tensor, rows: int) -> torch.Tensor:
+        if self._parallel_config is None:
+            return heads
+        return all_tokens(heads.unflatten(0, (rows, -1)), self._parallel_config).flatten(0, 1)
 
     def _attend_to_text(self, query: torch.Tensor, keys: Keys) -> torch.Tensor:
         key, value = (own_heads(side, self._parallel_config) for side in (keys.key, keys.value))
@@ -167,7 +169,7 @@ class PackedAttnProcessor(Processor):
         """Return the keys of the texts `(any, tokens, dim)`; the results of several are added up."""
         if getattr(attn, "norm_cross", None):
             text = attn.norm_encoder_hidden_states(text)
-        key, value = project(attn, text, "to_k", "to_v")
+        key, value = project(attn, text.flatten(0, 1), "to_k", "to_v")
         key, value = self.split_heads(attn, key, attn.norm_k), self.split_heads(attn, value)
         if torch.compiler.is_compiling() or layout.text_index is not None:  # one graph serves both kinds of packs
             # from the stored texts to the samples' texts, one after another
@@ -186,10 +188,10 @@ class PackedAttnProcessor(Processor):
         return attended
 
     def split_heads(self, attn: Any, states: torch.Tensor, norm: Any = None) -> torch.Tensor:
-        """Turn `(strips, tokens, H·D)` into `(N, H, D)`, normalised."""
+        """Turn `(…, H·D)` into `(N, H, D)`, normalised."""
         if norm is not None and self.norms_whole_width:
             states, norm = norm(states), None
-        heads = states.flatten(0, 1).unflatten(1, (attn.heads, -1))
+        heads = states.flatten(0, -2).unflatten(1, (attn.heads, -1))
         return heads if norm is None else norm(heads)
 
 
@@ -244,9 +246,9 @@ class PackedJointAttnProcessor(Processor):
         if has_text_layers or self._parallel_config is not None:
             at_once = self._parallel_config is None and of_tokens is not None and of_text is not None
             tables = (None, None) if at_once else (of_tokens, of_text)
-            words = self.heads(attn, text, tables[1], added=has_text_layers)
-            pairs = zip(self.heads(attn, tokens, tables[0]), words, strict=True)
-            query, key, value = (joint.gather(*map(self._all_tokens, pair)) for pair in pairs)
+            words = self._all_heads(attn, text, tables[1], added=has_text_layers)
+            pairs = zip(self._all_heads(attn, tokens, tables[0]), words, strict=True)
+            query, key, value = (joint.join(*pair) for pair in pairs)
             if at_once:
                 both = joint.gather_tables(of_tokens or (), of_text or ())
                 query, key = self.rotate(query, both), self.rotate(key, both)
@@ -260,19 +262,29 @@ class PackedJointAttnProcessor(Processor):
         attended = attend(query, key, value, joint.segments, backend=self.backend)
         if not has_text_layers and _has(attn, "to_out"):  # of tokens and text alike
             attended = _through(attn.to_out, attended.flatten(1)).unsqueeze(1)
-        tokens, text = (self._own_tokens(side, _num_heads(attn)).flatten(2) for side in joint.scatter(attended))
-        if encoder_hidden_states is None:
-            return torch.cat([text, tokens], 1)
+        tokens, text = (self._own_tokens(attn, side) for side in joint.separate(attended))
         if has_text_layers:
             tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
             text = attn.to_add_out(text) if _has(attn, "to_add_out") else text
-        return tokens, text
+        tokens, text = (side.unflatten(0, (joint.strips, -1)) for side in (tokens, text))
+        return torch.cat([text, tokens], 1) if encoder_hidden_states is None else (tokens, text)
 
-    def _all_tokens(self, strips: torch.Tensor) -> torch.Tensor:
-        return all_tokens(strips, self._parallel_config)
+    def _all_heads(
+        self, attn: Any, states: torch.Tensor, rotary: Rotary | None, *, added: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """Return query, key and value of all tokens in rows, `(N, H, D)`: of those of other processes, too."""
+        if self._parallel_config is None:
+            tables = rotary if rotary is None else tuple(table.flatten(0, 1) for table in rotary)
+            return self.heads(attn, states.flatten(0, 1), tables, added=added)
+        parts = self.heads(attn, states, rotary, added=added)
+        return [all_tokens(part, self._parallel_config).flatten(0, 1) for part in parts]
 
-    def _own_tokens(self, strips: torch.Tensor, heads: int) -> torch.Tensor:
-        return own_tokens(strips, self._parallel_config, heads=heads)
+    def _own_tokens(self, attn: Any, attended: torch.Tensor) -> torch.Tensor:
+        """Return what this process's tokens attended to, `(N, H·D)`, of all tokens of as many rows, `(N, H, D)`."""
+        if self._parallel_config is not None:
+            by_strip = attended.unflatten(0, (active_layout().joint.strips, -1))
+            attended = own_tokens(by_strip, self._parallel_config, heads=_num_heads(attn)).flatten(0, 1)
+        return attended.flatten(1)
 
     def heads(
         self, attn: Any, states: torch.Tensor, rotary: Sequence[torch.Tensor] | None = None, *, added: bool = False

@@ -86,7 +86,7 @@ def check_offsets(q: Any, k: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) 
         lengths = offsets.diff()
         assert (int(offsets[0]), int(offsets[-1])) == (0, len(tokens))
         assert lengths.min() >= 0
-        assert lengths.max() <= longest <= max(1, 2 * lengths.max())
+        assert lengths.max() <= longest <= max(2, 2 * lengths.max())
 
 
 def _segments(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:

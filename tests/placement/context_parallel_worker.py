@@ -189,7 +189,7 @@ def run(forward: Forward, model: Any, accelerator: Accelerator | None, packed: b
     tokens: list[int] = []
     block = blocks_of(model)[0]
     attention = block.attn1 if hasattr(block, "attn1") else block.attn
-    attention.to_q.register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[1]))
+    attention.to_q.register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[:-1].numel()))
     output, values = forward(model, wrapped)
     if accelerator is None:
         values.mean().backward()
