@@ -13,7 +13,7 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 | `common` | True if the short help of scripts shows its flag |
 | `infinite` | True if it may be infinity, as a limit that nothing reaches |
 | `one_of` | name of a choice among settings, of which one is given |
-| `on_resume` | what a resumed run does about another value; `training/on_resume.py` lists the rules |
+| `on_resume` | what a resumed run does about another value; `configuration/on_resume.py` lists the rules |
 | `decides_steps` | True if the number of optimizer steps follows from it |
 | `left_open` | value that lets a run choose: a resumed run takes the choice of the saved run |
 | `needs_rows` | why rows from a stream cannot have it |

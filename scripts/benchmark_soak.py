@@ -26,8 +26,8 @@ from synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.training.checkpoint import list_checkpoints
-from hf_bucketing.training.review import losses_of
 
 SCRIPTS = Path(__file__).parent
 FLAGS = shlex.split("""

@@ -29,7 +29,7 @@ from synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.planner.memory import PLAN_ERROR
-from hf_bucketing.training.run_log import fit_steps, read_log
+from hf_bucketing.runs.run_log import fit_steps, read_log
 from hf_bucketing.training.suggested import FILES, write_suggestion
 
 MIXES = ("Panda-70M", "OpenVid-1M", "SpatialVID")

@@ -64,6 +64,7 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.caching.keys import describe_latents
     from hf_bucketing.caching.store import TensorCache
     from hf_bucketing.columns import PreparedDataset
+    from hf_bucketing.configuration.prepared import check_same_settings
     from hf_bucketing.media.rows import check_flips
     from hf_bucketing.models.caption_lengths import describe_caption_lengths
     from hf_bucketing.models.conditioning import read_conditions
@@ -71,7 +72,6 @@ def main(args: argparse.Namespace) -> None:
     from hf_bucketing.models.registry import recipe_of
     from hf_bucketing.training.agreement import check_shared
     from hf_bucketing.training.data_changes import describe_edited_texts
-    from hf_bucketing.training.prepared_settings import check_same_settings
 
     on_disk = not is_url(args.cache_dir)
     cache_dir = Path(args.cache_dir).resolve()

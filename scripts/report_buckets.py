@@ -245,9 +245,9 @@ def write_page(
 
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.columns import PreparedDataset, column_array
+    from hf_bucketing.configuration.prepared import check_same_settings
     from hf_bucketing.models.conditioning import appended_by
     from hf_bucketing.models.registry import recipe_of
-    from hf_bucketing.training.prepared_settings import check_same_settings
 
     check_writable(args.json, args.html)
     check_folder_writable(args.figures)

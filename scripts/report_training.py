@@ -33,9 +33,10 @@ def make_parser() -> FlagParser:
 def main(args: argparse.Namespace) -> None:
     from hf_bucketing.report import render_page
     from hf_bucketing.report.charts import save_charts
-    from hf_bucketing.training.held_out_review import describe_held_out
-    from hf_bucketing.training.logs import Logs
-    from hf_bucketing.training.review import (
+    from hf_bucketing.runs.held_out import describe_held_out
+    from hf_bucketing.runs.logs import Logs
+    from hf_bucketing.runs.page import run_page
+    from hf_bucketing.runs.review import (
         MIN_FALL,
         loss_charts,
         losses_by_bucket,
@@ -43,7 +44,6 @@ def main(args: argparse.Namespace) -> None:
         review_run,
         review_sources,
     )
-    from hf_bucketing.training.run_page import run_page
 
     check_writable(args.figure, args.html)
     min_fall = MIN_FALL if args.min_fall is None else args.min_fall

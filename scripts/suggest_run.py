@@ -64,10 +64,10 @@ def read_prepared(
     """Return the rows of a prepared folder, or the first of its stream, its ways, and the data set if it is cached."""
     from hf_bucketing.columns import PreparedDataset
     from hf_bucketing.columns.prepared_stream import PreparedStream, holds_stream
+    from hf_bucketing.configuration.prepared import check_same_settings
     from hf_bucketing.planner.rows import DataRows
     from hf_bucketing.planner.ways import ways_of
     from hf_bucketing.settings import settings_in
-    from hf_bucketing.training.prepared_settings import check_same_settings
 
     stream = PreparedStream.load(folder) if holds_stream(folder) else None
     prepared = stream or PreparedDataset.load(folder)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_bucketing.configuration.run import LoaderConfig
 from hf_bucketing.devices import DeviceTimer, Reading
-from hf_bucketing.training.config import LoaderConfig
 
 
 class Event:

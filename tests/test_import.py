@@ -25,7 +25,9 @@ LEVELS = {
     **dict.fromkeys(["caching", "models", "report", "streaming"], 3),
     **dict.fromkeys(["optimizers", "placement"], 4),
     "adapters": 4.2,
+    "configuration": 4.3,
     "planner": 4.4,
+    "runs": 4.4,
     "training": 5,
     "__main__": 6,
 }
@@ -107,7 +109,7 @@ print(*{name.partition('.')[0] for name in sys.modules})"""
 
 
 def test_reports_of_runs_read_logs_without_torch(in_fresh_interpreter: Callable[[str], str]) -> None:
-    code = """import sys, hf_bucketing.training.review, hf_bucketing.training.run_page
+    code = """import sys, hf_bucketing.runs.review, hf_bucketing.runs.page
 print(*{name.partition('.')[0] for name in sys.modules})"""
     assert not set(in_fresh_interpreter(code).split()) & {
         "torch",

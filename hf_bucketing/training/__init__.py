@@ -1,5 +1,20 @@
-"""Training: settings, data, steps, the loop, checkpoints, adapters, validation and logs."""
+"""Training: data, steps, the loop, checkpoints and validation; what a script of one's own needs is exported here."""
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from ..configuration import (
+    BatchConfig,
+    CheckpointConfig,
+    HubConfig,
+    LoaderConfig,
+    ObjectiveConfig,
+    ReportingConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"loop": ["train"]})
+__all__ += [
+    "BatchConfig", "CheckpointConfig", "HubConfig", "LoaderConfig", "ObjectiveConfig", "ReportingConfig",
+    "TrainingConfig", "ValidationConfig",
+]  # fmt: skip

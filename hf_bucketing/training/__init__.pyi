@@ -1,11 +1,11 @@
-from .config import (
+from ..configuration import (
     BatchConfig as BatchConfig,
+    CheckpointConfig as CheckpointConfig,
+    HubConfig as HubConfig,
     LoaderConfig as LoaderConfig,
     ObjectiveConfig as ObjectiveConfig,
+    ReportingConfig as ReportingConfig,
     TrainingConfig as TrainingConfig,
+    ValidationConfig as ValidationConfig,
 )
 from .loop import train as train
-from .settings.checkpoints import CheckpointConfig as CheckpointConfig
-from .settings.hub import HubConfig as HubConfig
-from .settings.reporting import ReportingConfig as ReportingConfig
-from .settings.validation import ValidationConfig as ValidationConfig

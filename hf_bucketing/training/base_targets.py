@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..configuration.preservation import CaptionPair, PreservationConfig
 from ..media.rows import REGULARIZATION
 from ..randomness import Purpose, generator
-from .settings.preservation import CaptionPair, PreservationConfig
 
 TARGETS = ("data", "preservation", "slider")
 """Targets that a sample may have, whose losses are logged apart."""

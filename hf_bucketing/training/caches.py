@@ -11,12 +11,12 @@ from ..caching.encoders import describe_encoders, differences
 from ..caching.fingerprints import latents_fingerprint
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..command_line.config_file import CONFIG_FILE
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.loading import Loading
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..settings import changed
-from .config import TrainingConfig
 
 _SCRIPT = "cache_latents"
 """Entry of a prepared folder's settings: those of the script that cached it."""

@@ -20,6 +20,8 @@ from ..adapters.files import COMFYUI_WEIGHTS
 from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
+from ..configuration.hub import HubConfig
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..files import complete_file
 from ..media.conditions import FRAME_BY_FRAME, REFERENCE
@@ -29,13 +31,11 @@ from ..models.experts import transformers_of
 from ..models.loading import dtypes
 from ..models.recipe import Recipe
 from ..report.charts import save_charts
+from ..runs.logs import Logs
+from ..runs.recount import count_replaced
+from ..runs.review import FEWEST_STEPS, loss_charts
 from ..settings import names_of, settings_in
-from .config import TrainingConfig
-from .logs import Logs
-from .recount import count_replaced
-from .review import FEWEST_STEPS, loss_charts
 from .run_data import RunData
-from .settings.hub import HubConfig
 
 LOSSES = "loss.png"
 """File of the loss figure in the output folder."""

@@ -45,8 +45,8 @@ class Progress:
 
     Attributes:
         global_step (`int`): Finished optimizer steps.
-        log (`dict`): State of [`RunLog`][hf_bucketing.training.run_log.RunLog].
-        settings (`dict`): Settings, from [`settings_of`][hf_bucketing.training.on_resume.settings_of].
+        log (`dict`): State of [`RunLog`][hf_bucketing.runs.run_log.RunLog].
+        settings (`dict`): Settings, from [`settings_of`][hf_bucketing.configuration.on_resume.settings_of].
         weights (`dict`): [`weights_fingerprints`][hf_bucketing.caching.fingerprints.weights_fingerprints] of the
             pipeline that the run began with.
     """

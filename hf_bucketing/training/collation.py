@@ -10,11 +10,11 @@ from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..configuration.run import TrainingConfig
 from ..loaders.collators import BucketCollator, PackCollator
 from ..loaders.faults import Replacements
 from ..loaders.random_resize import RandomResize
-from .config import TrainingConfig
-from .run_log import log_path
+from ..runs.run_log import log_path
 
 
 def make_collator(

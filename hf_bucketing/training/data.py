@@ -31,6 +31,8 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import holds_stream
+from ..configuration.run import TrainingConfig
+from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError, OversizeError, quoted
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.captions import CaptionRule
@@ -53,7 +55,6 @@ from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
 from .agreement import check_same
 from .collation import make_collator
-from .config import TrainingConfig
 from .data_checks import (
     check_audio,
     check_cached_rows,
@@ -65,7 +66,6 @@ from .data_checks import (
 from .held_out import check_apart, split_rows
 from .oversize import beyond_positions, exceeding, with_file, without_rows
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
-from .source_weights import weights_of_sources
 
 logger = get_logger(__name__)
 

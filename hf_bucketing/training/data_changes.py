@@ -15,8 +15,8 @@ from ..columns.data_changes import compare_locks
 from ..columns.data_lock import LOCK_FILE, DataLock, read_lock
 from ..columns.faults import NAMED_ROWS, listed, paths_of
 from ..columns.prepared import PreparedDataset
+from ..configuration.run import TrainingConfig
 from ..files import complete_file
-from .config import TrainingConfig
 
 LOOKED_AT = 10_000
 """Files of a cache and of captions, and captions, that a run looks at before it starts, spread evenly over rows."""

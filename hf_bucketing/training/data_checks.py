@@ -12,6 +12,8 @@ from ..buckets.sizes import LatentSpec
 from ..caching.columns import NULL_TEXT_KEY
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..configuration.run import TrainingConfig
+from ..configuration.source_weights import read_loss_weight
 from ..errors import BucketingError, quoted
 from ..media.conditions import REFERENCE
 from ..media.rows import REGULARIZATION, check_flips
@@ -20,8 +22,6 @@ from ..models.conditioning import read_conditions
 from ..models.index import read_index
 from ..models.recipe import Recipe
 from ..settings import marked, not_default
-from .config import TrainingConfig
-from .source_weights import read_loss_weight
 
 logger = get_logger(__name__)
 

@@ -16,6 +16,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from ..buckets.sizes import Size
 from ..buckets.table import BucketTable
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.audio import CHANNELS
 from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
@@ -47,7 +48,6 @@ from ..plans.packs import strip_tokens
 from ..plans.rows import epoch_occurrences
 from ..settings import changed
 from ..units import format_bytes
-from .config import TrainingConfig
 from .data import TrainingData, make_data
 from .experts import Experts
 from .opened import OpenedRun

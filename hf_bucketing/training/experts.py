@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..buckets.sizes import Size
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.recipe import Recipe
-from .config import TrainingConfig
 from .steps import Step, make_step
 
 _FRAMES = 81

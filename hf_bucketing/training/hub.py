@@ -11,10 +11,10 @@ from huggingface_hub.utils import HFValidationError
 
 from ..adapters.experts import own_folder
 from ..adapters.files import ADAPTER_FILES
+from ..configuration.hub import HubConfig
 from ..errors import HubError
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.index import MODULAR_INDEX, copy_index, read_index
-from .settings.hub import HubConfig
 
 _NO_NAME = 'expected "name" or "owner/name" of letters, digits, -, _ and .'
 

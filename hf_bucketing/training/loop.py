@@ -24,6 +24,9 @@ from accelerate.utils import (
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..command_line.config_file import ConfigFile, write_config
+from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
+from ..configuration.prepared import check_same_settings
+from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
@@ -37,6 +40,7 @@ from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
 from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
+from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked
 from .agreement import check_shared
 from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
@@ -50,7 +54,6 @@ from .checkpoint import (
     without_accelerates_lines,
 )
 from .collation import unreadable_log
-from .config import TrainingConfig
 from .data import make_data, make_held_out_data
 from .data_changes import LOOKED_AT, describe_changes
 from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
@@ -60,12 +63,9 @@ from .flops import count_flops
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
-from .on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from .opened import OpenedRun, check_settings, open_run
-from .prepared_settings import check_same_settings
 from .reporting import OpenStep, RunReport
 from .run_data import ModelTokens, RunData
-from .run_log import Status, write_cost_model
 from .script_settings import settings_to_repeat
 from .steps import StepLosses, check_data
 from .stopping import StopSignals

@@ -19,6 +19,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.references import Appended
 from ..media.row_references import sample_sizes
@@ -37,7 +38,6 @@ from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wraps_blocks
 from ..placement.shards import SHARDED
 from .caches import settle_caches
-from .config import TrainingConfig
 from .data_checks import check_shown_references
 from .run_data import counting_rule
 

@@ -18,6 +18,7 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.table import BucketTable
 from ..caching.views import CACHED_VIEW
 from ..command_line.config_file import CONFIG_FILE
+from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer, to_device
 from ..files import complete_file, writing
 from ..loaders.collators import PLANNED
@@ -26,15 +27,14 @@ from ..loaders.planned import StepCount
 from ..models.conditioning import read_conditions
 from ..packing.attention.dispatch import choices
 from ..placement.shards import SHARDED
+from ..runs.page import write_live_page
+from ..runs.run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
 from .base_targets import TARGETS
 from .collation import unreadable_log
-from .config import TrainingConfig
 from .data_changes import keep_lock
 from .flops import StepFlops
 from .held_out_loss import unreadable_message
 from .run_data import RunData, StepRows
-from .run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
-from .run_page import write_live_page
 from .skipped import SkippedSteps, describe_unencoded
 from .step_metrics import PendingMetrics, StepMetrics
 from .steps import Computed, StepLosses

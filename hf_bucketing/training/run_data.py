@@ -20,6 +20,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
 from ..media.conditions import MASK, REFERENCE
@@ -28,7 +29,6 @@ from ..models.conditioning import appended_by
 from ..models.recipe import Recipe
 from ..models.texts import TextEmbeddings
 from ..packing.names import Grid
-from .config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

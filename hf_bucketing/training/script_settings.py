@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..caching.settings import CacheConfig
 from ..columns.settings import SourceConfig, TableConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
+from ..configuration.run import TrainingConfig
 from ..planner.gpus import TimeConfig
 from ..planner.settings import MachineConfig, PlanConfig
 from ..report.measure import ReportConfig
 from ..settings import flag_names, flatten, marked, names_of, settings_in
-from .config import TrainingConfig
 
 if TYPE_CHECKING:
     from ..planner.options import MemoryOption

@@ -15,6 +15,8 @@ import torch
 from ..adapters.base import base_model
 from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec
+from ..configuration.preservation import PreservationConfig
+from ..configuration.run import TrainingConfig
 from ..devices import to_device
 from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
@@ -38,9 +40,7 @@ from ..packing.token_drop import Seed, TokenDrop
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
 from .base_targets import TARGETS, BaseTarget, base_targets
-from .config import TrainingConfig
 from .run_data import RunData, StepRows
-from .settings.preservation import PreservationConfig
 
 
 class Computed(NamedTuple):

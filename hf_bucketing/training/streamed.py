@@ -23,6 +23,8 @@ from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
+from ..configuration.run import TrainingConfig
+from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..losses.reduction import reduction_weights
@@ -39,11 +41,9 @@ from ..streaming.grouping import BucketGrouping, Grouping, PackGrouping
 from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
 from .collation import media_collator, unreadable_log
-from .config import TrainingConfig
 from .data import counted_tokens, make_cost_model
 from .data_checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
 from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
-from .source_weights import weights_of_sources
 
 logger = get_logger(__name__)
 

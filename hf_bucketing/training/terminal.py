@@ -11,12 +11,12 @@ from accelerate import Accelerator
 
 from ..adapters.settings import AdapterConfig
 from ..buckets.sizes import Size
+from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
 from ..media.conditions import REFERENCE
 from ..models.calls import IMAGES
 from ..models.recipe import Recipe
-from .config import TrainingConfig
-from .review import duration
+from ..runs.review import duration
 
 TIMED_STEPS = 10
 """Optimizer steps whose times say how long a run takes."""

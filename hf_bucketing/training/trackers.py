@@ -14,9 +14,9 @@ from accelerate.tracking import GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 from PIL import Image
 
+from ..configuration.reporting import ReportingConfig
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError, did_you_mean
-from .config import TrainingConfig
-from .settings.reporting import ReportingConfig
 
 _FRAMES_SHOWN = 8
 """Frames of a video that a tracker without videos receives as pictures."""

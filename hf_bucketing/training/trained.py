@@ -15,6 +15,7 @@ from diffusers.training_utils import EMAModel
 
 from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
+from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.compilation import compile_blocks
 from ..models.enable import disable_packing
@@ -34,7 +35,6 @@ from ..placement.sharding import block_by_block, sending_weights, sharded_adapte
 from ..placement.shards import SHARDED, averaged
 from ..settings import changed
 from .checkpoint import gather_weights, save_pipeline
-from .config import TrainingConfig
 from .estimate import out_of_memory
 from .opened import trained_dtype
 from .run_data import RunData

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from ..buckets.sizes import LatentSpec, Size
+from ..configuration.validation import ValidationConfig, rendering_name
 from ..errors import BucketingError
 from ..media.conditions import REFERENCE
 from ..media.images import WHITE
@@ -26,7 +27,6 @@ from ..models.calls import IMAGES
 from ..models.first_frame import pictures
 from ..models.recipe import Recipe
 from ..models.rendering import Call, render_together
-from .settings.validation import ValidationConfig, rendering_name
 from .trackers import track_rendering
 
 

@@ -30,9 +30,9 @@ from hf_bucketing.loaders.collators import PackCollator
 from hf_bucketing.loaders.occurrences import OCCURRENCE
 from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.randomness import ROW
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.recount import recount
 from hf_bucketing.training.data import make_data, make_held_out_data
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.recount import recount
 from tests.caching.test_caching import cached, first, load_recipe, prepared
 from tests.caching.test_references import load_seeing, referenced
 from tests.conftest import as_flags, run_script_here

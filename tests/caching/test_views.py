@@ -32,9 +32,9 @@ from hf_bucketing.media.rows import FileSample
 from hf_bucketing.media.sample import LoadedSample, load
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.recount import recount
 from hf_bucketing.training.data import make_data, make_held_out_data
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.recount import recount
 from hf_bucketing.units import format_bytes
 from tests.caching.test_caching import cached, first, flags, prepared
 from tests.caching.test_latents import TABLE, Encoder, columns, media, rows_of

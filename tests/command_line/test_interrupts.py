@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_bucketing.training.run_log import read_status
+from hf_bucketing.runs.run_log import read_status
 from tests.conftest import ROOT, as_flags, launch
 from tests.training.training_cases import BATCHING, train
 

@@ -36,7 +36,7 @@ GIVEN = {
     "a constant of 1 GiB": "what `planner/` adds to each plan",
     "at most 60 seconds": "setting of scripts/benchmark_lengths.py",
     "30 % images": "what scripts/benchmark_sampling.py draws",
-    "Once they fill 2.5 MB": "limit of `training/run_page.py`",
+    "Once they fill 2.5 MB": "limit of `runs/page.py`",
     "whether 24, 48 and 80 GiB hold it": "columns of the page of `scripts/report_buckets.py`",
     "cut 22.6% of the frames": "an example of a verdict",
     "unless it is over 5 %": "`LIMIT` of `report/verdict.py`",

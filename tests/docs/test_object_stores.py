@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_bucketing.training.review import losses_of
+from hf_bucketing.runs.review import losses_of
 from tests.conftest import ROOT, as_flags, launch_training, run_script_here
 from tests.docs.pages import PAGES
 from tests.docs.test_model_pages import on_small_weights

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_bucketing import PackBatchSampler, PackingError
+from hf_bucketing.configuration.run import BatchConfig
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.report import ReportConfig
 from hf_bucketing.streaming import PackGrouping
-from hf_bucketing.training.config import BatchConfig
 from tests.models.cases import (
     SIZES,
     Samples,

@@ -26,8 +26,8 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.blocks import blocks_of
 from hf_bucketing.placement.offload import offload_blocks
 from hf_bucketing.placement.quantization import quantization_of, quantized_linears
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
-from hf_bucketing.training.review import losses_of
 from tests.placement.test_offload import gradients, run_once
 from tests.training.test_kinds_and_optimizers import check_resume
 from tests.training.training_cases import BATCHING, in_process, run, train

@@ -22,9 +22,9 @@ from hf_bucketing.placement.settings import checkpointing
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import MemoryParts, MemoryPlan, StepShape, fewest_checkpoints
 from hf_bucketing.planner.trace import LAYERS, TracedStep, _traced, trace
+from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.training import estimate
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_log import read_log
 from tests.placement.test_sharding import FSDP, PACKS, train_all
 from tests.training.training_cases import in_process, run
 

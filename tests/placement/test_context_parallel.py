@@ -28,12 +28,12 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.models.unpackable import UNPACKABLE
 from hf_bucketing.placement.context_parallel import check_model, fill_up_text, form_groups
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import RunLog
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.opened import check_settings, open_run
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import RunLog
 from hf_bucketing.training.step_metrics import StepMetrics
 from tests.conftest import ROOT, as_flags, launch_flags, run_script_here
 from tests.models.cases import assert_same_gradients

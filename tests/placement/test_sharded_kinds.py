@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_bucketing.adapters.files import LORA_WEIGHTS, PEFT_FILES
-from hf_bucketing.training.review import losses_of
+from hf_bucketing.runs.review import losses_of
 from tests.placement.test_sharding import ADAPTERS, DDP, LOADED_ONCE, PACKS, SAVE, SHARDED_STATE, train_all
 
 DORA = PACKS | {"adapter": "dora"}

@@ -26,10 +26,10 @@ from hf_bucketing.placement import sharding
 from hf_bucketing.placement.blocks import block_names
 from hf_bucketing.placement.shards import AVERAGES
 from hf_bucketing.placement.trust import refuse_code_in_shards
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.training import TrainingConfig, loop, opened
-from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import make_accelerator
-from hf_bucketing.training.review import losses_of
 from tests.conftest import ROOT, run_script_here
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import stock_pipeline

@@ -26,11 +26,11 @@ from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.run_log import read_log
 from hf_bucketing.training.steps import BucketStep, make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import as_flags, run_script_here

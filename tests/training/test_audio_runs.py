@@ -28,8 +28,8 @@ from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.context_parallel import check_audio
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.training.data import make_data
-from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream

@@ -16,11 +16,11 @@ import torch
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.buckets import CostFit
+from hf_bucketing.runs.review import read_log
+from hf_bucketing.runs.run_log import COST_MODEL
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import read_log
-from hf_bucketing.training.run_log import COST_MODEL
 from hf_bucketing.training.step_metrics import StepMetrics
 from hf_bucketing.training.steps import PackStep
 from tests.training.training_cases import in_process, run

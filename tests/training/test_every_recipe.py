@@ -24,8 +24,8 @@ from hf_bucketing.media.conditions import CONDITIONS, FRAME_BY_FRAME
 from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.index import index_file
 from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.settings import changed
-from hf_bucketing.training.run_log import read_log
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin

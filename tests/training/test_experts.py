@@ -27,12 +27,12 @@ from hf_bucketing.models.experts import TrainedComponent, transformers_of
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
 from hf_bucketing.report import render_page
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.page import run_page
+from hf_bucketing.runs.review import losses_of, review_experts, review_run
+from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.training.experts import make_experts
-from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of, review_experts, review_run
-from hf_bucketing.training.run_log import read_log
-from hf_bucketing.training.run_page import run_page
 from hf_bucketing.training.steps import Step
 from hf_bucketing.training.trained import TrainedModel
 from tests.conftest import run_script_here

@@ -24,13 +24,13 @@ from hf_bucketing.media import MediaSource, View
 from hf_bucketing.media.sample import load_sample
 from hf_bucketing.models import disable_packing
 from hf_bucketing.randomness import ROW, Purpose, integer_seed
+from hf_bucketing.runs.held_out import describe_held_out, held_out_changes
+from hf_bucketing.runs.logs import Logs
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.held_out import check_apart, files_of, split_rows
 from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
-from hf_bucketing.training.held_out_review import describe_held_out, held_out_changes
-from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from tests.placement.test_sharding import DDP, train_all
 from tests.training.training_cases import TINY_WAN, in_process, run

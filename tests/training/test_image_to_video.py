@@ -13,9 +13,9 @@ from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, iter_frames, probe
-from hf_bucketing.training.logs import Logs
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from hf_bucketing.adapters.files import ADAPTER_FILES, LORA_WEIGHTS, PEFT_FILES
 from hf_bucketing.adapters.kinds import adapters_of, read_exact
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
 from tests.training.training_cases import in_process, run
 
 TWO_EPOCHS = {"max_train_steps": None, "num_train_epochs": 2, "train_batch_size": 4, "lora_rank": 3}

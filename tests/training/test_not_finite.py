@@ -19,8 +19,8 @@ from hf_bucketing.caching.store import TensorCache
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import read_log
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import read_log
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run
 

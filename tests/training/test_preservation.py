@@ -21,16 +21,16 @@ from hf_bucketing.columns.preparation import with_marks
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.trainer_toml import load_toml
+from hf_bucketing.configuration.preservation import PreservationConfig
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import read_log, read_sample_logs
 from hf_bucketing.training.base_targets import base_targets
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer, train
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import read_log, read_sample_logs
-from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, make_step, media_of, text_of
 from tests.caching.test_caching import cached, collator_of, first, load_recipe, prepared
 from tests.conftest import run_script_here

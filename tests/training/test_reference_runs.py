@@ -20,8 +20,8 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
-from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.streamed import open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.models.families import RECIPES

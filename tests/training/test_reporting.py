@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hf_bucketing.devices import Reading
+from hf_bucketing.runs.page import PAGE, write_live_page
+from hf_bucketing.runs.run_log import RunLog
 from hf_bucketing.training import TrainingConfig, reporting
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_log import RunLog
-from hf_bucketing.training.run_page import PAGE, write_live_page
 from tests.training.training_cases import in_process, run
 
 

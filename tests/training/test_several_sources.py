@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.config_file import read_config_file, write_config
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import read_sample_logs
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import read_sample_logs
 from tests.columns.test_several_sources import folder_with_texts, parquet_with_bytes
 from tests.conftest import launch_training, run_script_here
 

@@ -15,10 +15,10 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.logs import StepLog
+from hf_bucketing.runs.logs import StepLog
+from hf_bucketing.runs.review import losses_of, running_mean, summarise_losses
+from hf_bucketing.runs.run_log import read_log, read_status
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of, running_mean, summarise_losses
-from hf_bucketing.training.run_log import read_log, read_status
 from hf_bucketing.training.skipped import SkippedSteps, check_finite
 from hf_bucketing.training.step_metrics import StepMetrics
 from hf_bucketing.training.steps import StepLosses

@@ -16,8 +16,8 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
+from hf_bucketing.runs.logs import Logs
 from hf_bucketing.training.data import make_data, make_held_out_data
-from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_data import ModelTokens
 from tests.conftest import as_flags

@@ -18,6 +18,8 @@ from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.buckets.cost import CostModel
+from hf_bucketing.configuration.preservation import PreservationConfig
+from hf_bucketing.configuration.run import BatchConfig, TrainingConfig
 from hf_bucketing.devices import DeviceTimer, to_device
 from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
@@ -28,10 +30,8 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
 from hf_bucketing.models.texts import TextEmbeddings
-from hf_bucketing.training.config import BatchConfig, TrainingConfig
 from hf_bucketing.training.reporting import RunReport
 from hf_bucketing.training.run_data import StepRows
-from hf_bucketing.training.settings.preservation import PreservationConfig
 from hf_bucketing.training.steps import BucketStep, PackStep, Step, latent_frames_of, media_of, text_of
 from tests.devices import Device, assert_same_gradients, on_cpu
 from tests.models.families import RECIPES

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_bucketing.errors import Interrupted
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import log_path, read_status
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import log_path, read_status
 from hf_bucketing.training.stopping import StopSignals
 from tests.training.training_cases import in_process, run
 

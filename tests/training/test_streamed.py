@@ -25,14 +25,14 @@ from hf_bucketing.losses import global_mean
 from hf_bucketing.media.sample import load
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.review import losses_of, review_run, review_sources
 from hf_bucketing.settings import changed
 from hf_bucketing.streaming.shards import warn_of_shards
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data, make_held_out_data
-from hf_bucketing.training.logs import Logs
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.loss_window import LossWindow
-from hf_bucketing.training.review import losses_of, review_run, review_sources
 from hf_bucketing.training.run_data import ModelTokens, StepRows
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars

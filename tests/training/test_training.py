@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.review import losses_of, review_run
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.review import losses_of, review_run
 from tests.conftest import launch, run_script_here
 from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 

@@ -13,12 +13,12 @@ import pytest
 from hf_bucketing import MediaError
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import FaultRule
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.recount import recount
+from hf_bucketing.runs.review import review_run
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import make_data
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.recount import recount
-from hf_bucketing.training.review import review_run
 from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import read_log
 from tests.training.training_cases import BATCHING, in_process, run, train, train_until
 
 STEPS = 4

@@ -23,11 +23,11 @@ from hf_bucketing.media import ViewRule, write_video
 from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.texts import TextTokens
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.review import losses_of
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import PackStep, make_step
 from tests.conftest import run_script_here

@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from PIL import Image
 
 from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.configuration.validation import ValidationConfig
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.settings.validation import ValidationConfig
 from hf_bucketing.training.validation import Validation, parse_sizes
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))

@@ -13,7 +13,7 @@ from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, probe, write_video
-from hf_bucketing.training.review import losses_of
+from hf_bucketing.runs.review import losses_of
 from tests.conftest import run_script_here
 from tests.training.training_cases import count_samples, in_process, run
 

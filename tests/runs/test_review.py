@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from hf_bucketing import BucketingError
 from hf_bucketing.report.charts import save_charts
-from hf_bucketing.training.logs import Logs, StepLog
-from hf_bucketing.training.review import loss_charts, losses_by_bucket, review_run, running_mean, summarise_losses
-from hf_bucketing.training.run_log import RunLog
+from hf_bucketing.runs.logs import Logs, StepLog
+from hf_bucketing.runs.review import loss_charts, losses_by_bucket, review_run, running_mean, summarise_losses
+from hf_bucketing.runs.run_log import RunLog
 from tests.conftest import run_script_here
 
 

@@ -85,7 +85,7 @@ def review_run(logs: Logs, *, min_fall: float = MIN_FALL) -> RunReview:
     """Recount the logs of a run, and compare them with its plans.
 
     Args:
-        logs ([`Logs`][hf_bucketing.training.logs.Logs]): Logs of the run.
+        logs ([`Logs`][hf_bucketing.runs.logs.Logs]): Logs of the run.
         min_fall (`float`): Smallest fall of the loss that passes, as a share of the first loss; below 0, how far it
             may rise.
 
@@ -170,7 +170,7 @@ def review_experts(logs: Logs) -> list[str]:
 
 
 def describe_end(status: Mapping[str, Any]) -> str:
-    """Return how a run ended, in words, by what [`read_status`][hf_bucketing.training.run_log.read_status] returns."""
+    """Return how a run ended, in words, by what [`read_status`][hf_bucketing.runs.run_log.read_status] returns."""
     name: str | None = status.get("status")
     return {None: "its end was not logged", "running": "still running or killed"}.get(name, str(name))
 

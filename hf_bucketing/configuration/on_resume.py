@@ -21,7 +21,7 @@ from ..models.conditioning import most_appended
 from ..packing.family import Family
 from ..placement.shards import SHARDED
 from ..settings import changed, marked, settings_in
-from .config import TrainingConfig
+from .run import TrainingConfig
 
 ON_RESUME: dict[str, str] = marked(TrainingConfig, "on_resume")
 """The rule of each setting of [`TrainingConfig`]."""

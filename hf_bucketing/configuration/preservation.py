@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ...errors import BucketingError, quoted
-from ...settings import check_literals, check_shares, not_default
+from ..errors import BucketingError, quoted
+from ..settings import check_literals, check_shares, not_default
 
 _BETWEEN = "|"
 

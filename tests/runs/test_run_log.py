@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing import BucketingError
-from hf_bucketing.training.run_log import RunLog
+from hf_bucketing.runs.run_log import RunLog
 
 
 def test_logs_are_cut_where_the_checkpoint_was_and_never_written_anew(

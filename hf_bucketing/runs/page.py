@@ -15,6 +15,7 @@ import numpy as np
 
 from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.sizes import Size
+from ..configuration.validation import rendering_name
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
 from ..marks import NOT_CHECKED, mark
@@ -23,7 +24,7 @@ from ..media.thumbnails import Thumbnail, animation
 from ..report.charts import Line, bar_chart, heat_map, line_chart
 from ..report.page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, render_page
 from ..report.text import short_number, size_label
-from .held_out_review import held_out_changes
+from .held_out import held_out_changes
 from .logs import Logs, StepLog
 from .review import (
     FEWEST_STEPS,
@@ -39,7 +40,6 @@ from .review import (
     summarise_losses,
 )
 from .run_log import read_log
-from .settings.validation import rendering_name
 
 PAGE = "run.html"
 """File in the output folder of a run that shows it while it trains."""

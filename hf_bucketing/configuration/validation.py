@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...buckets.sizes import Size
-from ...errors import BucketingError
-from ...settings import check_at_least, setting
+from ..buckets.sizes import Size
+from ..errors import BucketingError
+from ..settings import check_at_least, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

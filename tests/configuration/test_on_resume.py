@@ -23,14 +23,20 @@ from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
 from hf_bucketing.adapters.lora import add_lora, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import weights_fingerprints
+from hf_bucketing.configuration.on_resume import (
+    ON_RESUME,
+    applied_changes,
+    check_references,
+    resumed_config,
+    settings_of,
+)
 from hf_bucketing.models.registry import families, recipe_of
+from hf_bucketing.runs.review import losses_of
+from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.settings import changed, names_of
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.on_resume import ON_RESUME, applied_changes, check_references, resumed_config, settings_of
-from hf_bucketing.training.review import losses_of
-from hf_bucketing.training.run_log import read_log
 from tests.training.training_cases import in_process, run
 
 Make = Callable[..., TrainingConfig]

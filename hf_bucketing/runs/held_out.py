@@ -77,7 +77,7 @@ def describe_held_out(logs: Logs, *, by_bucket: bool = False) -> list[str]:
     """Return the held-out loss of a run as lines of text: its first, lowest and last values, and the last by noise.
 
     Args:
-        logs ([`Logs`][hf_bucketing.training.logs.Logs]): Logs of the run.
+        logs ([`Logs`][hf_bucketing.runs.logs.Logs]): Logs of the run.
         by_bucket (`bool`): Whether to add the last values of each bucket.
     """
     entries = logs.held_out

@@ -11,9 +11,9 @@ import pytest
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
 from hf_bucketing.command_line.config_file import read_config_file, write_config
+from hf_bucketing.configuration.prepared import check_same_settings
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.prepared_settings import check_same_settings
 from hf_bucketing.training.script_settings import settings_to_repeat
 from tests.conftest import ROOT, run_script_here
 

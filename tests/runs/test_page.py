@@ -14,10 +14,10 @@ from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.adapters.settings import SETTINGS
 from hf_bucketing.media.write import write_image, write_video
 from hf_bucketing.report import render_page
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.review import losses_by_bucket
-from hf_bucketing.training.run_log import TABLE, RunLog, write_status
-from hf_bucketing.training.run_page import PAGE, run_page, write_live_page
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.page import PAGE, run_page, write_live_page
+from hf_bucketing.runs.review import losses_by_bucket
+from hf_bucketing.runs.run_log import TABLE, RunLog, write_status
 from tests.browser import look_at
 from tests.conftest import run_script_here
 from tests.report.test_page import check_complete
@@ -212,6 +212,6 @@ def test_a_run_without_steps_has_no_page_yet(tmp_path: Path) -> None:
 
 def test_prompts_share_the_pictures_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run")
-    monkeypatch.setattr("hf_bucketing.training.run_page._MOST_PICTURES", 6)
+    monkeypatch.setattr("hf_bucketing.runs.page._MOST_PICTURES", 6)
     shown = [int(alt.split()[-1][:-1]) for alt in check_complete(render_page(run_page([folder]))).images]
     assert shown == 2 * [5, 15, 20], "both prompts, each from its first to its last rendering"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ...errors import BucketingError, quoted
-from ...settings import not_default
+from ..errors import BucketingError, quoted
+from ..settings import not_default
 
 _NO_NAME = 'expected "name" or "owner/name" of letters, digits, -, _ and .'
 

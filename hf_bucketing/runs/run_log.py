@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..buckets.calibration import CostFit, fit_costs
+from ..configuration.run import COST_MODEL
 from ..errors import BucketingError
 from ..files import complete_file
-from .config import COST_MODEL
 
 TABLE = "table.json"
 """File in the folder of logs that holds the buckets of a run, if it has any."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import BucketingError, quoted
-from ...settings import check_at_least, not_default
+from ..errors import BucketingError, quoted
+from ..settings import check_at_least, not_default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class StepLog(NamedTuple):
 
 
 class Logs:
-    """Logs of a run, as [`RunLog`][hf_bucketing.training.run_log.RunLog] writes them.
+    """Logs of a run, as [`RunLog`][hf_bucketing.runs.run_log.RunLog] writes them.
 
     Losses are read at once and the other logs when they are first needed, so that those of a run that still trains
     are at least as far.

@@ -9,11 +9,11 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.report import render_page
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.review import loss_charts
-from hf_bucketing.training.run_page import run_page
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.page import run_page
+from hf_bucketing.runs.review import loss_charts
 from tests.report.test_page import check_complete
-from tests.training.test_run_page import STEPS, write_run
+from tests.runs.test_page import STEPS, write_run
 
 
 def test_half_a_line_of_a_run_that_still_trains_is_not_read(tmp_path: Path) -> None:

@@ -39,13 +39,13 @@ from ..settings import (
     setting,
 )
 from ..streaming.config import StreamConfig
-from .settings.checkpoints import CheckpointConfig
-from .settings.held_out import HeldOutConfig
-from .settings.hub import HubConfig
-from .settings.preservation import PreservationConfig
-from .settings.reporting import ReportingConfig
-from .settings.validation import ValidationConfig
+from .checkpoints import CheckpointConfig
+from .held_out import HeldOutConfig
+from .hub import HubConfig
+from .preservation import PreservationConfig
+from .reporting import ReportingConfig
 from .source_weights import read_loss_weight
+from .validation import ValidationConfig
 
 COST_MODEL = "cost_model.json"
 """File in the output folder of a run that holds the measured cost of its steps."""

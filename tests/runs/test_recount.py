@@ -13,10 +13,10 @@ import pytest
 from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, Size
 from hf_bucketing.adapters.settings import SETTINGS
 from hf_bucketing.loaders import BucketBatchSampler, LengthBatchSampler, PackBatchSampler
-from hf_bucketing.training.logs import Logs
-from hf_bucketing.training.recount import recount
-from hf_bucketing.training.review import review_run
-from hf_bucketing.training.run_log import RunLog, log_path, write_status
+from hf_bucketing.runs.logs import Logs
+from hf_bucketing.runs.recount import recount
+from hf_bucketing.runs.review import review_run
+from hf_bucketing.runs.run_log import RunLog, log_path, write_status
 
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 128), Size(9, 64, 64)), base=0)
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))

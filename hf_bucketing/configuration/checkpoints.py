@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...settings import check_at_least, setting
+from ..settings import check_at_least, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from ..command_line.config_file import CONFIG_FILE, PATHS, SOURCES, ConfigFile, 
 from ..command_line.flags import FlagParser
 from ..errors import BucketingError
 from ..settings import flag_names, names_of
-from .config import TrainingConfig
+from .run import TrainingConfig
 
 PREPARE, CACHE = "prepare_dataset", "cache_latents"
 
