@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
 from ..configuration.held_out import HeldOutConfig
-from ..configuration.run import LoaderConfig
+from ..configuration.loader import LoaderConfig
 from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
 from ..loaders.faults import OnFault
@@ -58,7 +58,7 @@ class HeldOutLoss:
     Args:
         data ([`TrainingData`][hf_bucketing.training.data.TrainingData]): Held-out rows, planned for evaluation.
         config ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Number of noise levels.
-        workers ([`LoaderConfig`][hf_bucketing.configuration.run.LoaderConfig]): Worker processes, which end after each
+        workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end after each
             computation.
         on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.
     """

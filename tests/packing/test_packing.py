@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_bucketing import PackBatchSampler, PackingError
-from hf_bucketing.configuration.run import BatchConfig
+from hf_bucketing.configuration.batches import BatchConfig
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.plans import PackPlanConfig

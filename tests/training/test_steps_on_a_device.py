@@ -18,8 +18,8 @@ from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.buckets.cost import CostModel
+from hf_bucketing.configuration import BatchConfig, TrainingConfig
 from hf_bucketing.configuration.preservation import PreservationConfig
-from hf_bucketing.configuration.run import BatchConfig, TrainingConfig
 from hf_bucketing.devices import DeviceTimer, to_device
 from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION

@@ -1,0 +1,87 @@
+"""What the model is trained to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import BucketingError
+from ..losses.names import Reduction
+from ..models.conditioning import read_conditions
+from ..models.shift import read_shift
+from ..settings import check_literals, check_shares, number_or_text, setting
+from .source_weights import read_loss_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """What the model is trained to do.
+
+    Args:
+        weighting_scheme (`"logit_normal"` or `"uniform"`, *optional*): Distribution of noise levels in flow matching;
+            by default `"logit_normal"`. Denoising models such as Latte have none.
+        shift (`float` or `str`, *optional*): Shift of noise levels towards noise in flow matching; by default that of
+            the pipeline's scheduler, which for some models grows with a sample's tokens, up to the most that its
+            configuration names. A number is one shift for all samples. `"tokens"` grows with the tokens as Flux's,
+            `"pixels"` with the square root of the pixels as in Stable Diffusion 3, 3 at 1024×1024. `"resolution"` is
+            what the model's authors name for some resolutions, and `480x832:2,720x1280:5` names them: height, width
+            and shift. `"unbounded"` is the scheduler's, also beyond the most tokens that it names. `"flux2"` is what
+            FLUX.2's pipelines render with in 50 steps, about 7.6 at 1024×1024; the default there is the scheduler's,
+            3.2.
+        guidance (`float`, *optional*): Guidance scale that distilled models which embed one are given in training:
+            Flux, FLUX.2 [dev], HunyuanVideo and HunyuanImage. It is 1 by default, since the loss aims at the data
+            itself, without guidance. diffusers' examples take 3.5, and 30 for controls.
+        snr_gamma (`float`, *optional*): Gamma of min-SNR loss weighting, such as 5.0, for denoising models such as
+            Latte.
+        loss_reduction (`"sample"` or `"token"`): Unit of equal weight in the loss: every sample, or every token.
+        caption_dropout (`float`): Share of captions replaced by the empty one, for classifier-free guidance.
+        reference_dropout (`float`): Share of samples that are shown no references, so that the model also works
+            without; in buckets, the share of batches.
+        condition (`str`, *optional*): Parts of samples that the model is shown without noise, and the share of samples
+            that each is drawn for, such as `first_frame:0.3,prefix:0.2,none:0.5`. A condition is `first_frame`,
+            `last_frame`, `prefix`, `suffix`, `keyframes`, `appended_first_frame`, `appended_last_frame` or
+            `appended_keyframes` (as further tokens), `mask` (what masks leave black) or `reference` (which the others
+            of a list that names it are not shown), or several of them joined by `+`; `prefix@2` has two latent frames,
+            and `prefix` any number. Where audio is trained, `video` shows a sample's video and `audio` its audio, so
+            that the other is generated, and `no_audio` trains its video alone. `prefix:0.2:0.5` gives these samples a
+            weight of 0.5 in the loss, beside 1 of others. After a semicolon, a source of the data set has shares of
+            its own: `first_frame:0.3,none:0.7;stills=none`. By default image-to-video models are shown what their
+            pipelines show, and others nothing.
+        loss_weight (`str`, *optional*): Weights of sources of the data set in the loss, such as `stills=0.5,edits=2`:
+            how much a sample counts beside one of another source; 1 where it is not named.
+        audio_weight (`float`): Weight of the loss of a sample's audio beside that of its video, where a data set has
+            audio; the losses are added.
+
+    Raises:
+        BucketingError: On an impossible value.
+    """
+
+    weighting_scheme: Literal["logit_normal", "uniform"] | None = None
+    shift: float | str | None = setting(None, parse=number_or_text)
+    guidance: float | None = None
+    snr_gamma: float | None = None
+    loss_reduction: Reduction = "sample"
+    caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
+    reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
+    condition: str | None = setting(None, on_resume="applied")
+    loss_weight: str | None = setting(None, on_resume="applied")
+    audio_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_shares(self, "caption_dropout", "reference_dropout")
+        if self.shift is not None:
+            read_shift(self.shift)
+        if self.condition is not None:
+            conditions = read_conditions(self.condition)
+            if self.reference_dropout and conditions.draws_references:
+                raise BucketingError(
+                    "`reference_dropout` and `reference` in `condition` both draw who is shown references; give one."
+                )
+        if self.loss_weight is not None:
+            read_loss_weight(self.loss_weight)
+        if self.guidance is not None and not 0 <= self.guidance < math.inf:
+            raise BucketingError(f"`guidance` must be a number that is not negative, got {self.guidance!r}.")
+        if not 0 < self.audio_weight < math.inf:
+            raise BucketingError(f"`audio_weight` must be above 0 and finite, got {self.audio_weight!r}.")
