@@ -36,6 +36,7 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
+    from hf_bucketing.configuration.launch import configured_precision
     from hf_bucketing.planner.figure import options_chart
     from hf_bucketing.planner.gpus import TimeConfig
     from hf_bucketing.planner.memory import verdict_on
@@ -48,10 +49,9 @@ def main(args: argparse.Namespace) -> None:
         option_rows,
         plan_options,
     )
-    from hf_bucketing.planner.settings import PlanConfig
     from hf_bucketing.planner.time import BatchCost, Speed
     from hf_bucketing.report.charts import save_charts
-    from hf_bucketing.training.script_settings import commands_of
+    from hf_bucketing.training.script_settings import commands_of, plan_of_flags
     from hf_bucketing.units import format_bytes
 
     def show(row: MemoryOption) -> None:
@@ -59,7 +59,9 @@ def main(args: argparse.Namespace) -> None:
         print(f"  {row.name}: {format_bytes(row.plan.total)}, {verdict}", file=sys.stderr, flush=True)
 
     check_writable(args.figure, args.json)
-    name, memory, config = args.pretrained_model_name_or_path, args.gpu_memory, from_flags(PlanConfig, args)
+    precision = args.mixed_precision or configured_precision()
+    config = plan_of_flags(args, mixed_precision=precision)
+    name, memory = args.pretrained_model_name_or_path, args.gpu_memory
     print("Planning one option after another, each with those above:", file=sys.stderr, flush=True)
     rows = plan_options(name, config, gpu_memory=memory, progress=show)
     plan = rows[0].plan

@@ -153,24 +153,29 @@ def suggest(args: argparse.Namespace) -> Suggested:
     from hf_bucketing.columns.prepared import MANIFEST
     from hf_bucketing.planner.components import read_components
     from hf_bucketing.planner.gpus import TimeConfig
-    from hf_bucketing.planner.settings import MachineConfig, PlanConfig
+    from hf_bucketing.planner.settings import MachineConfig
     from hf_bucketing.planner.suggestion import Suggester
     from hf_bucketing.planner.time import Speed, StepSeconds
+    from hf_bucketing.settings import changed
     from hf_bucketing.training.caches import sequence_length
+    from hf_bucketing.training.script_settings import plan_of_flags
 
     measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))
     machine = from_flags(MachineConfig, args, cpus=args.cpus or os.cpu_count())
-    base, speed = from_flags(PlanConfig, args), Speed.of(from_flags(TimeConfig, args), gpu_memory=machine.gpu_memory)
-    components = read_components(args.pretrained_model_name_or_path, trained=base.trained_component)
+    base, speed = (
+        plan_of_flags(args, mixed_precision=args.mixed_precision or "bf16"),
+        Speed.of(from_flags(TimeConfig, args), gpu_memory=machine.gpu_memory),
+    )
+    components = read_components(args.pretrained_model_name_or_path, trained=base.run.trained_component)
     data: Any
     if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
         data = args.dataset[0]
         rows, ways, cached = read_prepared(args, data, components)
         if cached is not None:
             length = sequence_length(
-                base.max_sequence_length, cached, folder=data, model=args.pretrained_model_name_or_path
+                base.run.max_sequence_length, cached, folder=data, model=args.pretrained_model_name_or_path
             )
-            base = replace(base, cached="all", max_sequence_length=length)
+            base = changed(base, cached="all", max_sequence_length=length)
     else:
         rows, ways, data = read_sources(args, sources, components)
     suggester = Suggester(components, rows, machine=machine, base=base, speed=speed, measured=measured)

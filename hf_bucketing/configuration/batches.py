@@ -55,9 +55,9 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True)
-    train_batch_size: int = setting(4, argument="batch_size")
-    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True)
+    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True, planned=True, chosen=True)
+    train_batch_size: int = setting(4, argument="batch_size", planned=True, chosen=True)
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True, planned=True, chosen=True)
     remainder: Remainder = setting(
         BucketPlanConfig.remainder,
         batching="bucket",
@@ -77,7 +77,7 @@ class BatchConfig:
         needs_rows="packs can be chosen only among those of a plan",
     )
     cost_model: str | None = None
-    strip_length: int = PackPlanConfig.strip_length
+    strip_length: int = setting(PackPlanConfig.strip_length, planned=True)
     longest_first: bool = setting(
         False, held_out=False, needs_rows="the most expensive step of a stream is not known before it comes"
     )

@@ -249,8 +249,7 @@ CONFLICTS = (
     Conflict(
         ("context_parallel_degree", "sharding"),
         lambda run: run.memory.context_parallel_degree > 1 and run.sharding not in ("ddp", "fsdp2"),
-        "Omit `context_parallel_degree={degree}`, or use DDP or {version_2}: it is not supported under "
-        "{kind}.",
+        "Omit `context_parallel_degree={degree}`, or use DDP or {version_2}: it is not supported under {kind}.",
     ),
     Conflict(
         ("context_parallel_degree", "parallelism_config"),
@@ -315,7 +314,7 @@ CONFLICTS = (
     Conflict(
         ("compile", "sharding"),
         lambda run: run.memory.compile and run.sharding not in ("ddp", "fsdp2"),
-        "Omit `compile`, or use DDP or {version_2}: it is not supported under {run.sharding}.",
+        "Omit `compile`, or use DDP or {version_2}: it is not supported under {kind}.",
     ),
     Conflict(
         ("context_parallel_degree", "compile"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..caching.settings import CacheConfig
 from ..columns.settings import SourceConfig, TableConfig
 from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
+from ..configuration.launch import LaunchConfig
 from ..configuration.run import TrainingConfig
 from ..planner.gpus import TimeConfig
 from ..planner.settings import MachineConfig, PlanConfig
 from ..report.measure import ReportConfig
-from ..settings import flag_names, flatten, marked, names_of, settings_in
+from ..settings import flag_names, given_settings, marked, names_of
 
 if TYPE_CHECKING:
     from ..planner.options import MemoryOption
@@ -30,6 +32,13 @@ SUGGESTED = NOT_PLANNED | {*marked(PlanConfig, "chosen")}
 """Settings of a plan that are no flags of scripts/suggest_run.py: it chooses them, or does without."""
 
 
+def plan_of_flags(args: argparse.Namespace, **others: Any) -> PlanConfig:
+    """Return what the flags of a script plan for, and `others`, without settings on which no plan depends."""
+    values = {**vars(args), **others}
+    planned = {*names_of(PlanConfig)} - NOT_PLANNED
+    return PlanConfig.from_flat(**{name: value for name, value in values.items() if name in planned})
+
+
 def settings_of_scripts() -> dict[str, frozenset[str]]:
     """Return the names of all settings of each script of a run."""
     pipeline = "pretrained_model_name_or_path"
@@ -38,11 +47,13 @@ def settings_of_scripts() -> dict[str, frozenset[str]]:
         "cache_latents": {*flag_names(CacheConfig), pipeline, "dataset_dir", "cache_dir", "output_dir"}
         | {"mixed_precision", "vae_tiling", "max_sequence_length", "condition"},
         "train_text_to_video": {*flag_names(TrainingConfig)},
-        "plan_memory": {*flag_names(PlanConfig), *flag_names(TimeConfig), pipeline, "gpu_memory", "figure", "json"}
-        - {"price_per_hour"},
-        "suggest_run": {*flag_names(SourceConfig), *flag_names(PlanConfig), *flag_names(TimeConfig), pipeline}
-        - {*names_of(TableConfig), *SUGGESTED}
-        | {*flag_names(MachineConfig), "num_proc", "streaming", "cost_model", "output_dir", "html"},
+        "plan_memory": {*flag_names(PlanConfig)} - NOT_PLANNED
+        | {*flag_names(TimeConfig)} - {"price_per_hour"}
+        | {pipeline, "gpu_memory", "figure", "json"},
+        "suggest_run": {*flag_names(SourceConfig)} - {*names_of(TableConfig)}
+        | {*flag_names(PlanConfig)} - SUGGESTED
+        | {*flag_names(TimeConfig), *flag_names(MachineConfig), pipeline}
+        | {"num_proc", "streaming", "cost_model", "output_dir", "html"},
         "report_buckets": {
             *flag_names(ReportConfig),
             "dataset",
@@ -96,9 +107,8 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
         name_or_path (`str`): Diffusers pipeline.
         row ([`MemoryOption`]): The option.
     """
-    planned = flatten(row.config)
-    settings = training_settings(row.config, length=row.plan.shape.length)
-    cached, launch = planned["cached"] != "nothing", launcher(row.config)
+    settings = given_settings(row.config.run)
+    cached, launch = row.config.samples.cached != "nothing", launcher(row.config.launch)
     common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
     given = [_flag(name, value) for name, value in settings.items()]
     commands = []
@@ -112,27 +122,10 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
     return commands
 
 
-def training_settings(config: PlanConfig, *, length: int) -> dict[str, Any]:
-    """Return the settings of training that a plan decides.
-
-    Packs without `max_tokens` get `length`, the tokens of a step as it was planned.
-    """
-    planned = flatten(config)
-    if planned["batching"] == "pack" and planned["max_tokens"] is None:
-        planned["max_tokens"] = length
-    if planned["max_tokens"] is not None:
-        del planned["train_batch_size"]
-    return {
-        setting.name: planned[setting.name]
-        for setting in settings_in(TrainingConfig)
-        if setting.name in planned and planned[setting.name] != setting.default
-    }
-
-
-def launcher(config: PlanConfig) -> str:
-    """Return the beginning of a command that starts the processes of a plan."""
-    file = f"--config_file scripts/accelerate_configs/{config.sharding}.yaml " if config.num_processes > 1 else ""
-    return f"accelerate launch {file}--num_processes {config.num_processes}"
+def launcher(launch: LaunchConfig) -> str:
+    """Return the beginning of a command that starts the processes of a run."""
+    file = f"--config_file scripts/accelerate_configs/{launch.sharding}.yaml " if launch.num_processes > 1 else ""
+    return f"accelerate launch {file}--num_processes {launch.num_processes}"
 
 
 def _flag(name: str, value: Any) -> str:

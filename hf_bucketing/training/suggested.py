@@ -16,8 +16,9 @@ from ..planner.rows import DataRows
 from ..planner.settings import MachineConfig
 from ..planner.suggestion import MOST_DROPPED, Candidate, Suggestion
 from ..report.text import align
+from ..settings import given_settings
 from ..units import format_bytes, format_seconds
-from .script_settings import launcher, training_settings
+from .script_settings import launcher
 
 FILES = 3
 """Candidates that are written."""
@@ -106,7 +107,7 @@ def run_settings(candidate: Candidate, *, machine: MachineConfig, rows: DataRows
         machine ([`MachineConfig`]): The machine.
         rows ([`DataRows`]): What is known of the rows.
     """
-    values = training_settings(candidate.config, length=candidate.config.max_tokens or 0)
+    values = given_settings(candidate.config.run)
     values |= {"dataloader_num_workers": candidate.num_workers}
     steps = _STREAMED_STEPS
     if rows.total is None:
@@ -121,7 +122,7 @@ def run_settings(candidate: Candidate, *, machine: MachineConfig, rows: DataRows
 
 def _commands(candidate: Candidate, file: Path, *, prepared: bool, streaming: bool) -> list[str]:
     """Return the commands that run a candidate by its file."""
-    launch = launcher(candidate.config)
+    launch = launcher(candidate.config.launch)
     commands = [f"{launch} scripts/train_text_to_video.py --config {file}"]
     if candidate.once is not None:
         commands.insert(0, f"{launch} scripts/cache_latents.py --config {file}")
@@ -177,7 +178,7 @@ def describe_best(suggestion: Suggestion, machine: MachineConfig) -> list[str]:
             f"Of 1, latents and texts are cached: encoding takes {format_seconds(best.once.seconds)} "
             f"({format_seconds(best.once.least)} to {format_seconds(best.once.most)}) once, and not in each of "
             f"{epochs} epochs. The cache holds one view of each sample, or more "
-            f"with --views_per_sample of cache_latents.py, {_MORE_SIZES[best.config.batching]}."
+            f"with --views_per_sample of cache_latents.py, {_MORE_SIZES[best.way.batching]}."
         )
     if best.workers is not None and best.once is not None:
         lines.append(f"Of 1, without the cache {best.workers:,} decoding processes per GPU would keep up with it.")
