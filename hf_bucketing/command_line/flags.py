@@ -112,7 +112,8 @@ class FlagParser(argparse.ArgumentParser):
             listed (`bool`): Whether settings are added that only a list of configurations in a file has.
         """
         groups: dict[type, Any] = {}
-        for setting in settings_in(kind):
+        required_first = sorted(settings_in(kind), key=lambda setting: setting.default is not dataclasses.MISSING)
+        for setting in required_first:
             flag = setting.metadata.get("flag", True)
             if setting.name in skip or flag is False or (flag == "listed" and not listed):
                 continue
