@@ -81,7 +81,7 @@ def hooks_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty videos and images of nine sizes."""
-    from synthetic.media import make_media_dataset
+    from hf_bucketing.synthetic.media import make_media_dataset
 
     folder = tmp_path_factory.mktemp("media") / "clips"
     make_media_dataset(folder, num_samples=20)
@@ -91,7 +91,7 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a pipeline of small random weights, by its name; tests read it and write elsewhere."""
-    from synthetic.pipelines import make_tiny_pipeline
+    from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
     return lambda name: made_once(
         tmp_path_factory, f"tiny-{name}", lambda folder: make_tiny_pipeline(folder, family=name)
@@ -112,7 +112,7 @@ def pipeline_dirs(tiny_folder: Callable[[str], Path]) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The media prepared by scripts/prepare_dataset.py."""
+    """The media prepared by hf_bucketing prepare."""
     folder = tmp_path_factory.mktemp("prepared") / "prepared"
     run_script_here(
         "prepare_dataset.py",

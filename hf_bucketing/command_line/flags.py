@@ -48,6 +48,7 @@ class _ConfigRule(NamedTuple):
     script: str
     others: Callable[[], Mapping[str, Collection[str]]]
     names: Mapping[str, Sequence[str]]
+    unused: Collection[str]
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -145,6 +146,7 @@ class FlagParser(argparse.ArgumentParser):
         *,
         others: Callable[[], Mapping[str, Collection[str]]],
         names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        unused: Collection[str] = (),
     ) -> None:
         """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
 
@@ -158,14 +160,23 @@ class FlagParser(argparse.ArgumentParser):
             others (callable): Function that returns the names of all settings of each script.
             names (mapping of `str` to names, *optional*): Names that a flag has in files, instead of its own: the
                 first one that is given counts.
+            unused (collection of `str`): Names that a file may hold for this script although it has no such flag.
         """
-        self._config = _ConfigRule(script, others, names)
+        self._config = _ConfigRule(script, others, names, unused)
         self.add_argument(
             "--config",
             metavar="FILE",
             common=True,
             help="YAML file of settings, as flags are named; flags override it.",
         )
+
+    @property
+    def section(self) -> tuple[str, frozenset[str]] | None:
+        """The name under which a file holds settings of this script alone, and theirs; None if it takes no file."""
+        if self._config is None:
+            return None
+        names = {action.dest for action in self._actions} - {"help", "config"}
+        return self._config.script, frozenset(names.union(self._config.unused))
 
     @property
     def flags(self) -> dict[str, str]:
@@ -266,7 +277,7 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: Always.
         """
-        raise FlagError(f"{message} (python scripts/{self.prog} --help all lists all flags)")
+        raise FlagError(f"{message} ({self.prog} --help all lists all flags)")
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         formatter = super()._get_formatter()

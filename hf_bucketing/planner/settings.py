@@ -34,7 +34,7 @@ class PlanConfig:
             sample included: as many samples as fit, at least one.
         batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs, which the VAE encodes one by one.
         strip_length (`int`): Tokens per strip of a pack.
-        cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
+        cached (`"nothing"`, `"latents"` or `"all"`): What hf_bucketing cache has encoded: with `"latents"` the
             VAE is not loaded, with `"all"` no text encoder either.
         mixed_precision (`"no"`, `"fp16"` or `"bf16"`): Precision of activations and of frozen weights.
         condition (`str`, *optional*): Parts of samples that the model is shown without noise, as in training; the

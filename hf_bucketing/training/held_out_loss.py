@@ -58,8 +58,8 @@ class HeldOutLoss:
     Args:
         data ([`TrainingData`][hf_bucketing.training.data.TrainingData]): Held-out rows, planned for evaluation.
         config ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Number of noise levels.
-        workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end after each
-            computation.
+        workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end after
+            each computation.
         on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.
     """
 
