@@ -178,13 +178,26 @@ def run_script_here(
     name: str, *args: object, check: bool = True, **settings: object
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as [`run_script`] does, but in this process, whose imports are already paid for."""
+    path = ROOT / "scripts" / name
+    command = [str(path), *map(str, [*as_flags(**settings), *args])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        return _run_here(command, lambda: runpy.run_path(command[0], run_name="__main__"), check=check)
+
+
+def run_command_here(*words: object, check: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of `hf_bucketing` in this process, with settings as flags after its words."""
+    from hf_bucketing.__main__ import main
+
+    return _run_here(["hf_bucketing", *map(str, [*words, *as_flags(**settings)])], main, check=check)
+
+
+def _run_here(command: list[str], main: Callable[[], object], *, check: bool) -> subprocess.CompletedProcess[str]:
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
-    command = [str(ROOT / "scripts" / name), *map(str, [*as_flags(**settings), *args])]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", command)
-        patch.syspath_prepend(str(ROOT / "scripts"))
         try:
-            runpy.run_path(command[0], run_name="__main__")
+            main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
             if isinstance(end.code, str):

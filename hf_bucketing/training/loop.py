@@ -361,7 +361,7 @@ class Trainer:
 
     def _settings_to_repeat(self) -> str:
         """Return the settings of the run as YAML by which a run in another folder does the same from its start."""
-        launch = f"accelerate launch --num_processes {self.accelerator.num_processes} -m hf_bucketing.commands.train"
+        launch = f"hf_bucketing launch --num_processes {self.accelerator.num_processes} train"
         settings = settings_to_repeat(
             self.config,
             made_with=self.opened.made_with,
