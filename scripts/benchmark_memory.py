@@ -29,7 +29,6 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from benchmark_tools import machine, memory_in_mb
 from PIL import Image
-from synthetic.pipelines import make_tiny_pipeline
 from torch.utils.checkpoint import checkpoint
 
 from hf_bucketing import BucketTable, open_table
@@ -42,6 +41,7 @@ from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.memory import PLAN_ERROR
 from hf_bucketing.randomness import ROW
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
 NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.command_line.config_file import write_config
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.commands.script_settings import launcher
+from hf_bucketing.commands.suggested import run_settings
 from hf_bucketing.files import complete_file
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.planner.components import Components, read_components
@@ -32,8 +33,7 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
 from hf_bucketing.settings import flatten, given_settings, settings_in
-from hf_bucketing.training.script_settings import launcher
-from hf_bucketing.training.suggested import run_settings
+from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -106,9 +106,9 @@ def write_preset(path: Path, suggestion: Suggestion, *, model: str, machine: Mac
     file = f"--config {path.relative_to(ROOT)}"
     time, launch = run.time, launcher(run.config.launch)
     comment = [
-        f"python scripts/prepare_dataset.py {file} --dataset clips --output_dir prepared",
-        f"{launch} scripts/cache_latents.py {file} --dataset_dir prepared --cache_dir cache --output_dir cached",
-        f"{launch} scripts/train_text_to_video.py {file} --dataset_dir cached --output_dir trained",
+        f"hf_bucketing prepare {file} --dataset clips --output_dir prepared",
+        f"{launch} cache {file} --dataset_dir prepared --cache_dir cache --output_dir cached",
+        f"{launch} train {file} --dataset_dir cached --output_dir trained",
         "",
         f"Each GPU: {format_bytes(run.memory.total)} of {machine.gpu_memory:g} GiB ({run.memory.peak})",
         f"The machine: {run.host}",

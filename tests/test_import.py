@@ -28,7 +28,9 @@ LEVELS = {
     "configuration": 4.3,
     "planner": 4.4,
     "runs": 4.4,
+    "synthetic": 4.4,
     "training": 5,
+    "commands": 5.5,
     "__main__": 6,
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]

@@ -169,6 +169,14 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     @property
+    def section(self) -> tuple[str, frozenset[str]] | None:
+        """The name under which a file holds settings of this script alone, and theirs; None if it takes no file."""
+        if self._config is None:
+            return None
+        names = {action.dest for action in self._actions} - {"help", "config"}
+        return self._config.script, frozenset(names)
+
+    @property
     def flags(self) -> dict[str, str]:
         """The flag of each argument of the library."""
         options = [option for option in self._option_string_actions if option.startswith("--")]
@@ -267,7 +275,7 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: Always.
         """
-        raise FlagError(f"{message} (python scripts/{self.prog} --help all lists all flags)")
+        raise FlagError(f"{message} ({self.prog} --help all lists all flags)")
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         formatter = super()._get_formatter()

@@ -154,12 +154,12 @@ class RunConfig:
 class TrainingConfig(RunConfig):
     """Settings of [`train`][hf_bucketing.training.train]: those of [`RunConfig`], and what the run reads and writes.
 
-    The names of all settings, those of its parts included, are the flags of `scripts/train_text_to_video.py` and
+    The names of all settings, those of its parts included, are the flags of `hf_bucketing train` and
     follow diffusers' training examples. [`from_flat`][RunConfig.from_flat] takes them all by name.
 
     Args:
         pretrained_model_name_or_path (`str`): Diffusers pipeline to fine-tune, on the hub or in a folder.
-        dataset_dir (`str`): Folder that scripts/prepare_dataset.py or scripts/cache_latents.py wrote.
+        dataset_dir (`str`): Folder that hf_bucketing prepare or hf_bucketing cache wrote.
         output_dir (`str`): Folder that receives the pipeline or the adapters, checkpoints and logs.
         dry_run (`bool`): Whether to print the plan, its cost and an estimate of memory, and to train nothing.
 
@@ -202,7 +202,7 @@ def _check_stream(config: RunConfig) -> None:
     if config.batches.max_tokens == "auto":
         raise BucketingError(
             '`max_tokens="auto"` searches the most expensive step of a plan, which a stream has not; give a number of '
-            "tokens (scripts/plan_memory.py says what fits)."
+            "tokens (hf_bucketing plan says what fits)."
         )
     if config.max_train_steps is None and config.stream.steps_per_epoch is None:
         raise BucketingError(

@@ -215,7 +215,7 @@ CONFLICTS = (
         ("gradient_checkpointing",),
         lambda run: run.planned and run.memory.gradient_checkpointing == "auto",
         '`gradient_checkpointing="auto"` is chosen by a run, for its data and its device; give a number of blocks, '
-        "true or false. scripts/plan_memory.py tries how few are enough.",
+        "true or false. hf_bucketing plan tries how few are enough.",
     ),
     Conflict(
         ("lora_plus_ratio", "lora_rank"),
@@ -232,7 +232,7 @@ CONFLICTS = (
         ("lora_format", "adapter"),
         lambda run: run.lora_format == "comfyui" and run.kind != "lora",
         "{adapter} is not written for ComfyUI: diffusers could not read the file back, which proves its names and "
-        "scales. Omit `lora_format`; scripts/merge_lora.py makes a model of the adapters.",
+        "scales. Omit `lora_format`; hf_bucketing merge makes a model of the adapters.",
     ),
     Conflict(
         ("quantize_base", "adapter"),
@@ -267,7 +267,7 @@ CONFLICTS = (
         ("context_parallel_degree", "on_error"),
         lambda run: run.memory.context_parallel_degree > 1 and run.replaces,
         '`context_parallel_degree={degree}` needs `on_error="raise"`: each process of a group reads its samples, and '
-        "one that only some of them can read would be replaced in these alone. scripts/prepare_dataset.py rejects "
+        "one that only some of them can read would be replaced in these alone. hf_bucketing prepare rejects "
         "unreadable files.",
     ),
     Conflict(

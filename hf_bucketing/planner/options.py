@@ -174,7 +174,7 @@ def _ladder(components: Components, config: PlanConfig, *, memory: float | None)
 
 def _steps(config: PlanConfig, blocks: int, *, can_cache: bool) -> list[tuple[str, Mapping[str, Any]]]:
     steps: list[tuple[str, Mapping[str, Any]]] = [
-        ("latents and texts cached (cache_latents.py)", {"cached": "all"} if can_cache else {}),
+        ("latents and texts cached (hf_bucketing cache)", {"cached": "all"} if can_cache else {}),
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.precision == "no" else {}),
         ("--gradient_checkpointing", _CHECKPOINTS),
     ]

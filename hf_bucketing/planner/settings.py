@@ -25,7 +25,7 @@ class SampleConfig:
             `height,width;height,width`, with the frames of a clip before them, in pixels; by default it has none.
         audio_fps (`float`, *optional*): Frames per second of samples whose audio is trained too, which is as long as
             their frames; by default none is.
-        cached (`"nothing"`, `"latents"` or `"all"`): What scripts/cache_latents.py has encoded: with `"latents"` the
+        cached (`"nothing"`, `"latents"` or `"all"`): What hf_bucketing cache has encoded: with `"latents"` the
             VAE is not loaded, with `"all"` no text encoder either.
 
     Raises:

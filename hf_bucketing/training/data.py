@@ -295,7 +295,7 @@ def make_data(
     check_marks(config, prepared)
     if _views_of(prepared) == 1 and not_default(config, "cached_views"):
         raise BucketingError(
-            f"Omit `cached_views`: {config.dataset_dir} caches no views to choose from. scripts/cache_latents.py "
+            f"Omit `cached_views`: {config.dataset_dir} caches no views to choose from. hf_bucketing cache "
             "encodes several of each sample with --views_per_sample."
         )
     share = config.held_out.validation_split
@@ -432,7 +432,7 @@ def _data_of(
             raise BucketingError(
                 f"No cache holds the captions {quoted(sorted(captions))} of `preservation_caption` or `slider`: this "
                 "model's text encoder sees the references of a sample. Train from the folder that "
-                "scripts/prepare_dataset.py wrote."
+                "hf_bucketing prepare wrote."
             )
         texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
     repeats = weights is not None or (batches.remainder == "repeat" and not evaluation)
@@ -539,7 +539,7 @@ def _without_oversize(
         if are_few(over, num_tokens):
             most = strip_tokens(int(num_tokens.max()), packs.strip_length) + counting.text_tokens
             why = f"The largest takes {most:,} tokens, and a pack {packs.max_tokens:,}; raise --max_tokens, or cut "
-            why += "videos with --max_frames of scripts/prepare_dataset.py."
+            why += "videos with --max_frames of hf_bucketing prepare."
             prepared, rejected = without_rows(prepared, over, why=why), rejected | over
     return prepared, rejected
 

@@ -79,7 +79,7 @@ def check_reference_dropout(
     if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
         raise BucketingError(
             f"Omit {name}: this model's cached texts are those of an encoder that saw the references. "
-            "Train from the folder that scripts/prepare_dataset.py wrote."
+            "Train from the folder that hf_bucketing prepare wrote."
         )
     if in_front:
         raise BucketingError(
@@ -154,7 +154,7 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
     if cache.batching != batching:
         raise BucketingError(
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
-            "scripts/cache_latents.py with the same --batching."
+            "hf_bucketing cache with the same --batching."
         )
     condition = config.objective.condition
     appended = None if condition is None else read_conditions(condition).appended_frames
@@ -166,17 +166,17 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
         }[appended]
         raise BucketingError(
             f"`condition` appends frames, but {folder} does not hold {frames}; run "
-            f"scripts/cache_latents.py again with --condition {shlex.quote(str(condition))}."
+            f"hf_bucketing cache again with --condition {shlex.quote(str(condition))}."
         )
     encoded = marked(TrainingConfig, "encoded")
     given = not_default(config, *encoded)
     if media := [name for name in given if encoded[name] == "media"]:
         raise BucketingError(
             f"Omit {quoted(media)}: {folder} holds encoded latents, and such settings change what is decoded. Give "
-            "them to scripts/cache_latents.py."
+            "them to hf_bucketing cache."
         )
     if given:
         raise BucketingError(
             f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
-            "from the folder that scripts/prepare_dataset.py wrote."
+            "from the folder that hf_bucketing prepare wrote."
         )

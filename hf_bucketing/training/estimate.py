@@ -80,11 +80,11 @@ def describe_memory(opened: OpenedRun, data: RunData, *, transformers: Sequence[
         lines += [f"    {phase}: {parts}" for phase, parts in memory.phases.items()]
     verdict = verdict_on(memory.total, has)
     if verdict == "does not fit":
-        lines.append(f"  That is more than the {format_bytes(has)} of the device: see scripts/plan_memory.py")
+        lines.append(f"  That is more than the {format_bytes(has)} of the device: see hf_bucketing plan")
     elif verdict == "tight":
         lines.append(
             f"  That is tight in the {format_bytes(has)} of the device, as runs may take {PLAN_ERROR:.0%} more than "
-            "planned: see scripts/plan_memory.py"
+            "planned: see hf_bucketing plan"
         )
     elif config.dry_run:
         lines.append(f"  That fits in the {format_bytes(has)} of the device")

@@ -178,7 +178,7 @@ def _check_model_and_data(opened: OpenedRun) -> None:
     if memory.vae_tiling and config.validation.validation_prompts is None and "vae" not in opened.called:
         raise BucketingError(
             "Omit `vae_tiling`: latents are cached and nothing is rendered, so that no VAE runs. It is a setting of "
-            "scripts/cache_latents.py too."
+            "hf_bucketing cache too."
         )
     if memory.offload_blocks:
         check_blocks(memory.offload_blocks, blocks=len(blocks_of(opened.empty_transformer)))

@@ -481,7 +481,7 @@ def check_positions(step: Step, data: RunData, counts: Mapping[int, int]) -> Non
         if refusal is not None:
             raise BucketingError(
                 f"The model cannot take the {count} samples of {size}{data.example_of(bucket_id)}: {refusal} "
-                "--max_frames of scripts/prepare_dataset.py cuts samples that are too long."
+                "--max_frames of hf_bucketing prepare cuts samples that are too long."
             )
 
 
@@ -656,13 +656,13 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     if recipe.null_as_long and "" in data.texts and data.texts[""].mask is not None:
         raise BucketingError(
             f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
-            "holds the empty caption alone; run scripts/cache_latents.py again."
+            "holds the empty caption alone; run hf_bucketing cache again."
         )
     latent = batch["latents"][0]
     if len(latent) != recipe.latent_channels:
         raise BucketingError(
             f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
-            f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
+            f"{recipe.latent_channels}; run hf_bucketing cache again with this pipeline."
         )
     needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
     if REFERENCE in data.conditions and not recipe.references_in_front:
@@ -672,5 +672,5 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     if missing := needed - batch.get("conditions", {}).keys():
         raise BucketingError(
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
-            "scripts/cache_latents.py again with this pipeline."
+            "hf_bucketing cache again with this pipeline."
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from synthetic.published import write_published_configs
 
 from hf_bucketing.placement.quantization import quantization_of
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig
+from hf_bucketing.synthetic.published import write_published_configs
 
 from .measuring import Cases, Figures, Run, attempt, free
 from .models import RANK, Stepper, draw, make_transformer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 
 import pytest
 
+from hf_bucketing.commands.table import COMMANDS
 from hf_bucketing.placement.conflicts import (
     CONFLICTS,
     READ_WHOLE_WEIGHTS,
@@ -16,7 +16,6 @@ from hf_bucketing.placement.conflicts import (
     conflicts,
 )
 from hf_bucketing.placement.settings import MemoryConfig
-from tests.conftest import ROOT
 
 SOUND = Combination(
     memory=MemoryConfig(gradient_checkpointing=True), adapters=True, mixed_precision="bf16", num_processes=2
@@ -95,17 +94,16 @@ def test_settings_that_may_conflict_name_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("command", "said"),
     [
         (
-            "train_text_to_video",
+            "train",
             "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio, "
             "--offload_idle_expert.",
         ),
-        ("plan_memory", "It may conflict with --quantize_base, --offload_blocks, --sharding."),
+        ("plan", "It may conflict with --quantize_base, --offload_blocks, --sharding."),
     ],
 )
-def test_the_help_of_a_flag_names_those_it_may_conflict_with(script: str, said: str, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    text = " ".join(importlib.import_module(script).make_parser().format_help().split())
+def test_the_help_of_a_flag_names_those_it_may_conflict_with(command: str, said: str) -> None:
+    text = " ".join(COMMANDS[command].load().make_parser().format_help().split())
     assert said in text

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic.pipelines import make_tiny_pipeline, tiny_pipelines
-from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.adapters import AdapterConfig
@@ -24,6 +22,8 @@ from hf_bucketing.planner import MemoryParts, PlanConfig, encoding, memory as pl
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.options import plan_options
 from hf_bucketing.settings import changed, flatten
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline, tiny_pipelines
+from hf_bucketing.synthetic.published import write_published_configs
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
 

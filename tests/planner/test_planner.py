@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from synthetic.published import write_published_configs
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.commands.script_settings import commands_of
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.placement import MemoryConfig
@@ -40,8 +40,8 @@ from hf_bucketing.planner.options import (
     plan_options,
 )
 from hf_bucketing.settings import changed, flatten
+from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig, estimate
-from hf_bucketing.training.script_settings import commands_of
 from tests.conftest import ROOT, run_script, run_script_here
 
 PLANS = ROOT / "scripts" / "benchmark_results" / "plans.json"
@@ -336,9 +336,10 @@ PACKS = changed(LORA, batching="pack", max_tokens=512, cached="nothing", mixed_p
 def test_the_command_of_an_option_has_its_settings(config: PlanConfig) -> None:
     row = MemoryOption(name="as given", config=config, plan=plan_of(1, samples=3), saved=0, max_tokens=0)
     *cache, train = map(shlex.split, commands_of("a b/wan", row))
-    assert ["scripts/cache_latents.py" in line for line in cache] == [True] * (config.samples.cached == "all")
-    script = train.index("scripts/train_text_to_video.py")
+    assert ["cache" in line for line in cache] == [True] * (config.samples.cached == "all")
+    script = train.index("train")
     assert train[script - 2 : script] == ["--num_processes", str(config.launch.num_processes)]
+    assert train[:2] == ["hf_bucketing", "launch"]
     assert ("scripts/accelerate_configs/fsdp2.yaml" in train) == (config.launch.sharding == "fsdp2")
     typed = flatten(from_flags(TrainingConfig, FlagParser(None, TrainingConfig).parse_args(train[script + 1 :])))
     shared = {name: value for name, value in flatten(config).items() if name in typed}

@@ -16,6 +16,8 @@ from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.commands.suggested import describe_suggestion
+from hf_bucketing.commands.suggestion_page import suggestion_page
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
@@ -31,8 +33,6 @@ from hf_bucketing.report.measure import Sizes
 from hf_bucketing.report.page import render_page
 from hf_bucketing.report.verdict import choose_way
 from hf_bucketing.settings import changed
-from hf_bucketing.training.suggested import describe_suggestion
-from hf_bucketing.training.suggestion_page import suggestion_page
 from tests.conftest import run_script_here
 from tests.training.test_reference_runs import CLIPS, make_samples
 
@@ -321,7 +321,7 @@ def test_a_suggested_run_prepares_caches_and_trains_as_written(
     assert "price of an epoch" in done.stdout
     assert "rtx-" in done.stdout, "a guess is named"
     file = tmp_path / "1" / "config.yaml"
-    assert "scripts/prepare_dataset.py --config" in file.read_text()
+    assert "hf_bucketing prepare --config" in file.read_text()
     for script in ("prepare_dataset.py", "cache_latents.py"):
         run_script_here(script, config=file)
     trained = run_script_here(

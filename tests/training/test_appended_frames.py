@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.columns import PreparedDataset
@@ -30,6 +29,7 @@ from hf_bucketing.planner.suggestion import Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.randomness import ROW
+from hf_bucketing.synthetic.media import Clip, make_media_dataset
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import latent_frames_of
 from hf_bucketing.training.streamed import make_streamed_data, open_stream

@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from diffusers import LTX2VideoTransformer3DModel
 from safetensors.torch import load_file
-from synthetic.media import Clip
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
@@ -29,6 +28,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.context_parallel import check_audio
 from hf_bucketing.runs.review import losses_of
+from hf_bucketing.synthetic.media import Clip
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.run_data import ModelTokens
 from hf_bucketing.training.steps import make_step

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError
 from hf_bucketing.caching.encoders import describe_encoders, differences
@@ -24,6 +23,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import MANIFEST
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training.caches import sequence_length, settle_caches
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.run_data import ModelTokens
