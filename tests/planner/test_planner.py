@@ -407,6 +407,7 @@ def test_combinations_that_cannot_be_are_refused_with_one_that_can(configs) -> N
 @pytest.mark.slow
 def test_the_script_shows_the_way_to_what_fits(configs, tmp_path: Path) -> None:
     size = ("--sample_size", 17, 128, 128, "--device", "cpu", "--mixed_precision", "no", "--max_sequence_length", 16)
+    size += ("--train_batch_size", 1)
     figure, gib = tmp_path / "options.png", 0.015
     done = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", gib, *size, "--figure", figure)
     given = changed(CPU, sample_size=[17, 128, 128], cached="nothing")

@@ -187,7 +187,7 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
     assert packs
     for run in packs:
         shape, strips = run.memory.shape, -(-components.spec.num_tokens(run.memory.shape.size) // 64)
-        assert run.config.strip_length == 64
+        assert run.config.run.batches.strip_length == 64
         assert shape.tokens == shape.samples * 64 * strips, "whole strips, as packs hold them"
 
 
