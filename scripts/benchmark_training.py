@@ -17,6 +17,8 @@ from synthetic.pipelines import make_tiny_pipeline
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, open_table, token_ladder
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.steps import media_of, text_of
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser
@@ -25,7 +27,6 @@ from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_opti
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
-from hf_bucketing.training.steps import BucketStep, media_of, text_of
 
 FAMILIES = ("wan", "ltx", "latte")
 BATCH_SIZE = 4

@@ -14,6 +14,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 
+from ..batching import way_of
+from ..batching.counting import counting_rule
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
@@ -39,7 +41,6 @@ from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wra
 from ..placement.shards import SHARDED
 from .caches import settle_caches
 from .data_checks import check_shown_references
-from .run_data import counting_rule
 
 logger = get_logger(__name__)
 
@@ -176,7 +177,7 @@ def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
             dynamo=accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
             replaces=config.faults.on_error != "raise",
             wraps_blocks=wraps_blocks(accelerator),
-            strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
+            strip_length=way_of(config.batches).strip_length,
             weighs_late=(
                 config.gradient_accumulation_steps > 1 and condition is not None and read_conditions(condition).weighs
             ),
@@ -198,7 +199,7 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         compiled_classes(opened.empty_transformer)
     if memory.context_parallel_degree > 1:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
-        packed = config.batches.batching == "pack"
+        packed = not way_of(config.batches).stacks
         check_model(memory.context_parallel_degree, opened.recipe, transformer, packed=packed)
         if opened.trains_audio:
             check_audio(memory.context_parallel_degree, opened.recipe, packed=packed)
