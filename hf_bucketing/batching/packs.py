@@ -33,6 +33,7 @@ from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
 from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
 from ..plans.rows import EpochConfig
+from ..plans.ways import WayName
 from ..streaming.grouping import Grouping, PackGrouping
 from .oversize import beyond_positions, exceeding, with_file
 from .sample_rows import SampleRows, Table, counted_tokens, with_shown
@@ -83,6 +84,7 @@ class PackStep(Step):
 class Packs(Batching[PackPlanConfig]):
     """Packs of samples, each of its own size, rounded up to whole tokens."""
 
+    cached_as: ClassVar[WayName] = "pack"
     size_title: ClassVar[str] = "size in packs"
     more_cached_sizes: ClassVar[str] = "of several sizes with --random_resize"
 

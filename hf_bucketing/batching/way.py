@@ -23,6 +23,7 @@ from ..media.row_audio import AudioRule
 from ..models.recipe import Recipe
 from ..plans.epoch import EpochPlan
 from ..plans.rows import EpochConfig
+from ..plans.ways import WayName
 from ..streaming.grouping import Grouping
 from .sample_rows import SampleRows, Table
 from .steps import Step
@@ -49,6 +50,9 @@ class Batching(ABC, Generic[Plan]):
 
     stacks: ClassVar[bool] = False
     """Whether the samples of a batch have one size, that of their bucket, and are stacked; else each keeps its own."""
+
+    cached_as: ClassVar[WayName]
+    """`batching` of the caches whose latents have the sizes of this way."""
 
     size_title: ClassVar[str]
     """What the model card calls the sizes that were trained."""

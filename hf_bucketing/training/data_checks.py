@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from accelerate.logging import get_logger
 
-from ..batching import Step
+from ..batching import Step, way_of
 from ..buckets.sizes import LatentSpec
 from ..caching.columns import NULL_TEXT_KEY
 from ..columns.prepared import CacheInfo, PreparedDataset
@@ -156,11 +156,11 @@ def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStre
 
 def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:
     """Raise BucketingError if a cache is of another way of batching, or settings change what it encoded."""
-    batching = config.batches.batching
+    batching = way_of(config.batches).cached_as
     if cache.batching != batching:
         raise BucketingError(
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
-            "scripts/cache_latents.py with the same --batching."
+            f"scripts/cache_latents.py with --batching {batching}."
         )
     condition = config.objective.condition
     appended = None if condition is None else read_conditions(condition).appended_frames

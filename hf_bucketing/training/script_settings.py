@@ -13,6 +13,7 @@ from ..command_line.config_file import CACHED_DIR, SOURCES, ConfigFile
 from ..configuration.run import TrainingConfig
 from ..planner.gpus import TimeConfig
 from ..planner.settings import MachineConfig, PlanConfig
+from ..plans.ways import stacks
 from ..report.measure import ReportConfig
 from ..settings import flag_names, flatten, marked, names_of, settings_in
 
@@ -118,7 +119,7 @@ def training_settings(config: PlanConfig, *, length: int) -> dict[str, Any]:
     Packs without `max_tokens` get `length`, the tokens of a step as it was planned.
     """
     planned = flatten(config)
-    if planned["batching"] == "pack" and planned["max_tokens"] is None:
+    if not stacks(planned["batching"]) and planned["max_tokens"] is None:
         planned["max_tokens"] = length
     if planned["max_tokens"] is not None:
         del planned["train_batch_size"]
