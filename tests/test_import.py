@@ -26,6 +26,7 @@ LEVELS = {
     **dict.fromkeys(["optimizers", "placement"], 4),
     "adapters": 4.2,
     "configuration": 4.3,
+    "batching": 4.35,
     "planner": 4.4,
     "runs": 4.4,
     "synthetic": 4.4,

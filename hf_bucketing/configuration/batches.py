@@ -12,6 +12,7 @@ from ..plans.bin_packing import PackStrategy
 from ..plans.buckets import BucketLimits, BucketPlanConfig
 from ..plans.deal import Remainder
 from ..plans.packs import Balance, PackLimits, PackPlanConfig
+from ..plans.ways import WayName
 from ..settings import check_at_least, check_literals, check_shares, marked, not_default, setting
 
 
@@ -55,7 +56,7 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True, planned=True, chosen=True)
+    batching: WayName = setting("bucket", on_resume="equal", common=True, planned=True, chosen=True)
     train_batch_size: int = setting(4, argument="batch_size", planned=True, chosen=True)
     max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True, planned=True, chosen=True)
     remainder: Remainder = setting(

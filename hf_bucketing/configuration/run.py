@@ -73,12 +73,12 @@ class RunConfig:
         loader ([`LoaderConfig`]): Worker processes.
         stream ([`StreamConfig`][hf_bucketing.streaming.config.StreamConfig]): Rows from a stream.
         objective ([`ObjectiveConfig`]): Noise levels and loss.
-        preservation ([`PreservationConfig`][hf_bucketing.training.base_targets.PreservationConfig]): Samples whose
-            targets are predictions of the base model.
+        preservation ([`PreservationConfig`][hf_bucketing.configuration.preservation.PreservationConfig]): Samples
+            whose targets are predictions of the base model.
         adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.settings.OptimizerConfig]): Optimizer and schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
-        held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
+        held_out ([`HeldOutConfig`][hf_bucketing.configuration.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
         reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.

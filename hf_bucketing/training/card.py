@@ -301,7 +301,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
 
 def _buckets(run: Run) -> str:
     sizes, spec = trained_sizes(run.data), run.data.spec
-    title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
+    title = run.data.way.size_title
     whose = "samples" if run.data.rejections is not None else "samples of its beginning"
     lines: list[tuple[object, ...]] = [
         (f"{size.frames}×{size.height}×{size.width}", count, spec.num_tokens(size))

@@ -14,8 +14,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
+from ..batching.counting import ModelTokens
+from ..batching.step_rows import LargestStep
 from ..buckets.sizes import Size
-from ..buckets.table import BucketTable
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.audio import CHANNELS
@@ -48,7 +49,7 @@ from ..units import format_bytes
 from .data import TrainingData, make_data
 from .experts import Experts
 from .opened import OpenedRun, launch_of
-from .run_data import LargestStep, ModelTokens, RunData
+from .run_data import RunData
 
 logger = get_logger(__name__)
 
@@ -338,7 +339,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
     pairs = zip(sizes, references, strict=True)
     media = [random_media(size, before=len(shown) if in_front else 0) for size, shown in pairs]
     shown = [tuple(map(random_media, own)) for own in references]
-    batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
+    batch[name] = torch.stack(media) if data.way.stacks else media
     if name == "pixel_values":
         batch["shown"] = {
             condition: shown if condition == REFERENCE else [_blank(condition, size, device) for size in sizes]

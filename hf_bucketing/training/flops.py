@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
+from ..batching.steps import Computed
 from ..buckets.arrays import BoolArray
 from ..buckets.sizes import LatentSpec, Size
 from ..planner.gpus import peak_of_device
@@ -18,7 +19,6 @@ from ..planner.time import TrainingFlops, training_flops
 from .estimate import components_of, describe_error, planned_run
 from .opened import OpenedRun
 from .run_data import RunData
-from .steps import Computed
 
 logger = get_logger(__name__)
 
@@ -41,7 +41,7 @@ class StepFlops:
         """Return the operations that a batch is trained for, without recomputation, and all that it computes.
 
         Args:
-            computed ([`Computed`][hf_bucketing.training.steps.Computed]): Tokens of the batch.
+            computed ([`Computed`][hf_bucketing.batching.steps.Computed]): Tokens of the batch.
             counted (array of `bool`, shape `(n,)`): Whether each sample counts; others fill the batch.
             base (`bool`): Whether the base model predicted targets.
         """

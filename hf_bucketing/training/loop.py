@@ -23,6 +23,8 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..batching.counting import ModelTokens
+from ..batching.steps import StepLosses
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings
@@ -53,9 +55,9 @@ from .checkpoint import (
     save_checkpoint,
     without_accelerates_lines,
 )
-from .collation import unreadable_log
 from .data import make_data, make_held_out_data
 from .data_changes import LOOKED_AT, describe_changes
+from .data_checks import check_data
 from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
 from .experts import make_experts
@@ -65,8 +67,7 @@ from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
 from .reporting import OpenStep, RunReport
-from .run_data import ModelTokens, RunData
-from .steps import StepLosses, check_data
+from .run_data import RunData, unreadable_log
 from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .terminal import describe_run, next_commands

@@ -14,6 +14,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 
+from ..batching import way_of
+from ..batching.counting import counting_rule
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
@@ -40,7 +42,6 @@ from ..placement.shards import SHARDED
 from ..settings import changed
 from .caches import settle_caches
 from .data_checks import check_shown_references
-from .run_data import counting_rule
 
 logger = get_logger(__name__)
 
@@ -186,7 +187,7 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         compiled_classes(opened.empty_transformer)
     if memory.context_parallel_degree > 1:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
-        packed = config.batches.batching == "pack"
+        packed = not way_of(config.batches).stacks
         check_model(memory.context_parallel_degree, opened.recipe, transformer, packed=packed)
         if opened.trains_audio:
             check_audio(memory.context_parallel_degree, opened.recipe, packed=packed)

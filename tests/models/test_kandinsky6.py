@@ -18,6 +18,9 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from hf_bucketing import BucketingError, PackingError, Size
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models import enable_packing
@@ -33,7 +36,6 @@ from hf_bucketing.packing.batch import Rows
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components, sample_shape, step_shape
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.audio_cases import AudioSamples
 from tests.models.cases import assert_same_gradients, gradients, largest_difference
 from tests.models.families.kandinsky6 import make, with_exact_positions

@@ -29,6 +29,9 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
 from PIL import Image
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.packs import PackStep
 from hf_bucketing.columns.settings import RowsConfig
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.models import disable_packing, enable_packing
@@ -50,8 +53,6 @@ from hf_bucketing.planner.memory import sample_shape
 from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.randomness import Purpose, integer_seed
 from hf_bucketing.settings import changed
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import BucketStep, PackStep
 from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference
 from tests.models.families import CASES
 from tests.models.families.minimax_h3 import latent_of_rows

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
 from tests.models.kin import KIN
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
@@ -169,7 +171,7 @@ def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.extend(pack.layout.text_lengths)
         return packed_forward(transformer, pack)
 
-    monkeypatch.setattr("hf_bucketing.training.steps.packed_forward", record)
+    monkeypatch.setattr("hf_bucketing.batching.packs.packed_forward", record)
     return lengths
 
 

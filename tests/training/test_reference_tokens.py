@@ -20,6 +20,9 @@ from accelerate import Accelerator
 from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
@@ -34,8 +37,6 @@ from hf_bucketing.training import estimate
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import _stacked_sizes, open_run
-from hf_bucketing.training.run_data import LargestStep, ModelTokens
-from hf_bucketing.training.steps import make_step
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
 
