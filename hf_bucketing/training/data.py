@@ -35,6 +35,7 @@ from ..columns.split import check_apart, split_rows
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError, quoted
+from ..loaders.agreement import check_same
 from ..loaders.captions import CaptionRule
 from ..loaders.occurrences import NumberedRows
 from ..loaders.planned import PlannedBatchSampler, StepCount
@@ -49,7 +50,6 @@ from ..plans.rows import EpochConfig
 from ..randomness import ROW
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
-from .agreement import check_same
 from .data_checks import (
     check_audio,
     check_cached_rows,

@@ -26,12 +26,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ..batching.counting import ModelTokens
 from ..batching.steps import StepLosses
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
+from ..command_line.stopping import StopSignals
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings
 from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
+from ..loaders.agreement import check_shared
 from ..loaders.planned import StepCount
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
@@ -44,7 +46,6 @@ from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked
-from .agreement import check_shared
 from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
 from .checkpoint import (
     Progress,
@@ -68,7 +69,6 @@ from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
 from .reporting import OpenStep, RunReport
 from .run_data import RunData, unreadable_log
-from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .terminal import describe_run, next_commands
 from .trackers import chosen_tracker
