@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
+from ..batching import way_of
 from ..batching.counting import ModelTokens
 from ..batching.step_rows import LargestStep
 from ..buckets.sizes import Size
@@ -145,7 +146,7 @@ def plan_settings(opened: OpenedRun, **changes: Any) -> PlanConfig:
     if wraps_blocks(accelerator):
         memory = dataclasses.replace(memory, gradient_checkpointing=True)
     planned = PlanConfig(
-        batching=config.batches.batching,
+        batching=way_of(config.batches).cached_as,
         strip_length=config.batches.strip_length,
         cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
         mixed_precision=cast("Precision", accelerator.mixed_precision),
@@ -259,8 +260,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
-        costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
-        rows = plan.batch(int(costs.argmax()))
+        rows = plan.batch(int(data.costs_of(plan, epoch=0).argmax()))
         beside = [expert.transformer for expert in recipe.experts[1:]]
         optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
         set_training(optimizer)

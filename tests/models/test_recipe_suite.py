@@ -11,7 +11,7 @@ import torch
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
@@ -171,7 +171,7 @@ def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.extend(pack.layout.text_lengths)
         return packed_forward(transformer, pack)
 
-    monkeypatch.setattr("hf_bucketing.batching.packs.packed_forward", record)
+    monkeypatch.setattr("hf_bucketing.batching.own_sizes.packed_forward", record)
     return lengths
 
 
