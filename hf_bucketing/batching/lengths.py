@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from ..loaders.length_sampler import LengthBatchSampler
 from ..loaders.rejected import warn_of_rejected
 from ..media.references import ReferenceRule
 from ..media.row_audio import AudioRule
-from ..packing.names import Grid
 from ..plans.lengths import LengthPlanConfig
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..plans.rows import EpochConfig
@@ -31,27 +29,16 @@ _NO_STREAMS = (
 )
 
 
-@dataclass(kw_only=True)
 class LengthStep(PackStep):
-    """Run one forward over samples of different lengths, each a batch row, padded to the longest.
+    """Run one forward over samples of different lengths, padded to the longest.
 
     Few of diffusers' transformers take a mask of latent tokens, and nearly all give the rows of a batch the positions
     of one grid. The rows are therefore strips of the packing engine, one for each sample: attention leaves their
-    padding out, and each sample has the positions that it has alone.
+    padding out, and each sample has the positions that it has alone. Models that look up positions by the columns of a
+    row, such as Wan's 1,024, get as few rows of equal length for each sample as they allow, with less padding.
     """
 
-    one_strip_each = True
-
-    def refusal(self, grid: Grid) -> str | None:
-        """Return why the step cannot run a sample of a token grid, such as one longer than a row of the model."""
-        transformer, family = self.recipe.transformer, self.recipe.family
-        longest, tokens = family.longest_strip(transformer), int(np.prod(grid))
-        if tokens > longest:
-            return (
-                f"Its {tokens} tokens are one row of a batch, and {type(transformer).__name__} has positions for rows "
-                f'of {longest}. Train packs (`batching="pack"`), whose samples take several strips.'
-            )
-        return super().refusal(grid)
+    padded = True
 
 
 class Lengths(OwnSizes[LengthPlanConfig]):

@@ -43,8 +43,8 @@ class PackStep(Step):
     packing: Packing
     token_drop: TokenDrop | None = None
 
-    one_strip_each: ClassVar[bool] = False
-    """Whether each sample is one strip, padded to the longest of its batch."""
+    padded: ClassVar[bool] = False
+    """Whether samples are padded to the longest of their batch, in place of whole strips."""
 
     def refusal(self, grid: Grid) -> str | None:
         """Return why the step cannot run a sample of a token grid; positions that are stretched fit any sample."""
@@ -66,7 +66,7 @@ class PackStep(Step):
             audio=inputs.audio,
             token_drop=None if seeds is None else self.token_drop,
             seeds=seeds,
-            one_strip_each=self.one_strip_each,
+            padded=self.padded,
             **samples.text.pack_kwargs(),
         )
         weights, computed = loss_weights(inputs, samples), Computed.of_pack(pack.layout)

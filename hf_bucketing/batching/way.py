@@ -103,7 +103,7 @@ class Batching(ABC, Generic[Plan]):
         return {}
 
     def computed_lengths(self, lengths: IntArray, offsets: IntArray) -> IntArray:
-        """Return the tokens that a step computes for each sample of a plan, `(n,)`, padding included.
+        """Return the tokens that a step computes at most for each sample of a plan, `(n,)`, padding included.
 
         Args:
             lengths (array of `int`, shape `(n,)`): Tokens of the samples, batch after batch.

@@ -199,7 +199,7 @@ class TrainingData(RunData):
         padding = 1 - of_samples.sum() / self.way.computed_lengths(of_samples, plan.offsets).sum()
         limit = config.batches.token_limit
         fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
-        fill += f", {padding:.1%} of what is computed is padding" if padding else ""
+        fill += f", at most {padding:.1%} padding" if padding else ""
         return [
             f"  Steps {_period(plan, epoch)} = {plan.num_steps} on each process{self.way.describe_plan(plan)}",
             f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",

@@ -11,6 +11,7 @@ import torch
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.lengths import LengthStep
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.models import disable_packing, enable_packing
@@ -110,6 +111,7 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, shown: tuple[str, ...], f
     by_hand = losses_by_hand(case, recipe, objective, batch)
     packing = enable_packing(recipe.transformer, strip_length=8)
     check_losses(PackStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
+    check_losses(LengthStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
     if recipe.family.text.in_sequence:
         shown = [[Size(*pixels.shape[1:]) for pixels in own] for own in batch["shown"].get("reference", ())]
         pictures = max((recipe.reference_text(sizes, recipe.spec) for sizes in shown), default=0)
