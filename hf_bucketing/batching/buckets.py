@@ -25,7 +25,7 @@ from ..packing.token_drop import Seed
 from ..plans.buckets import BucketPlanConfig
 from ..plans.epoch import EpochPlan
 from ..plans.rows import EpochConfig
-from ..plans.ways import WayName
+from ..plans.ways import CachedAs
 from ..streaming.grouping import BucketGrouping, Grouping
 from .sample_rows import SampleRows, Table
 from .steps import Prediction, Step, loss_weights
@@ -52,7 +52,7 @@ class Buckets(Batching[BucketPlanConfig]):
     """Stacks of samples of one size, that of their bucket in the table of the data set."""
 
     stacks = True
-    cached_as: ClassVar[WayName] = "bucket"
+    cached_as: ClassVar[CachedAs] = "bucket"
     size_title: ClassVar[str] = "bucket"
     more_cached_sizes: ClassVar[str] = "and each sample at several sizes after --each_budget of prepare_dataset.py"
 

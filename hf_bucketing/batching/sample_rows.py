@@ -123,11 +123,11 @@ class SampleRows:
             oversize=np.zeros(len(own), np.bool_),
         )
 
-    def without(self, rows: BoolArray, *, why: str) -> SampleRows:
-        """Reject rows `(n,)` that no batch holds, and log how many, which and why."""
+    def without(self, rows: BoolArray, *, batch: str, why: str) -> SampleRows:
+        """Reject rows `(n,)` that no `batch` holds, in words, and log how many, which and why."""
         return replace(
             self,
-            prepared=without_rows(self.prepared, rows, why=why),
+            prepared=without_rows(self.prepared, rows, batch=batch, why=why),
             bucket_ids=np.where(rows, REJECTED_BUCKET, self.bucket_ids),
             own_tokens=np.where(rows, 0, self.own_tokens),
             num_tokens=np.where(rows, 0, self.num_tokens),

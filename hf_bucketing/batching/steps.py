@@ -29,6 +29,7 @@ from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES, SHOWN_FRAME
 from ..models.shown_parts import shown_part
 from ..models.texts import TextEmbeddings
 from ..packing.layout import PackedLayout
+from ..packing.names import Grid
 from ..packing.token_drop import Seed
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
@@ -335,10 +336,9 @@ class Step(ABC):
         There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
         """
 
-    @property
-    def stretches(self) -> bool:
-        """Whether positions are stretched over those of one base size, so that no sample exceeds them."""
-        return False
+    def refusal(self, grid: Grid) -> str | None:
+        """Return why the step cannot run a sample of a token grid; None if it can."""
+        return self.recipe.family.refusal(self.recipe.transformer, grid)
 
     def _losses(self, prediction: Prediction, noised: Noised, audio: NoisedAudio | None) -> torch.Tensor:
         """Return the loss of each sample, `(n,)`: of its video, and of the audio that was predicted beside it."""

@@ -23,7 +23,7 @@ from ..media.row_audio import AudioRule
 from ..models.recipe import Recipe
 from ..plans.epoch import EpochPlan
 from ..plans.rows import EpochConfig
-from ..plans.ways import WayName
+from ..plans.ways import CachedAs
 from ..streaming.grouping import Grouping
 from .sample_rows import SampleRows, Table
 from .steps import Step
@@ -51,7 +51,7 @@ class Batching(ABC, Generic[Plan]):
     stacks: ClassVar[bool] = False
     """Whether the samples of a batch have one size, that of their bucket, and are stacked; else each keeps its own."""
 
-    cached_as: ClassVar[WayName]
+    cached_as: ClassVar[CachedAs]
     """`batching` of the caches whose latents have the sizes of this way."""
 
     size_title: ClassVar[str]
@@ -102,11 +102,23 @@ class Batching(ABC, Generic[Plan]):
         """Return further columns by which replacements of unreadable rows are chosen."""
         return {}
 
+    def computed_lengths(self, lengths: IntArray, offsets: IntArray) -> IntArray:
+        """Return the tokens that a step computes at most for each sample of a plan, `(n,)`, padding included.
+
+        Args:
+            lengths (array of `int`, shape `(n,)`): Tokens of the samples, batch after batch.
+            offsets (array of `int`, shape `(b + 1,)`): Where each batch begins among them.
+        """
+        return lengths
+
     def describe_plan(self, plan: EpochPlan) -> str:
         """Return what the log says of the steps of a plan, after a comma; nothing where there is nothing to say."""
         return ""
 
     # Batches of a stream
+
+    def check_stream(self) -> None:
+        """Raise BucketingError if rows cannot be batched so as they come."""
 
     @abstractmethod
     def grouping(

@@ -10,11 +10,12 @@ from ..configuration.run import TrainingConfig
 from ..models.conditioning import read_conditions
 from ..models.recipe import Recipe
 from .buckets import Buckets
+from .lengths import Lengths
 from .packs import Packs
 from .steps import Step
 from .way import Batching
 
-WAYS: Mapping[str, type[Batching[Any]]] = {"bucket": Buckets, "pack": Packs}
+WAYS: Mapping[str, type[Batching[Any]]] = {"bucket": Buckets, "pack": Packs, "length": Lengths}
 """Ways of batching by the names that `batching` has in settings."""
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import BucketingError
 from ..media.views import ViewRule
-from ..plans.ways import WayName, stacks
+from ..plans.ways import CachedAs, stacks
 from ..settings import check_at_least, check_literals, setting
 
 
@@ -53,7 +53,7 @@ class CacheConfig:
     """
 
     folder: str = field(metadata={"flag": False})
-    batching: WayName = "bucket"
+    batching: CachedAs = "bucket"
     views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
     views_per_sample: int = 1
     random_resize: int | None = None

@@ -22,6 +22,7 @@ from ..models.conditioning import appended_by, draws_parts, most_appended
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
+from ..plans.ways import stacks
 from .components import Components, read_components
 from .encoding import encode_media, encode_texts
 from .phases import Parts, Phases
@@ -326,7 +327,7 @@ def step_shape(
     one = sample_shape(components, config, size or _size_of(components, config))
     tokens = one.tokens
     batches = config.run.batches
-    if batches.batching == "pack":
+    if not stacks(batches.batching):
         tokens = strip_tokens(tokens + one.audio_tokens, batches.strip_length) - one.audio_tokens
     if samples is None:
         samples = _samples_of(batches, tokens=tokens + one.audio_tokens + one.text_tokens)
@@ -402,7 +403,7 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
         pictures += keyframe_text(components, config, shape.size)
         text = encode_texts(components, config, samples=shape.samples, pictures=pictures).peak
     if samples.cached == "nothing":
-        together = 1 if config.run.batches.batching == "pack" or config.run.memory.vae_tiling else shape.samples
+        together = 1 if not stacks(config.run.batches.batching) or config.run.memory.vae_tiling else shape.samples
         encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}
         calls = [encode_media(components, config, size=size, samples=count) for size, count in encoded.items()]
         vae = max((call.peak for call in calls), key=lambda peak: peak.total)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-WayName = Literal["bucket", "pack"]
+WayName = Literal["bucket", "pack", "length"]
+
+CachedAs = Literal["bucket", "pack"]
+"""Ways that caches are made for: latents at the size of their bucket, or at their own."""
 
 
 def stacks(batching: WayName) -> bool:

@@ -108,6 +108,11 @@ class TrainingData(RunData):
         """Return the tokens of rows and of the text in their sequence, `(n,)`: what a step of them takes."""
         return self.tokens_of(rows, epoch=epoch) + self.text_tokens
 
+    def costs_of(self, plan: EpochPlan, *, epoch: int) -> npt.NDArray[np.float64]:
+        """Return the cost of each batch of a plan, `(b,)`, padding included."""
+        lengths = self.way.computed_lengths(self.lengths_of(plan.indices, epoch=epoch), plan.offsets)
+        return self.cost_model.pack_cost(lengths, plan.offsets)
+
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
         """Return what a batch of the plan counts for."""
         rows = loader.rows_of_step(loader.step - 1)
@@ -147,10 +152,14 @@ class TrainingData(RunData):
     def largest_step(self) -> LargestStep:
         """Return the largest step of the present epoch."""
         plan = self.sampler.plan()
-        lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
-        most = int(lengths.argmax())
-        rows = plan.batch(most)
-        return self.step_of(rows, tokens=int(lengths[most]))
+        lengths = self.lengths_of(plan.indices, epoch=self.sampler.epoch)
+        computed = self.way.computed_lengths(lengths, plan.offsets)
+        of_batches = np.add.reduceat(computed, plan.offsets[:-1])
+        most = int(of_batches.argmax())
+        batch, rows = slice(*plan.offsets[most : most + 2]), plan.batch(most)
+        if (lengths[batch] < computed[batch]).any():  # padded to the longest
+            rows = np.full_like(rows, rows[lengths[batch].argmax()])
+        return self.step_of(rows, tokens=int(of_batches[most]))
 
     def step_of(self, rows: IntArray, *, tokens: int) -> LargestStep:
         """Return the step that some rows make, which takes as many tokens."""
@@ -186,9 +195,11 @@ class TrainingData(RunData):
         plan, epoch = self._first_plan()
         of_samples = self.lengths_of(plan.indices, epoch=epoch)
         tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
-        costs = self.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
+        costs = self.costs_of(plan, epoch=epoch).reshape(plan.num_steps, -1)
+        padding = 1 - of_samples.sum() / self.way.computed_lengths(of_samples, plan.offsets).sum()
         limit = config.batches.token_limit
         fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
+        fill += f", at most {padding:.1%} padding" if padding else ""
         return [
             f"  Steps {_period(plan, epoch)} = {plan.num_steps} on each process{self.way.describe_plan(plan)}",
             f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",

@@ -211,11 +211,9 @@ def check_positions(step: Step, data: RunData, counts: Mapping[int, int]) -> Non
 
     `counts` are the buckets of samples in the table of the data, each with its number of samples.
     """
-    if step.stretches:
-        return
     for bucket_id, count in counts.items():
         size = data.table.size(bucket_id)
-        refusal = step.recipe.family.refusal(step.recipe.transformer, data.spec.grid(size))
+        refusal = step.refusal(data.spec.grid(size))
         if refusal is not None:
             raise BucketingError(
                 f"The model cannot take the {count} samples of {size}{data.example_of(bucket_id)}: {refusal} "

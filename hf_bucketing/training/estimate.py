@@ -228,8 +228,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
-        costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
-        rows = plan.batch(int(costs.argmax()))
+        rows = plan.batch(int(data.costs_of(plan, epoch=0).argmax()))
         beside = [expert.transformer for expert in recipe.experts[1:]]
         optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
         set_training(optimizer)

@@ -84,6 +84,7 @@ def open_stream(
             "when it ends, but DeepSpeed then has applied its gradients."
         )
     stream, way = config.stream, way_of(config.batches)
+    way.check_stream()
     num_workers = config.loader.dataloader_num_workers
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, CacheError, ColumnError, MediaError, open_table
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.caching import CacheConfig, CachedCollator, Encoder, cache_dataset
 from hf_bucketing.caching.fingerprints import latents_fingerprint, text_fingerprint
 from hf_bucketing.caching.store import TensorCache

@@ -11,7 +11,7 @@ import torch
 
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.errors import PackingError
 from hf_bucketing.models import enable_packing

@@ -17,7 +17,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import Drawn

@@ -31,7 +31,7 @@ from PIL import Image
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.counting import ModelTokens
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.columns.settings import RowsConfig
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.models import disable_packing, enable_packing

@@ -11,7 +11,8 @@ import torch
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.lengths import LengthStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
@@ -110,6 +111,7 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, shown: tuple[str, ...], f
     by_hand = losses_by_hand(case, recipe, objective, batch)
     packing = enable_packing(recipe.transformer, strip_length=8)
     check_losses(PackStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
+    check_losses(LengthStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
     if recipe.family.text.in_sequence:
         shown = [[Size(*pixels.shape[1:]) for pixels in own] for own in batch["shown"].get("reference", ())]
         pictures = max((recipe.reference_text(sizes, recipe.spec) for sizes in shown), default=0)
@@ -171,7 +173,7 @@ def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.extend(pack.layout.text_lengths)
         return packed_forward(transformer, pack)
 
-    monkeypatch.setattr("hf_bucketing.batching.packs.packed_forward", record)
+    monkeypatch.setattr("hf_bucketing.batching.own_sizes.packed_forward", record)
     return lengths
 
 

@@ -14,7 +14,7 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing

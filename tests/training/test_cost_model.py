@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, PlanError
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets import CostFit
 from hf_bucketing.runs.review import read_log
 from hf_bucketing.runs.run_log import COST_MODEL

@@ -17,7 +17,7 @@ import torch
 
 from hf_bucketing import BucketingError, CostModel, Size
 from hf_bucketing.batching.counting import ModelTokens
-from hf_bucketing.batching.packs import PackStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
@@ -241,7 +241,7 @@ def packed_step(pipeline_dirs, prepared_dir, tmp_path: Path, monkeypatch) -> Cal
         recipe = recipe_of(str(folder)).load(str(folder))
         step = make_step(in_process(folder, prepared_dir, tmp_path, **PACKED, **settings), recipe)
         lengths: list[int] = []
-        monkeypatch.setattr("hf_bucketing.batching.packs.packed_forward", lambda transformer, pack: lengths.extend(
+        monkeypatch.setattr("hf_bucketing.batching.own_sizes.packed_forward", lambda transformer, pack: lengths.extend(
             pack.layout.lengths) or packed_forward(transformer, pack))  # fmt: skip
         recipe.transformer.train()
         pixels = torch.rand(2, 3, 1, 64, 64, generator=torch.Generator().manual_seed(0))

@@ -22,6 +22,7 @@ from tests.conftest import as_flags, kill_training_when, launch_training
 BATCHING = {
     "bucket": ("--batching", "bucket", "--train_batch_size", 2),
     "pack": ("--batching", "pack", "--max_tokens", 640, "--strip_length", 16),
+    "length": ("--batching", "length", "--max_tokens", 640),
 }
 batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
 
