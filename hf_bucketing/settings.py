@@ -173,6 +173,12 @@ def not_default(config: Any, *names: str) -> list[str]:
     return [name for name in names if values[name] != defaults[name]]
 
 
+def given_settings(config: Any) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, by name."""
+    values = flatten(config)
+    return {name: values[name] for name in not_default(config, *values)}
+
+
 def marked(kind: type, key: str) -> dict[str, Any]:
     """Return the settings of a configuration that have a key in their metadata, by name, each with its value."""
     return {setting.name: setting.metadata[key] for setting in settings_in(kind) if key in setting.metadata}

@@ -22,14 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from benchmark_tools import benchmark_parser, in_fresh_process, machine, measure_parts, seconds_of, timed_with_memory
 from PIL import Image
-from synthetic.media import Clip, render
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketBatchSampler, BucketTable, LatentSpec, novelai_ladder
 from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, map_columns
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.media import MediaSource, iter_frames, probe, write_video
+from hf_bucketing.synthetic.media import Clip, render
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
 _REPEATED_CLIPS = 64
 PARTS = ["columns", "chosen", "media", "headers", "preparing"]

@@ -29,7 +29,6 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from benchmark_tools import machine, memory_in_mb
 from PIL import Image
-from synthetic.pipelines import make_tiny_pipeline
 from torch.utils.checkpoint import checkpoint
 
 from hf_bucketing import BucketTable, open_table
@@ -42,6 +41,7 @@ from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.memory import PLAN_ERROR
 from hf_bucketing.randomness import ROW
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
 NARROW = {"num_attention_heads": 4, "attention_head_dim": 128, "num_layers": 6}
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "num_layers": 8}
@@ -184,7 +184,7 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     """Train in this process, and write what was planned and the highest resident memory, in MB."""
     from hf_bucketing.planner.host import plan_host
     from hf_bucketing.training import TrainingConfig
-    from hf_bucketing.training.estimate import config_of_run, plan_of_run
+    from hf_bucketing.training.estimate import plan_of_run, planned_run
     from hf_bucketing.training.loop import Trainer
 
     class MeasuredTrainer(Trainer):
@@ -219,7 +219,7 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     measured = trainer.highest - before
     plan = plan_of_run(trainer.opened, trainer.data)
     workers = trainer.config.loader.dataloader_num_workers
-    host = plan_host(plan, config_of_run(trainer.opened), num_workers=workers)
+    host = plan_host(plan, planned_run(trainer.opened), num_workers=workers)
     on_machine = torch.tensor(trainer.highest + trainer.of_workers)
     on_machine = trainer.accelerator.reduce(on_machine).item()
     if trainer.accelerator.is_main_process:

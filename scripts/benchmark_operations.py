@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from synthetic.pipelines import make_tiny_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_bucketing.adapters.lora import add_adapters
@@ -31,6 +30,7 @@ from hf_bucketing.models.compilation import compile_blocks
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
 FAMILIES = ("wan", "ltx", "flux", "hunyuan-video", "qwen-image")
 LAYERS = "num_layers"

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import plan_memory
 from benchmark_tools import write_figures
-from synthetic.published import write_published_configs
 
-from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
-from hf_bucketing.planner import PlanConfig
+from hf_bucketing.commands import plan
+from hf_bucketing.commands.script_settings import plan_of_flags
 from hf_bucketing.planner.figure import options_chart
 from hf_bucketing.planner.memory import verdict_on
 from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
 from hf_bucketing.report.charts import save_charts
+from hf_bucketing.synthetic.published import write_published_configs
 
 SETUPS = {
     "lora_24": ("LoRA, one GPU of 24 GiB", 24, "--lora_rank 16"),
@@ -71,7 +71,7 @@ MODELS = {
 
 
 def command_of(model: Model, gpu_memory: int, flags: str) -> str:
-    size = f"--sample_size {model.sample_size} --gpu_memory {gpu_memory}"
+    size = f"--sample_size {model.sample_size} --train_batch_size 1 --mixed_precision bf16 --gpu_memory {gpu_memory}"
     return f"python scripts/plan_memory.py {model.hub} {size} {flags}".strip()
 
 
@@ -79,8 +79,8 @@ def planned(model: Model, command: str) -> list[MemoryOption]:
     """Plan what a command names, for configurations that are written here in place of the pipeline on the hub."""
     with tempfile.TemporaryDirectory() as folder:
         write_published_configs(Path(folder), model.configs)
-        args = plan_memory.make_parser().parse_args([folder, *shlex.split(command)[3:]])
-        return plan_options(folder, from_flags(PlanConfig, args), gpu_memory=args.gpu_memory)
+        args = plan.make_parser().parse_args([folder, *shlex.split(command)[3:]])
+        return plan_options(folder, plan_of_flags(args), gpu_memory=args.gpu_memory)
 
 
 def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[str, str | float | int]:

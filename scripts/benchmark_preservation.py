@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from benchmark_tools import in_fresh_process, machine, report
-from synthetic.demo import make_demo_pipeline
-from synthetic.media import make_media_dataset
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.synthetic.demo import make_demo_pipeline
+from hf_bucketing.synthetic.media import make_media_dataset
 
 RUNS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from benchmark_tools import benchmark_parser, machine, report
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from synthetic.media import Clip, make_media_dataset
-from synthetic.published import TRANSFORMERS
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.synthetic.media import Clip, make_media_dataset
+from hf_bucketing.synthetic.published import TRANSFORMERS
 
 SCRIPTS = Path(__file__).parent
 STEPS, RANK = 10, 16

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from benchmark_tools import accelerator_and_versions, benchmark_parser, report, seconds_of
 from diffusers import WanPipeline
-from synthetic.pipelines import wan
 
 from hf_bucketing import Size
 from hf_bucketing.command_line.flags import FlagParser
@@ -23,6 +22,7 @@ from hf_bucketing.command_line.script import run_script
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.rendering import Call, render_together
+from hf_bucketing.synthetic.pipelines import wan
 
 PROMPTS = ("a red square", "a blue circle on grey", "two green triangles")
 SIZES = (Size(9, 64, 64), Size(9, 48, 80), Size(5, 80, 64), Size(1, 96, 96))

@@ -14,13 +14,13 @@ import torch
 from accelerate import PartialState, init_empty_weights
 from benchmark_tools import benchmark_parser, in_fresh_process, machine, memory_in_mb, report, seconds_of
 from diffusers import WanPipeline, WanTransformer3DModel
-from synthetic.published import TRANSFORMERS
 
 from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters, save_lora
 from hf_bucketing.adapters.settings import AdapterConfig, LoraFormat
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.synthetic.published import TRANSFORMERS
 
 RANK = 32
 TARGETS = {"attention": None, "all": "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2"}

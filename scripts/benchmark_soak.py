@@ -20,13 +20,13 @@ from pathlib import Path
 
 import psutil
 from benchmark_tools import machine, report
-from synthetic.media import make_media_dataset
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.runs.review import losses_of
+from hf_bucketing.synthetic.media import make_media_dataset
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training.checkpoint import list_checkpoints
 
 SCRIPTS = Path(__file__).parent

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import suggest_run
 from benchmark_tools import benchmark_parser, machine, report
 from published_data_sets import DATA_SETS
-from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
+from hf_bucketing.commands import suggest
+from hf_bucketing.commands.suggested import FILES, write_suggestion
 from hf_bucketing.planner.memory import PLAN_ERROR
 from hf_bucketing.runs.run_log import fit_steps, read_log
-from hf_bucketing.training.suggested import FILES, write_suggestion
+from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
 MIXES = ("Panda-70M", "OpenVid-1M", "SpatialVID")
 FPS, SMALLER, MOST_FRAMES = 4, 10, 33
@@ -84,12 +84,12 @@ def _memory_of(pid: int) -> int:
         return 0
 
 
-def suggested(media: Path, pipeline: Path, folder: Path, *flags: object) -> suggest_run.Suggested:
+def suggested(media: Path, pipeline: Path, folder: Path, *flags: object) -> suggest.Suggested:
     given = [
         *("--dataset", media, "--pretrained_model_name_or_path", pipeline, "--device", "cpu", "--output_dir", folder),
         *("--mixed_precision", "no", "--gpu_memory", 2, "--num_train_epochs", 2, "--target_fps", FPS, *flags),
     ]
-    made = suggest_run.suggest(suggest_run.make_parser().parse_args([*map(str, given)]))
+    made = suggest.suggest(suggest.make_parser().parse_args([*map(str, given)]))
     write_suggestion(
         made.suggestion, folder, model=str(pipeline), data=made.data, machine=made.machine, rows=made.rows
     )

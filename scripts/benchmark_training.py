@@ -12,8 +12,6 @@ from typing import Any
 import datasets
 import torch
 from benchmark_tools import benchmark_parser, machine, report, seconds_of
-from synthetic.media import make_media_dataset
-from synthetic.pipelines import make_tiny_pipeline
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, open_table, token_ladder
@@ -27,6 +25,8 @@ from hf_bucketing.loaders import BucketBatchSampler, BucketCollator, worker_opti
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
+from hf_bucketing.synthetic.media import make_media_dataset
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
 FAMILIES = ("wan", "ltx", "latte")
 BATCH_SIZE = 4

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from benchmark_tools import machine, report
 from safetensors.torch import save_file
-from synthetic.demo import CHANNELS, SIDE, VAE_FILE, fitted_vae
-from synthetic.media import DEMO_CLIPS, Clip
-from synthetic.scenes import demo_clip, scene
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import complete_file
+from hf_bucketing.synthetic.demo import CHANNELS, SIDE, VAE_FILE, fitted_vae
+from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip
+from hf_bucketing.synthetic.scenes import demo_clip, scene
 
 FITTED = (Clip(3, 96, 96), Clip(3, 64, 112), Clip(3, 112, 64), Clip(3, 72, 128))
 """Sizes to fit to."""
@@ -72,7 +72,7 @@ def blocks_of(frames: np.ndarray) -> np.ndarray:
 
 
 def principal_components(blocks: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return what [`fitted_vae`][synthetic.demo.fitted_vae] takes."""
+    """Return what [`fitted_vae`][hf_bucketing.synthetic.demo.fitted_vae] takes."""
     mean = blocks.mean(0)
     variances, directions = np.linalg.eigh(np.cov((blocks - mean).T))
     deviations, kept = variances[::-1][:CHANNELS] ** 0.5, directions.T[::-1][:CHANNELS]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from synthetic.media import Clip, render
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import check_writable, complete_file
+from hf_bucketing.synthetic.media import Clip, render
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -42,9 +42,9 @@ def make_parser() -> FlagParser:
 
 def main(args: argparse.Namespace) -> None:
     from diffusers import DiffusionPipeline
-    from synthetic.recognition import look_at
 
     from hf_bucketing.media import write_video
+    from hf_bucketing.synthetic.recognition import look_at
 
     check_writable(args.figure)
     rows = {"in the data": [drawn(prompt, clip) for prompt, clip in PROMPTS]}

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from benchmark_tools import machine, report
 from safetensors.torch import load_file, save_file
-from synthetic.demo import TRANSFORMER_FILE, VAE_FILE, fitted_vae, text_encoder, tokenizer, transformer
-from synthetic.media import COLORS, DIRECTIONS, SHAPES, Clip, render
 
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import complete_file
+from hf_bucketing.synthetic.demo import TRANSFORMER_FILE, VAE_FILE, fitted_vae, text_encoder, tokenizer, transformer
+from hf_bucketing.synthetic.media import COLORS, DIRECTIONS, SHAPES, Clip, render
 
 CLIPS = (
     *(Clip(5, height, width) for height, width in ((64, 64), (64, 112), (112, 64), (80, 128), (128, 80), (96, 96))),

@@ -22,6 +22,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import complete_file
+from hf_bucketing.report.markdown import figure_text, markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "scripts" / "benchmark_results"
@@ -46,31 +47,6 @@ def value_at(file: str, key: str) -> Any:
     return value
 
 
-def written(value: Any, form: str | None) -> str:
-    """Return a value as text: integers with thousands separators, floats in `form` or with three digits."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (dict, list)):
-        raise BucketingError(f"{value!r} is not one figure.")
-    if form is not None and isinstance(value, float):
-        return format(value, form)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def table_of(rows: list[dict[str, Any]], form: str | None) -> str:
-    """Return a Markdown table, in which columns of numbers stand to the right."""
-    if not rows or any(list(row) != list(rows[0]) for row in rows):
-        raise BucketingError("The rows of a table are objects with the same names, in the same order.")
-    numbers = [all(not isinstance(row[name], str) for row in rows) for name in rows[0]]
-    lines = [list(rows[0]), ["---:" if number else "---" for number in numbers]]
-    lines += [[written(value, form) for value in row.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def filled(text: str) -> str:
     """Return Markdown with the figures that its files hold now."""
 
@@ -79,7 +55,7 @@ def filled(text: str) -> str:
         value = value_at(file, key)
         if kind == "figure" and form is not None and form.endswith("%") and type(value) is int:
             value = float(value)  # a share of 0 or 1
-        content = written(value, form) if kind == "figure" else f"\n\n{table_of(value, form)}\n\n"
+        content = figure_text(value, form) if kind == "figure" else f"\n\n{markdown_table(value, form)}\n\n"
         start = match[0].partition("-->")[0]
         return f"{start}-->{content}<!-- end -->"
 

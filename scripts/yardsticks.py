@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 from benchmark_tools import machine, write_figures
-from update_docs import table_of
 
 from hf_bucketing import CostModel, LatentSpec
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.files import complete_file
 from hf_bucketing.plans import EpochPlan
 from hf_bucketing.report.charts import COLOURS
+from hf_bucketing.report.markdown import markdown_table
 
 COLORS = [COLOURS[number] for number in (4, 1, 0, 2, 3)]
 VIDEO_MODEL = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -32,7 +32,7 @@ def yardstick_parser(description: str | None, *, samples: int, unit: str = "Samp
 def finish(figures: dict[str, Any], output: Path | None) -> None:
     """Print the figures, tables as in Markdown, and write them with the machine to a JSON file if one is given."""
     for name, value in figures.items():
-        print(f"\n{name}\n{table_of(value, '.3f')}" if isinstance(value, list) else f"{name}: {value}")
+        print(f"\n{name}\n{markdown_table(value, '.3f')}" if isinstance(value, list) else f"{name}: {value}")
     write_figures({**machine("numpy"), **figures}, output)
 
 

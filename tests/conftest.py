@@ -81,7 +81,7 @@ def hooks_that_look(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty videos and images of nine sizes."""
-    from synthetic.media import make_media_dataset
+    from hf_bucketing.synthetic.media import make_media_dataset
 
     folder = tmp_path_factory.mktemp("media") / "clips"
     make_media_dataset(folder, num_samples=20)
@@ -91,7 +91,7 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a pipeline of small random weights, by its name; tests read it and write elsewhere."""
-    from synthetic.pipelines import make_tiny_pipeline
+    from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
     return lambda name: made_once(
         tmp_path_factory, f"tiny-{name}", lambda folder: make_tiny_pipeline(folder, family=name)
@@ -112,7 +112,7 @@ def pipeline_dirs(tiny_folder: Callable[[str], Path]) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def prepared_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The media prepared by scripts/prepare_dataset.py."""
+    """The media prepared by hf_bucketing prepare."""
     folder = tmp_path_factory.mktemp("prepared") / "prepared"
     run_script_here(
         "prepare_dataset.py",
@@ -178,13 +178,26 @@ def run_script_here(
     name: str, *args: object, check: bool = True, **settings: object
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as [`run_script`] does, but in this process, whose imports are already paid for."""
+    path = ROOT / "scripts" / name
+    command = [str(path), *map(str, [*as_flags(**settings), *args])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        return _run_here(command, lambda: runpy.run_path(command[0], run_name="__main__"), check=check)
+
+
+def run_command_here(*words: object, check: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of `hf_bucketing` in this process, with settings as flags after its words."""
+    from hf_bucketing.__main__ import main
+
+    return _run_here(["hf_bucketing", *map(str, [*words, *as_flags(**settings)])], main, check=check)
+
+
+def _run_here(command: list[str], main: Callable[[], object], *, check: bool) -> subprocess.CompletedProcess[str]:
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
-    command = [str(ROOT / "scripts" / name), *map(str, [*as_flags(**settings), *args])]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", command)
-        patch.syspath_prepend(str(ROOT / "scripts"))
         try:
-            runpy.run_path(command[0], run_name="__main__")
+            main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
             if isinstance(end.code, str):

@@ -29,7 +29,9 @@ LEVELS = {
     "batching": 4.35,
     "planner": 4.4,
     "runs": 4.4,
+    "synthetic": 4.4,
     "training": 5,
+    "commands": 5.5,
     "__main__": 6,
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]

@@ -189,7 +189,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import describe_assignment
 
 sys.path.append(sys.argv[2])
-from synthetic.media import make_media_dataset
+from hf_bucketing.synthetic.media import make_media_dataset
 
 folder = Path(sys.argv[1])
 make_media_dataset(folder / "media", num_samples=18)

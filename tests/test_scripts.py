@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from datasets import load_dataset
 from PIL import Image
-from synthetic.media import DEMO_CLIPS, make_media_dataset
 
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.columns import PreparedDataset, load_source
 from hf_bucketing.media import MediaSource, probe
+from hf_bucketing.synthetic.media import DEMO_CLIPS, make_media_dataset
 from tests.conftest import ROOT, run_script, run_script_here
 
 

@@ -50,7 +50,7 @@ def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: Traine
             if len(adapters) > 1:
                 raise BucketingError(
                     f"{adapter.path} is LoHa or LoKr, which cannot be loaded with other adapters; merge it into the "
-                    "pipeline first (scripts/merge_lora.py)."
+                    "pipeline first (hf_bucketing merge)."
                 )
             for component, folder in folders.items():
                 PeftModel.from_pretrained(getattr(pipeline, component), str(folder), adapter_name=name)

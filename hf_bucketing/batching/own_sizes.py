@@ -110,7 +110,7 @@ class OwnSizes(Batching[Plan]):
             return rows
         most = strip_tokens(int(rows.num_tokens.max()), limits.strip_length) + text_tokens
         why = f"The largest takes {most:,} tokens, and a {self.batch_name} {limits.max_tokens:,}; raise --max_tokens, "
-        why += "or cut videos with --max_frames of scripts/prepare_dataset.py."
+        why += "or cut videos with --max_frames of hf_bucketing prepare."
         return rows.without(over, batch=self.batch_name, why=why)
 
     @abstractmethod

@@ -33,7 +33,7 @@ def novelai_ladder(
     widths, by falling height. Source: NovelAI's aspect ratio bucketing (2022).
 
     NovelAI enlarges small images. Our default rule rejects them instead; `AssignmentRule.novelai()` is NovelAI's.
-    `scripts/report_ladders.py` counts what either keeps.
+    `hf_bucketing report ladders` counts what either keeps.
 
     Args:
         max_size (`tuple[int, int]`): Two sides in pixels whose product caps the area of a bucket, inclusive.
@@ -103,8 +103,8 @@ def token_ladder(
     A larger `aspect_step` makes fewer buckets, which crop more but fill more of their batches. With Wan's own sizes,
     8,190 and 32,760 tokens, 1, 17, 49 and 81 frames and a `max_aspect_ratio` of 2.5, steps of 0.08, 0.16 and inf make
     356, 212 and 164 buckets, which keep 98.3, 97.4 and 96.0 % of a mix of sizes and 95.8, 92.4 and 89.2 % of the worst
-    aspect ratio; of 100,000 samples, 25, 17 and 13 % of the batches are not full. `scripts/report_ladders.py` measures
-    other choices.
+    aspect ratio; of 100,000 samples, 25, 17 and 13 % of the batches are not full. `hf_bucketing report ladders`
+    measures other choices.
 
     Args:
         spec ([`LatentSpec`]): Strides and patch of the model.

@@ -74,7 +74,7 @@ class CachedCollator:
     ) -> None:
         if not isinstance(cache, CacheInfo):
             raise BucketingError(
-                f"Expected the cache of a PreparedDataset that scripts/cache_latents.py wrote, got {cache!r}."
+                f"Expected the cache of a PreparedDataset that hf_bucketing cache wrote, got {cache!r}."
             )
         if cache.random_resize is not None and seed is None and not first_view:
             raise BucketingError("Cached views of several sizes need a `seed`, by which a plan counts their tokens.")
@@ -146,7 +146,7 @@ class CachedCollator:
             CacheError: If the cache has no entry for it.
         """
         if self.info.empty_text_key is None:
-            raise CacheError("The cache has no entry for dropped captions; run scripts/cache_latents.py again.")
+            raise CacheError("The cache has no entry for dropped captions; run hf_bucketing cache again.")
         return _stacked([self.cache.read(self.info.empty_text_key)])
 
     def text_of(self, caption: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class CachedCollator:
         if not self.cache.holds(key):
             raise CacheError(
                 f"The cache has no entry for the caption {caption!r}, and no text encoder runs beside it; run "
-                f"scripts/cache_latents.py again with --more_captions {shlex.quote(caption)}."
+                f"hf_bucketing cache again with --more_captions {shlex.quote(caption)}."
             )
         return _stacked([self.cache.read(key)])
 

@@ -135,16 +135,15 @@ class TensorCache:
         except CacheError:
             raise
         except FileNotFoundError as error:
-            raise CacheError(f"{path} is missing; run scripts/cache_latents.py again with the same flags.") from error
+            raise CacheError(f"{path} is missing; run hf_bucketing cache again with the same flags.") from error
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise CacheError(
-                f"{path} cannot be read ({error}); delete it and run scripts/cache_latents.py again with the same "
-                "flags."
+                f"{path} cannot be read ({error}); delete it and run hf_bucketing cache again with the same flags."
             ) from error
         if broken:
             raise CacheError(
                 f"{path} holds NaN or infinite numbers ({', '.join(broken)}), which an earlier release stored; delete "
-                "it and run scripts/cache_latents.py again with the same flags, and --on_error reject to leave its "
+                "it and run hf_bucketing cache again with the same flags, and --on_error reject to leave its "
                 "row out."
             )
         return tensors, about

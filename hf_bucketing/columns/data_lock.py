@@ -124,7 +124,7 @@ def require_lock(folder: str | os.PathLike[str]) -> DataLock:
     if lock is None:
         raise BucketingError(
             f"{folder} holds no {LOCK_FILE} of this release, by which rows are compared. Name a folder that "
-            "scripts/prepare_dataset.py or scripts/cache_latents.py wrote, or the output folder of a run on rows of "
+            "hf_bucketing prepare or hf_bucketing cache wrote, or the output folder of a run on rows of "
             "one; older folders are to be prepared again."
         )
     return lock

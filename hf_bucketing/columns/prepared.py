@@ -334,7 +334,7 @@ def _read_rows(folder: Path, version: int) -> Dataset:
         column = ROW if version >= _OWN_NAMES else "index"
         raise BucketingError(
             f"The column {column} of {folder} does not name each row once, as its table had a column of this name or "
-            "rows were added; prepare it again with scripts/prepare_dataset.py."
+            "rows were added; prepare it again with hf_bucketing prepare."
         ) from error
     return dataset
 
@@ -368,18 +368,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         BucketingError: If there is none, or a release wrote it whose folders differ.
     """
     if not (folder / MANIFEST).is_file():
-        raise BucketingError(f"{folder} holds no {MANIFEST}; make it with scripts/prepare_dataset.py.")
+        raise BucketingError(f"{folder} holds no {MANIFEST}; make it with hf_bucketing prepare.")
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     version, shown = manifest["version"], manifest.get("conditions", ())
     if version == _BEFORE_REFERENCES and REFERENCE in shown:
         raise BucketingError(
             f"{folder} was prepared before the sizes of references became a column; prepare it again with "
-            "scripts/prepare_dataset.py."
+            "hf_bucketing prepare."
         )
     if not _BEFORE_REFERENCES <= version <= MANIFEST_VERSION:
         raise BucketingError(
             f"{folder} has version {version}, but this release reads version {MANIFEST_VERSION}; prepare it again "
-            "with scripts/prepare_dataset.py."
+            "with hf_bucketing prepare."
         )
     return manifest
 

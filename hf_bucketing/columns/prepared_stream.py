@@ -259,7 +259,7 @@ class PreparedStream:
         """
         first = [*islice(self.open(), SAMPLED_ROWS * len(self.parts))]
         if not first:
-            raise MediaError("The stream has no rows any more; prepare it again with scripts/prepare_dataset.py.")
+            raise MediaError("The stream has no rows any more; prepare it again with hf_bucketing prepare.")
         rows = Dataset.from_list([{name: row[name] for name in _REPORTED if name in row} for row in first])
         return {name: column_array(rows, name) for name in rows.column_names}
 

@@ -118,15 +118,15 @@ def _check_caches(training: CacheInfo | None, validation: CacheInfo | None) -> N
     if training is None or validation is None:
         cached, plain = ("dataset_dir", "validation_dataset_dir")[:: 1 if validation is None else -1]
         raise BucketingError(
-            f"`{cached}` holds encoded samples and `{plain}` does not; give both as scripts/prepare_dataset.py wrote "
-            "them, or both as scripts/cache_latents.py did."
+            f"`{cached}` holds encoded samples and `{plain}` does not; give both as hf_bucketing prepare wrote "
+            "them, or both as hf_bucketing cache did."
         )
     for what in ("latents_model", "text_model"):
         if getattr(training, what) != getattr(validation, what):
             models = f"{what} {getattr(training, what)} and {getattr(validation, what)}"
             raise BucketingError(
                 f"The caches of `dataset_dir` and `validation_dataset_dir` were made by different models ({models}); "
-                "run scripts/cache_latents.py on both with one pipeline."
+                "run hf_bucketing cache on both with one pipeline."
             )
 
 

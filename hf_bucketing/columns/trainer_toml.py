@@ -63,7 +63,7 @@ KEYS_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "batch_size": (None, "give `train_batch_size` or `max_tokens` when training"),
     "source_fps": (None, "the frame rate of each file is read from its header; give `target_fps` to train at another"),
     "max_frames": (None, "the longest of `bucket_frames` decides"),
-    **dict.fromkeys(("cache_directory", "cache_info"), (None, "latents are cached by cache_latents.py")),
+    **dict.fromkeys(("cache_directory", "cache_info"), (None, "latents are cached by hf_bucketing cache")),
     **dict.fromkeys(
         ("caption_dropout_rate", "caption_dropout_every_n_epochs"), (0, "give `caption_dropout` in training")
     ),

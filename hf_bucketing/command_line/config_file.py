@@ -24,8 +24,11 @@ CONFIG_FILE = "config.yaml"
 SOURCES = "sources"
 """Name in a file under which sources of data are listed, each with settings of its own."""
 
+PREPARE, CACHE, TRAIN = "prepare_dataset", "cache_latents", "train_text_to_video"
+"""Names of the sections in a file of settings that the commands prepare, cache and train have to themselves."""
+
 CACHED_DIR = "cached_dir"
-"""Name in a file of the folder that scripts/cache_latents.py writes, and that training then reads."""
+"""Name in a file of the folder that hf_bucketing cache writes, and that training then reads."""
 
 PATHS = frozenset(
     {

@@ -112,7 +112,8 @@ class FlagParser(argparse.ArgumentParser):
             listed (`bool`): Whether settings are added that only a list of configurations in a file has.
         """
         groups: dict[type, Any] = {}
-        for setting in settings_in(kind):
+        required_first = sorted(settings_in(kind), key=lambda setting: setting.default is not dataclasses.MISSING)
+        for setting in required_first:
             flag = setting.metadata.get("flag", True)
             if setting.name in skip or flag is False or (flag == "listed" and not listed):
                 continue
@@ -166,6 +167,14 @@ class FlagParser(argparse.ArgumentParser):
             common=True,
             help="YAML file of settings, as flags are named; flags override it.",
         )
+
+    @property
+    def section(self) -> tuple[str, frozenset[str]] | None:
+        """The name under which a file holds settings of this script alone, and theirs; None if it takes no file."""
+        if self._config is None:
+            return None
+        names = {action.dest for action in self._actions} - {"help", "config"}
+        return self._config.script, frozenset(names)
 
     @property
     def flags(self) -> dict[str, str]:
@@ -266,7 +275,7 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: Always.
         """
-        raise FlagError(f"{message} (python scripts/{self.prog} --help all lists all flags)")
+        raise FlagError(f"{message} ({self.prog} --help all lists all flags)")
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         formatter = super()._get_formatter()

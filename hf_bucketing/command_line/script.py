@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,9 @@ _ENDED_BY = 128
 
 INTERRUPTED = _ENDED_BY + signal.SIGINT
 
+NOTHING_LEFT = "Nothing half-written is left; run the same command again."
+"""How to continue a script after Ctrl-C, if it has nothing else to say."""
+
 _SECONDS_TO_CLEAN_UP = 10.0
 _SECONDS_FOR_THE_MAIN_PROCESS = 10.0
 
@@ -35,7 +38,9 @@ def run_script(
     main: Callable[[argparse.Namespace], None],
     make_parser: Callable[[], FlagParser],
     *,
-    interrupted: str = "Nothing half-written is left; run the same command again.",
+    words: Sequence[str] | None = None,
+    program: str | None = None,
+    interrupted: str = NOTHING_LEFT,
 ) -> None:
     """Parse the command line and run a script's main function; errors end it with a message instead of a traceback.
 
@@ -48,6 +53,8 @@ def run_script(
     Args:
         main (callable): Main function, which takes the parsed flags.
         make_parser (callable): Function that returns the parser. Slow imports belong into it.
+        words (sequence of `str`, *optional*): Flags and their values, by default those of this process.
+        program (`str`, *optional*): How the script was started, by default as this process was.
         interrupted (`str`): How to continue after Ctrl-C, unless main raises [`Interrupted`] with a message.
     """
     flags: dict[str, str] = {}
@@ -55,8 +62,9 @@ def run_script(
     with _Interruption(interrupted) as interruption, _threads_in_one_line():
         try:
             parser = make_parser()
+            parser.prog = program or started_as()
             flags = parser.flags
-            main(parser.parse_args())
+            main(parser.parse_args(words))
             return
         except (KeyboardInterrupt, Exception) as error:
             close_progress_bars()
@@ -72,6 +80,12 @@ def run_script(
                 else:
                     raise
         _end(message, code)
+
+
+def started_as() -> str:
+    """Return how this process was started: `python` and a script, or `python -m` and a module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 @contextmanager

@@ -65,9 +65,9 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: WayName = setting("bucket", on_resume="equal", common=True)
-    train_batch_size: int = setting(4, argument="batch_size")
-    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True)
+    batching: WayName = setting("bucket", on_resume="equal", common=True, planned=True, chosen=True)
+    train_batch_size: int = setting(4, argument="batch_size", planned=True, chosen=True)
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True, planned=True, chosen=True)
     remainder: Remainder = setting(
         BucketPlanConfig.remainder,
         batching=("bucket",),
@@ -89,7 +89,7 @@ class BatchConfig:
         needs_rows="packs can be chosen only among those of a plan",
     )
     cost_model: str | None = None
-    strip_length: int = PackPlanConfig.strip_length
+    strip_length: int = setting(PackPlanConfig.strip_length, planned=True)
     longest_first: bool = setting(
         False, held_out=False, needs_rows="the most expensive step of a stream is not known before it comes"
     )
@@ -118,7 +118,7 @@ class BatchConfig:
         check_at_least(1, self, "train_batch_size", "strip_length", "random_resize", "length_buckets")
         if self.max_tokens not in (None, "auto") and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
             raise BucketingError(f'`max_tokens` must be a number of tokens or "auto", got {self.max_tokens!r}.')
-        if self.batching == "pack" and self.max_tokens is None:
+        if self.strips is not None and self.max_tokens is None:
             raise BucketingError("Packing needs `max_tokens`, the tokens per process and step.")
         ways = marked(BatchConfig, "batching").items()
         of_others = [name for name, of_ways in ways if self.batching not in of_ways]
@@ -135,6 +135,11 @@ class BatchConfig:
             raise BucketingError(
                 f"`base_size` must be three positive counts of tokens: frames, rows and columns; got {self.base_size}."
             )
+
+    @property
+    def strips(self) -> int | None:
+        """Tokens of each strip of a pack; None where batches have no strips."""
+        return self.strip_length if self.batching == "pack" else None
 
     @property
     def token_drop(self) -> TokenDrop | None:

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 from ..caching.settings import CacheConfig
 from ..columns.settings import SourceConfig
 from ..columns.source_lists import complete_settings, read_listed
-from ..command_line.config_file import CONFIG_FILE, PATHS, SOURCES, ConfigFile, Entry
+from ..command_line.config_file import CACHE, CONFIG_FILE, PATHS, PREPARE, SOURCES, ConfigFile, Entry
 from ..command_line.flags import FlagParser
 from ..errors import BucketingError
 from ..settings import flag_names, names_of
 from .run import TrainingConfig
 
-PREPARE, CACHE = "prepare_dataset", "cache_latents"
+_COMMANDS = {PREPARE: "prepare", CACHE: "cache"}
 
 _SPEED_ONLY = frozenset({"batch_size", "num_threads"})
 """Settings of a cache that change none of its entries."""
 
 _OF_CACHE_ALONE = frozenset({"mixed_precision", "vae_tiling", "max_sequence_length", "condition"})
-"""Settings of scripts/cache_latents.py beside those of `CacheConfig` that change its entries."""
+"""Settings of hf_bucketing cache beside those of `CacheConfig` that change its entries."""
 
 
 class _Difference(NamedTuple):
@@ -59,7 +59,7 @@ def check_same_settings(
 
     Args:
         file ([`ConfigFile`], *optional*): File of the settings of all scripts.
-        folder (`str`): Folder that scripts/prepare_dataset.py or scripts/cache_latents.py wrote.
+        folder (`str`): Folder that hf_bucketing prepare or hf_bucketing cache wrote.
         settings (mapping): Settings by which it was made, as its config.yaml holds them.
         flags (mapping of `str` to any): Settings of preparing that are given otherwise, before those of the file.
         cached (`bool`): Whether settings of caching are compared too.
@@ -189,7 +189,7 @@ def _command(
     script: str, file: ConfigFile | None, flags: Mapping[str, Sequence[Any]], *, made_with: Mapping[str, Any]
 ) -> str:
     model = "pretrained_model_name_or_path"
-    words = ["python", f"scripts/{script}.py"]
+    words = ["hf_bucketing", _COMMANDS[script]]
     words += [] if file is None else ["--config", file.path]
     if (file is None or model not in file.entries) and made_with.get(model):
         flags = {**flags, model: [made_with[model]]}

@@ -304,7 +304,7 @@ class PackCollator(MediaCollator):
         if resize is not None and self._table.image_sizes is not None:
             raise BucketingError(
                 "Images cannot take both sizes of videos and sizes drawn at random: leave out `resize`, or the "
-                "table's image_sizes (--image_sizes own in scripts/prepare_dataset.py)."
+                "table's image_sizes (--image_sizes own in hf_bucketing prepare)."
             )
 
     def target(self, rows: Sequence[Row]) -> list[Size]:

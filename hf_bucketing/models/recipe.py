@@ -499,7 +499,7 @@ class Recipe(RecipeCalls):
         if cached and not self.can_cache(shares):
             raise BucketingError(
                 f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
-                "epoch; train from the folder that scripts/prepare_dataset.py wrote, not from a cache."
+                "epoch; train from the folder that hf_bucketing prepare wrote, not from a cache."
             )
 
     def can_cache(self, shares: ConditionShares) -> bool:
@@ -526,7 +526,7 @@ class Recipe(RecipeCalls):
         if missing := sorted(set(self.required) - set(names)):
             raise BucketingError(
                 f"A {self.pipeline_class} must be shown {quoted(missing)}, which the data set lacks; name their "
-                f"columns when it is prepared, such as --{missing[0]}_column of scripts/prepare_dataset.py."
+                f"columns when it is prepared, such as --{missing[0]}_column of hf_bucketing prepare."
             )
 
     def latent_statistics(self) -> tuple[Any, Any]:

@@ -53,7 +53,7 @@ class MemoryConfig:
             default they are not quantised. int8 and float8 need torchao, nf4 bitsandbytes and a GPU.
         vae_tiling (`bool`): Whether the VAE encodes and decodes sample by sample and tile by tile, which takes less
             memory and changes results slightly: tiles do not see each other. Caches are made with the flag of the same
-            name of scripts/cache_latents.py.
+            name of hf_bucketing cache.
         offload_blocks (`int`): Blocks of the frozen transformer that wait on the CPU and come to the device when they
             are computed; they need LoRA and gradient checkpointing.
         offload_idle_expert (`bool`): Whether the frozen weights of the transformer that a step does not train wait on

@@ -26,7 +26,7 @@ Tokens = TypeVar("Tokens", int, IntArray)
 FEW = 20
 """Where one row of this many fits no pack, that row is at fault; where more do, the limits of packs are."""
 
-SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of scripts/prepare_dataset.py)"
+SHORTEN = "cut long videos with max_frames of open_table (--max_frames or --clips of hf_bucketing prepare)"
 """Advice on samples that exceed a limit, where their frames are not known."""
 
 

@@ -244,7 +244,7 @@ def _rejections(report: Report, beside: Beside) -> list[Block]:
             head=("reason", "rows", "what it means", "examples", "to keep them"),
             rows=rows,
             texts=(2, 3, 4),
-            note="Flags are those of scripts/prepare_dataset.py. Rejected rows are never drawn.",
+            note="Flags are those of hf_bucketing prepare. Rejected rows are never drawn.",
         )
     ]
 
@@ -318,6 +318,6 @@ def _memory(beside: Beside) -> list[Block]:
             head=("settings", *names, "total", *beside.memory[0].fits),
             rows=rows,
             texts=range(len(names) + 2, len(rows[0])),
-            note="scripts/plan_memory.py adds one saving option after another, until a step fits a GPU.",
+            note="hf_bucketing plan adds one saving option after another, until a step fits a GPU.",
         ),
     ]

@@ -100,7 +100,7 @@ def describe_cut_samples(cut: CutSamples, *, name: str) -> str:
     lose = "1 sample loses" if cut.samples == 1 else f"{cut.samples:,} samples lose"
     return (
         f"{lose} more than half of the frames: {name} keeps {cut.kept:,} of {cut.frames:,}. --clips all of "
-        "scripts/prepare_dataset.py makes several samples of a long video."
+        "hf_bucketing prepare makes several samples of a long video."
     )
 
 

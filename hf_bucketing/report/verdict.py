@@ -18,7 +18,7 @@ RULE = (
     f"(to padding and waiting). The share that differs most decides; packs have to lose over {LIMIT:.0%} less."
 )
 
-_RANKED = "suggest_run.py ranks by that the runs that fit a machine, packs at the rows' own sizes."
+_RANKED = "hf_bucketing suggest ranks by that the runs that fit a machine, packs at the rows' own sizes."
 
 
 class Verdict(NamedTuple):

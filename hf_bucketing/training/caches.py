@@ -131,4 +131,4 @@ def _load(name: str, prepared: PreparedDataset, *, max_sequence_length: int | No
 def _again(folder: str) -> str:
     """Return the command that caches a folder again."""
     file = Path(folder) / CONFIG_FILE
-    return "python scripts/cache_latents.py" + (f" --config {shlex.quote(str(file))}" if file.is_file() else "")
+    return "hf_bucketing cache" + (f" --config {shlex.quote(str(file))}" if file.is_file() else "")

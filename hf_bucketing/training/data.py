@@ -35,6 +35,7 @@ from ..columns.split import check_apart, split_rows
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError, quoted
+from ..loaders.agreement import check_same
 from ..loaders.captions import CaptionRule
 from ..loaders.occurrences import NumberedRows
 from ..loaders.planned import PlannedBatchSampler, StepCount
@@ -49,7 +50,6 @@ from ..plans.rows import EpochConfig
 from ..randomness import ROW
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
-from .agreement import check_same
 from .data_checks import (
     check_audio,
     check_cached_rows,
@@ -303,7 +303,7 @@ def make_data(
     check_marks(config, prepared)
     if _views_of(prepared) == 1 and not_default(config, "cached_views"):
         raise BucketingError(
-            f"Omit `cached_views`: {config.dataset_dir} caches no views to choose from. scripts/cache_latents.py "
+            f"Omit `cached_views`: {config.dataset_dir} caches no views to choose from. hf_bucketing cache "
             "encodes several of each sample with --views_per_sample."
         )
     share = config.held_out.validation_split
@@ -455,7 +455,7 @@ def _texts_of(config: TrainingConfig, collator: Any, prepared: PreparedDataset) 
             raise BucketingError(
                 f"No cache holds the captions {quoted(sorted(captions))} of `preservation_caption` or `slider`: this "
                 "model's text encoder sees the references of a sample. Train from the folder that "
-                "scripts/prepare_dataset.py wrote."
+                "hf_bucketing prepare wrote."
             )
     return {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
 

@@ -70,8 +70,8 @@ def describe_edited_texts(prepared: PreparedDataset, folder: str) -> list[str]:
     names = listed(edited[:NAMED_ROWS], total=len(edited), separator=", ")
     return [
         f"Of {looked_at:,} files of captions looked at, {len(edited):,} were edited after {folder} was prepared from "
-        f"them: {names}. The captions are as they were then; run scripts/prepare_dataset.py again"
-        f"{' and scripts/cache_latents.py' if prepared.cache is not None else ''} to use others."
+        f"them: {names}. The captions are as they were then; run hf_bucketing prepare again"
+        f"{' and hf_bucketing cache' if prepared.cache is not None else ''} to use others."
     ]
 
 
@@ -79,7 +79,7 @@ def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> l
     """Return sentences on what changed in the rows and files of a cache since they were encoded."""
     assert prepared.cache is not None, "describe_changes calls it for a cache"
     usable = has_latents(prepared.dataset)
-    sentences, again = [], "Run scripts/cache_latents.py again, which encodes only what changed."
+    sentences, again = [], "Run hf_bucketing cache again, which encodes only what changed."
     source = prepared.cache.prepared
     earlier = None if source is None else read_lock(source)
     if earlier is not None:
@@ -97,7 +97,7 @@ def _describe_cache(prepared: PreparedDataset, lock: DataLock, folder: str) -> l
         names = listed(prepared.file_names(stale[:NAMED_ROWS].tolist()), total=len(stale), separator=", ")
         sentences.append(
             f"Of {len(rows):,} samples looked at, the files of {len(stale):,} are not those that {folder} was cached "
-            f"from: {names}. Run scripts/prepare_dataset.py and scripts/cache_latents.py again, or train on what was "
+            f"from: {names}. Run hf_bucketing prepare and hf_bucketing cache again, or train on what was "
             "encoded."
         )
     return sentences

@@ -85,7 +85,7 @@ def check_reference_dropout(
     if isinstance(prepared, PreparedDataset) and NULL_TEXT_KEY in prepared.dataset.column_names:
         raise BucketingError(
             f"Omit {name}: this model's cached texts are those of an encoder that saw the references. "
-            "Train from the folder that scripts/prepare_dataset.py wrote."
+            "Train from the folder that hf_bucketing prepare wrote."
         )
     if in_front:
         raise BucketingError(
@@ -160,7 +160,7 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
     if cache.batching != batching:
         raise BucketingError(
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
-            f"scripts/cache_latents.py with --batching {batching}."
+            f"hf_bucketing cache with --batching {batching}."
         )
     condition = config.objective.condition
     appended = None if condition is None else read_conditions(condition).appended_frames
@@ -172,19 +172,19 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
         }[appended]
         raise BucketingError(
             f"`condition` appends frames, but {folder} does not hold {frames}; run "
-            f"scripts/cache_latents.py again with --condition {shlex.quote(str(condition))}."
+            f"hf_bucketing cache again with --condition {shlex.quote(str(condition))}."
         )
     encoded = marked(TrainingConfig, "encoded")
     given = not_default(config, *encoded)
     if media := [name for name in given if encoded[name] == "media"]:
         raise BucketingError(
             f"Omit {quoted(media)}: {folder} holds encoded latents, and such settings change what is decoded. Give "
-            "them to scripts/cache_latents.py."
+            "them to hf_bucketing cache."
         )
     if given:
         raise BucketingError(
             f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
-            "from the folder that scripts/prepare_dataset.py wrote."
+            "from the folder that hf_bucketing prepare wrote."
         )
 
 
@@ -217,7 +217,7 @@ def check_positions(step: Step, data: RunData, counts: Mapping[int, int]) -> Non
         if refusal is not None:
             raise BucketingError(
                 f"The model cannot take the {count} samples of {size}{data.example_of(bucket_id)}: {refusal} "
-                "--max_frames of scripts/prepare_dataset.py cuts samples that are too long."
+                "--max_frames of hf_bucketing prepare cuts samples that are too long."
             )
 
 
@@ -232,13 +232,13 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     if recipe.null_as_long and "" in data.texts and data.texts[""].mask is not None:
         raise BucketingError(
             f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
-            "holds the empty caption alone; run scripts/cache_latents.py again."
+            "holds the empty caption alone; run hf_bucketing cache again."
         )
     latent = batch["latents"][0]
     if len(latent) != recipe.latent_channels:
         raise BucketingError(
             f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
-            f"{recipe.latent_channels}; run scripts/cache_latents.py again with this pipeline."
+            f"{recipe.latent_channels}; run hf_bucketing cache again with this pipeline."
         )
     needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
     if REFERENCE in data.conditions and not recipe.references_in_front:
@@ -248,5 +248,5 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
     if missing := needed - batch.get("conditions", {}).keys():
         raise BucketingError(
             f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
-            "scripts/cache_latents.py again with this pipeline."
+            "hf_bucketing cache again with this pipeline."
         )

@@ -16,7 +16,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..planner.gpus import peak_of_device
 from ..planner.settings import PlanConfig
 from ..planner.time import TrainingFlops, training_flops
-from .estimate import components_of, describe_error, plan_settings
+from .estimate import components_of, describe_error, planned_run
 from .opened import OpenedRun
 from .run_data import RunData
 
@@ -77,8 +77,8 @@ def count_flops(opened: OpenedRun, data: RunData) -> StepFlops | None:
 
 def _alone(opened: OpenedRun) -> PlanConfig:
     """Return what one process would plan that computes samples whole and keeps everything on its device."""
-    return plan_settings(
-        opened, sharding="ddp", num_processes=1, context_parallel_degree=1, offload_blocks=0,
+    return planned_run(
+        opened, sharding="ddp", num_processes=1, wraps_blocks=False, context_parallel_degree=1, offload_blocks=0,
         offload_idle_expert=False, offload_activations=False,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +25,15 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..batching.counting import ModelTokens
 from ..batching.steps import StepLosses
-from ..command_line.config_file import ConfigFile, write_config
+from ..command_line.config_file import TRAIN, ConfigFile, write_config
+from ..command_line.stopping import StopSignals
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings
 from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
+from ..loaders.agreement import check_shared
 from ..loaders.planned import StepCount
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
@@ -44,7 +46,6 @@ from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked
-from .agreement import check_shared
 from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
 from .checkpoint import (
     Progress,
@@ -68,8 +69,6 @@ from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
 from .reporting import OpenStep, RunReport
 from .run_data import RunData, unreadable_log
-from .script_settings import settings_to_repeat
-from .stopping import StopSignals
 from .streamed import OpenedStream, make_streamed_data, open_stream
 from .terminal import describe_run, next_commands
 from .trackers import chosen_tracker
@@ -84,21 +83,50 @@ LOCK = "run.lock"
 logger = get_logger(__name__)
 
 
-def train(config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
+Kept = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Function that returns what the file of settings of a run says about other commands, for the file that repeats it.
+
+Its argument are the settings by which the rows were prepared and cached."""
+
+
+def train(config: TrainingConfig, *, file: ConfigFile | None = None, kept: Kept | None = None) -> None:
     """Fine-tune the transformer of a text-to-video pipeline, and save it to `config.output_dir`.
 
-    Runs in every process that `accelerate launch` starts. The settings of the run are saved as config.yaml, with what
-    `file`, the YAML file that they come from, says about other scripts.
+    Runs in every process that `accelerate launch` starts. The settings of the run are saved as config.yaml.
+
+    Args:
+        config ([`TrainingConfig`]): Settings.
+        file ([`ConfigFile`][hf_bucketing.command_line.config_file.ConfigFile], *optional*): The YAML file that they
+            come from; what it says about preparing and caching must be what the rows were made with.
+        kept (callable, *optional*): Function that returns what config.yaml says about other commands.
 
     Raises:
         BucketingError: If the data, the settings or the checkpoint do not fit.
     """
-    trainer = Trainer(config, file=file)
+    trainer = Trainer(config, file=file, kept=kept)
     if config.dry_run:
         trainer.accelerator.print("\n".join(trainer.describe()))
         trainer.release()
     else:
         trainer.run()
+
+
+def settings_to_repeat(
+    config: TrainingConfig, *, made_with: Mapping[str, Any], kept: Kept | None = None, **chosen: Any
+) -> dict[str, Any]:
+    """Return the settings of a run as a YAML file holds them, with what another says about other commands.
+
+    The run's own settings stand in the section of training, all of them, so that other commands which have settings of
+    the same names keep those of the file.
+
+    Args:
+        config ([`TrainingConfig`]): Settings of the run, with everything that it chose itself.
+        made_with (mapping): Settings by which its rows were prepared and cached, as its `dataset_dir` holds them.
+        kept (callable, *optional*): As in [`train`].
+        **chosen: Settings that differ from those in `config`.
+    """
+    others = {} if kept is None else kept(made_with)
+    return {**others, **made_with, TRAIN: {**config.flat(), **chosen}}
 
 
 class Trainer:
@@ -108,13 +136,14 @@ class Trainer:
         config ([`TrainingConfig`]): Settings.
         file ([`ConfigFile`][hf_bucketing.command_line.config_file.ConfigFile], *optional*): The YAML file that they
             come from.
+        kept (callable, *optional*): As in [`train`].
 
     Raises:
         BucketingError: If the data, the settings or the checkpoint do not fit.
     """
 
-    def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None) -> None:
-        self.given, self.file, self.folder = config, file, Path(config.output_dir)
+    def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None, kept: Kept | None = None) -> None:
+        self.given, self.kept, self.folder = config, kept, Path(config.output_dir)
         check_folder_writable(self.folder)
         check_drawing()
         self.accelerator = make_accelerator(config)
@@ -333,16 +362,16 @@ class Trainer:
 
     def _settings_to_repeat(self) -> str:
         """Return the settings of the run as YAML by which a run in another folder does the same from its start."""
-        script = f"accelerate launch --num_processes {self.accelerator.num_processes} scripts/train_text_to_video.py"
+        launch = f"hf_bucketing launch --num_processes {self.accelerator.num_processes} train"
         settings = settings_to_repeat(
             self.config,
-            self.file,
             made_with=self.opened.made_with,
+            kept=self.kept,
             mixed_precision=self.accelerator.mixed_precision,
             init_from_adapters=self.given.adapters.init_from_adapters,
             resume_from_checkpoint=None,
         )
-        return write_config(settings, comment=f"To repeat the run:\n{script} --config THIS_FILE --output_dir OTHER")
+        return write_config(settings, comment=f"To repeat the run:\n{launch} --config THIS_FILE --output_dir OTHER")
 
     def _write_status(self, status: Status) -> None:
         self.report.status(status, self.global_step, self.planned)

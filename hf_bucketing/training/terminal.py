@@ -84,13 +84,13 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     report = [folder, "--html", Path(folder) / "report.html"]
     lines = [
         "What to do next:",
-        f"  render a prompt:  {_command('sample_video', sample)}",
-        f"  see how it went:  {_command('report_training', report)}",
+        f"  render a prompt:  {_command('sample', *sample)}",
+        f"  see how it went:  {_command('report', 'run', *report)}",
     ]
     if config.checkpoints.checkpointing_steps is not None:
         lines.append("  train for longer: the same command with --resume_from_checkpoint latest and more steps")
     return lines
 
 
-def _command(script: str, words: Sequence[object]) -> str:
-    return shlex.join(["python", f"scripts/{script}.py", *map(str, words)])
+def _command(*words: object) -> str:
+    return shlex.join(["hf_bucketing", *map(str, words)])

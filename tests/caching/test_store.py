@@ -44,7 +44,7 @@ def test_a_corrupt_entry_is_not_held_and_names_itself_when_read(content: bytes |
     path = Path(cache.path(KEY))
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
     assert not cache.holds(KEY)
-    with pytest.raises(CacheError, match=rf"{KEY}.*cannot be read.*delete it and run scripts/cache_latents\.py"):
+    with pytest.raises(CacheError, match=rf"{KEY}.*cannot be read.*delete it and run hf_bucketing cache"):
         cache.read(KEY)
     cache.write(KEY, {"latents": torch.ones(9)}, about={})
     assert cache.holds(KEY)
@@ -55,7 +55,9 @@ def test_an_entry_in_an_object_store_is_read_back_by_another_process_and_a_missi
     cache.check_writable()
     tensors = {"latents": torch.randn(2, 3).t(), "references": [torch.ones(2), torch.zeros(0)]}
     assert not cache.holds(KEY)
-    with pytest.raises(CacheError, match=rf"memory://bucket/cache/../{KEY}.safetensors is missing; run scripts"):
+    with pytest.raises(
+        CacheError, match=rf"memory://bucket/cache/../{KEY}.safetensors is missing; run hf_bucketing cache"
+    ):
         cache.read(KEY)
     cache.write(KEY, tensors, about={"size": (1, 2, 3)})
     assert back.holds(KEY)
@@ -87,7 +89,7 @@ def test_the_size_of_an_entry_is_that_of_its_file_or_object(tmp_path: Path) -> N
 
 
 def test_a_missing_entry_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="is missing; run scripts/cache_latents"):
+    with pytest.raises(CacheError, match="is missing; run hf_bucketing cache"):
         TensorCache(tmp_path).read(KEY)
 
 

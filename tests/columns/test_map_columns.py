@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, Video, concatenate_datasets, load_dataset
 from datasets.table import IndexedTableMixin
-from synthetic.media import DEMO_CLIPS
 
 from hf_bucketing import (
     AssignmentRule,
@@ -27,6 +26,7 @@ from hf_bucketing import (
 from hf_bucketing.buckets.arrays import whole_column
 from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, load_source, map_columns
 from hf_bucketing.columns.arrays import column_batches
+from hf_bucketing.synthetic.media import DEMO_CLIPS
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(9, 64, 96), Size(9, 96, 64)))

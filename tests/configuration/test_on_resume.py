@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError, PlanError
 from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS
@@ -34,6 +33,7 @@ from hf_bucketing.models.registry import families, recipe_of
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.settings import changed, names_of
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.checkpoint import PROGRESS, find_checkpoint
 from hf_bucketing.training.loop import Trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
 from hf_bucketing.command_line.config_file import read_config_file, write_config
+from hf_bucketing.commands import prepare
+from hf_bucketing.commands.script_settings import settings_kept
 from hf_bucketing.configuration.prepared import check_same_settings
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.script_settings import settings_to_repeat
+from hf_bucketing.training.loop import settings_to_repeat
 from tests.conftest import ROOT, run_script_here
 
 
@@ -87,8 +89,8 @@ def test_settings_that_differ_are_named_with_both_values(folder: dict[str, Any],
     said = refused("target_fps: 4\n", folder)
     prepared, clips, stills = (tmp_path / name for name in ("prepared", "clips", "stills"))
     assert said.endswith(
-        f"python scripts/prepare_dataset.py --config run.yaml --output_dir {prepared} --dataset {clips} {stills} "
-        "--pretrained_model_name_or_path model && python scripts/cache_latents.py --config run.yaml --dataset_dir "
+        f"hf_bucketing prepare --config run.yaml --output_dir {prepared} --dataset {clips} {stills} "
+        "--pretrained_model_name_or_path model && hf_bucketing cache --config run.yaml --dataset_dir "
         f"{prepared} --cache_dir {tmp_path / 'cache'} --output_dir cached"
     )
     assert "prepare_dataset" not in refused("views_per_sample: 4\n", folder)
@@ -113,7 +115,7 @@ def test_a_run_records_what_was_prepared_and_cached_in_place_of_its_file(folder:
         "sources:\n- dataset: clips\n- dataset: stills\n"
     )
     config = TrainingConfig(pretrained_model_name_or_path="m", dataset_dir="cached", output_dir="o")
-    saved = settings_to_repeat(config, read_config_file("run.yaml"), made_with=folder)
+    saved = settings_to_repeat(config, made_with=folder, kept=partial(settings_kept, read_config_file("run.yaml")))
     del saved["train_text_to_video"]
     assert saved == {"on_error": "reject", "gpu_memory": "24", "cache_dir": "cache", **folder}
     assert refused(write_config(saved), folder) == ""
@@ -147,7 +149,7 @@ def test_every_preset_fits_a_folder_that_was_prepared_by_it(tmp_path: Path, monk
     presets = sorted((ROOT / "configs").glob("*/*.yaml"))
     assert presets
     monkeypatch.chdir(tmp_path)
-    parser = runpy.run_path(str(ROOT / "scripts" / "prepare_dataset.py"))["make_parser"]()
+    parser = prepare.make_parser()
     for preset in presets:
         args = parser.parse_args(["--config", str(preset), "--dataset", "clips", "--output_dir", "prepared"])
         made_with = write_config({"sources": settings_of_sources(sources_from(vars(args), args.config))})

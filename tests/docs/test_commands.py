@@ -14,7 +14,7 @@ import yaml
 from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import FlagParser
-from hf_bucketing.training.script_settings import settings_of_scripts
+from hf_bucketing.commands.script_settings import settings_of_scripts
 from tests.conftest import ROOT, run_script_here
 from tests.docs.pages import PAGES
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from synthetic.media import Clip, render
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
 from hf_bucketing.runs.logs import Logs
+from hf_bucketing.synthetic.media import Clip, render
 from tests.conftest import ROOT, launch_flags
 from tests.docs.pages import PAGES
 from tests.processes import launch_forked, run_forked

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from synthetic.pipelines import make_tiny_pipeline
 
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from tests.conftest import run_script_here
 from tests.docs.pages import PAGES
 

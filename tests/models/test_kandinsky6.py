@@ -409,7 +409,9 @@ def test_a_cache_holds_first_frames_as_a_step_encodes_them(tiny_folder: Callable
 def test_plans_count_a_picture_as_a_frame(tiny_folder: Callable[[str], Path]) -> None:
     components, size = read_components(str(tiny_folder("kandinsky6"))), Size(9, 32, 64)
     with_, without = (
-        PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, condition=condition)
+        PlanConfig.from_flat(
+            device="cpu", mixed_precision="no", max_sequence_length=16, condition=condition, train_batch_size=1
+        )
         for condition in (f"{FIRST}:0.1,none:0.9", None)
     )
     assert sample_shape(components, with_, size).tokens == sample_shape(components, without, size).tokens + 2 * 4

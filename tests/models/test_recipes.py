@@ -207,7 +207,7 @@ def test_an_unknown_pipeline_is_refused_with_the_names_of_those_known(tmp_path: 
 
 
 def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:
-    from synthetic.pipelines import make_tiny_pipeline
+    from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 
     with pytest.raises(BucketingError, match=r"latte, .*ltx, .*wan"):
         make_tiny_pipeline(tmp_path / "x", family="invented")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError
 from hf_bucketing.errors import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.kandinsky5.recipe import Kandinsky5Recipe
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from tests.models.cases import Samples
 from tests.models.families import CASES, kandinsky5, lumina2, z_image
 from tests.models.recipe_cases import samples_of

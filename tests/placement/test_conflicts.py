@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 
 import pytest
 
+from hf_bucketing.commands.table import COMMANDS
 from hf_bucketing.placement.conflicts import (
     CONFLICTS,
     READ_WHOLE_WEIGHTS,
@@ -16,22 +16,21 @@ from hf_bucketing.placement.conflicts import (
     conflicts,
 )
 from hf_bucketing.placement.settings import MemoryConfig
-from tests.conftest import ROOT
 
 SOUND = Combination(
     memory=MemoryConfig(gradient_checkpointing=True), adapters=True, mixed_precision="bf16", num_processes=2
 )
 
 BROKEN = [
-    ({}, {"planned": True, "sharding": "FSDP2", "num_processes": 1}),
-    ({"quantize_base": "int8"}, {"sharding": "FSDP2"}),
-    ({"offload_blocks": 1}, {"sharding": "DEEPSPEED"}),
-    ({"trained_dtype": "bf16"}, {"sharding": "FSDP2"}),
-    ({}, {"sharding": "FSDP2", "optimizer": "prodigyopt:Prodigy"}),
-    ({}, {"sharding": "FSDP", "joined": READ_WHOLE_WEIGHTS}),
-    ({}, {"sharding": "DEEPSPEED stage 3", "joined": ("ema_decay",)}),
-    ({}, {"sharding": "FSDP2", "searches": True, "loads_once": True}),
-    ({}, {"sharding": "DEEPSPEED", "weighs_late": True}),
+    ({}, {"planned": True, "sharding": "fsdp2", "num_processes": 1}),
+    ({"quantize_base": "int8"}, {"sharding": "fsdp2"}),
+    ({"offload_blocks": 1}, {"sharding": "deepspeed"}),
+    ({"trained_dtype": "bf16"}, {"sharding": "fsdp2"}),
+    ({}, {"sharding": "fsdp2", "optimizer": "prodigyopt:Prodigy"}),
+    ({}, {"sharding": "fsdp", "joined": READ_WHOLE_WEIGHTS}),
+    ({}, {"sharding": "deepspeed stage 3", "joined": ("ema_decay",)}),
+    ({}, {"sharding": "fsdp2", "searches": True, "loads_once": True}),
+    ({}, {"sharding": "deepspeed", "weighs_late": True}),
     ({"trained_dtype": "bf16"}, {"mixed_precision": "no"}),
     ({"offload_blocks": 1}, {"adapters": False}),
     ({"quantize_base": "nf4"}, {"on_cpu": True}),
@@ -39,15 +38,15 @@ BROKEN = [
     ({"quantize_base": "int8", "gradient_checkpointing": False}, {}),
     ({"offload_blocks": 1, "gradient_checkpointing": 3}, {}),
     ({"gradient_checkpointing": "auto"}, {"searches": True}),
-    ({"gradient_checkpointing": "auto"}, {"sharding": "DEEPSPEED"}),
-    ({"gradient_checkpointing": 3}, {"sharding": "FSDP2", "wraps_blocks": True}),
+    ({"gradient_checkpointing": "auto"}, {"sharding": "deepspeed"}),
+    ({"gradient_checkpointing": 3}, {"sharding": "fsdp2", "wraps_blocks": True}),
     ({"gradient_checkpointing": "auto"}, {"planned": True}),
     ({}, {"lora_plus": True, "adapters": False}),
     ({}, {"lora_plus": True, "kind": "lokr"}),
     ({}, {"lora_format": "comfyui", "kind": "dora"}),
     ({"quantize_base": "nf4"}, {"kind": "loha"}),
     ({"context_parallel_degree": 2}, {"num_processes": 3}),
-    ({"context_parallel_degree": 2}, {"sharding": "FSDP"}),
+    ({"context_parallel_degree": 2}, {"sharding": "fsdp"}),
     ({"context_parallel_degree": 2}, {"grouped": True}),
     ({"context_parallel_degree": 2}, {"searches": True}),
     ({"context_parallel_degree": 2}, {"replaces": True}),
@@ -55,10 +54,10 @@ BROKEN = [
     ({"offload_idle_expert": True}, {}),
     ({"offload_idle_expert": True}, {"adapters": False, "experts": True}),
     ({"offload_idle_expert": True, "quantize_base": "nf4"}, {"experts": True}),
-    ({}, {"sharding": "FSDP2", "experts": True}),
+    ({}, {"sharding": "fsdp2", "experts": True}),
     ({"context_parallel_degree": 2}, {"experts": True}),
     ({"compile": True}, {"dynamo": True}),
-    ({"compile": True}, {"sharding": "DEEPSPEED"}),
+    ({"compile": True}, {"sharding": "deepspeed"}),
     ({"compile": True, "context_parallel_degree": 2}, {}),
     ({"compile": True, "quantize_base": "nf4"}, {}),
 ]
@@ -95,17 +94,16 @@ def test_settings_that_may_conflict_name_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("command", "said"),
     [
         (
-            "train_text_to_video",
+            "train",
             "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio, "
             "--offload_idle_expert.",
         ),
-        ("plan_memory", "It may conflict with --quantize_base, --offload_blocks, --sharding."),
+        ("plan", "It may conflict with --quantize_base, --offload_blocks, --sharding."),
     ],
 )
-def test_the_help_of_a_flag_names_those_it_may_conflict_with(script: str, said: str, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    text = " ".join(importlib.import_module(script).make_parser().format_help().split())
+def test_the_help_of_a_flag_names_those_it_may_conflict_with(command: str, said: str) -> None:
+    text = " ".join(COMMANDS[command].load().make_parser().format_help().split())
     assert said in text

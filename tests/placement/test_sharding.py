@@ -17,7 +17,6 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from synthetic.pipelines import make_tiny_pipeline
 from torch.distributed.checkpoint import FileSystemReader
 
 from hf_bucketing import BucketingError
@@ -28,6 +27,7 @@ from hf_bucketing.placement.shards import AVERAGES
 from hf_bucketing.placement.trust import refuse_code_in_shards
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training import TrainingConfig, loop, opened
 from hf_bucketing.training.loop import make_accelerator
 from tests.conftest import ROOT, run_script_here

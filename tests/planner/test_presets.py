@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic.published import write_published_configs
 
 from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import from_flags
+from hf_bucketing.commands.script_settings import launcher
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components, verdict_on
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.settings import build, flatten
+from hf_bucketing.settings import build, flatten, given_settings
+from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.script_settings import launcher, training_settings
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -33,8 +33,8 @@ def memory_of(name: str) -> int:
     return int(name.partition("gb")[0].rpartition("x")[2])
 
 
-def parsed(script: str, *flags: object) -> Any:
-    return importlib.import_module(script).make_parser().parse_args([*map(str, flags)])
+def parsed(command: str, *flags: object) -> Any:
+    return importlib.import_module(f"hf_bucketing.commands.{command}").make_parser().parse_args([*map(str, flags)])
 
 
 def test_there_is_a_file_for_each_plan_that_fits() -> None:
@@ -43,21 +43,20 @@ def test_there_is_a_file_for_each_plan_that_fits() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_scripts_accept_each_file_and_train_as_planned(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
     for name, config in configs_of(model).items():
         file = CONFIGS / model / f"{name}.yaml"
-        args = parsed("train_text_to_video", "--config", file, "--dataset_dir", "cached", "--output_dir", "trained")
+        args = parsed("train", "--config", file, "--dataset_dir", "cached", "--output_dir", "trained")
         training = flatten(from_flags(TrainingConfig, args))
-        planned = training_settings(config, length=config.max_tokens or 0)
+        planned = given_settings(config.run)
         assert {key: training[key] for key in planned} == planned
-        args = parsed("prepare_dataset", "--config", file, "--dataset", "clips", "--output_dir", "prepared")
+        args = parsed("prepare", "--config", file, "--dataset", "clips", "--output_dir", "prepared")
         (source,) = sources_from(vars(args), args.config)
         assert source.table.bucket_tokens
         assert source.table.bucket_frames
         folders = ("--dataset_dir", "prepared", "--cache_dir", "cache", "--output_dir", "cached")
-        parsed("cache_latents", "--config", file, *folders)
-        assert f"# {launcher(config)} scripts/train_text_to_video.py --config configs/{model}/" in file.read_text()
+        parsed("cache", "--config", file, *folders)
+        assert f"# {launcher(config.launch)} train --config configs/{model}/" in file.read_text()
 
 
 def planned_again() -> dict[str, list[str]]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthetic.media import Clip, render
 
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
@@ -23,6 +22,7 @@ from hf_bucketing.media.audio import read_audio
 from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.write import Sound
 from hf_bucketing.models.recipe import Recipe
+from hf_bucketing.synthetic.media import Clip, render
 from hf_bucketing.training import TrainingConfig
 from tests.conftest import run_script_here
 

@@ -17,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from diffusers import Kandinsky6TI2VAPipeline, ModularPipeline
 from safetensors.torch import load_file
-from synthetic.media import Clip
 
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.buckets import BucketStep
@@ -31,6 +30,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log
+from hf_bucketing.synthetic.media import Clip
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.streamed import make_streamed_data, open_stream

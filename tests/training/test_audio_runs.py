@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from diffusers import LTX2VideoTransformer3DModel
 from safetensors.torch import load_file
-from synthetic.media import Clip
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
@@ -31,6 +30,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.context_parallel import check_audio
 from hf_bucketing.runs.review import losses_of
+from hf_bucketing.synthetic.media import Clip
 from hf_bucketing.training.data import make_data
 from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import as_flags, run_script_here

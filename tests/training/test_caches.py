@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from synthetic.pipelines import make_tiny_pipeline
 
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.counting import ModelTokens
@@ -25,6 +24,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import MANIFEST
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training.caches import sequence_length, settle_caches
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import run_script_here
@@ -162,7 +162,7 @@ def test_a_cache_of_other_weights_is_refused_by_name_unless_it_is_trusted(
     assert f"was cached with {pipeline_dir} (WanPipeline) and does not belong to {tmp_path / 'other'}" in message
     assert "its vae had other settings (latents_mean=" in message
     assert "; its text_encoder had other weights. Cache it again" in message
-    command = f"cache_latents.py --config {cached_dir / 'config.yaml'} --pretrained_model_name_or_path"
+    command = f"hf_bucketing cache --config {cached_dir / 'config.yaml'} --pretrained_model_name_or_path"
     assert command in message
     trusted = run(replace(config, trust_cache=True))
     assert len(trusted) == 3

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic.pipelines import make_tiny_pipeline
 from torch._dynamo.backends.debugging import aot_eager
 
 from hf_bucketing import BucketingError
 from hf_bucketing.models.compilation import compile_blocks
 from hf_bucketing.settings import changed
+from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training import trained
 from hf_bucketing.training.loop import Trainer
 from tests.training.test_kinds_and_optimizers import check_resume

@@ -58,7 +58,7 @@ def test_a_cache_of_rows_that_were_prepared_again_is_named(cached: TrainingConfi
     prepared_of(tmp_path, caption=["a", "B", "c", "d"]).save(tmp_path / "prepared")
     (sentence,) = said(cached)
     assert "prepared was prepared again since" in sentence
-    assert "1 changed (1 in caption; row 1). Run scripts/cache_latents.py again" in sentence
+    assert "1 changed (1 in caption; row 1). Run hf_bucketing cache again" in sentence
 
 
 def test_a_cache_of_files_that_were_replaced_is_named(cached: TrainingConfig, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_captions_that_were_edited_after_preparing_are_named(tmp_path: Path) -> 
         "Of 6 files of captions looked at, 5 were edited after prepared was prepared from them: "
     )
     assert str(tmp_path / "moved" / "beside" / "b.txt") in sentence
-    assert sentence.endswith("run scripts/prepare_dataset.py again to use others.")
+    assert sentence.endswith("run hf_bucketing prepare again to use others.")
     manifest = json.loads((folder / "bucketing.json").read_text())
     del manifest["texts"]
     (folder / "bucketing.json").write_text(json.dumps(manifest))

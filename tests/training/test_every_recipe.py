@@ -15,7 +15,6 @@ import torch
 from diffusers import Kandinsky6Transformer3DModel
 from PIL import Image
 from safetensors.torch import load_file
-from synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.files import loads_lora
@@ -26,6 +25,7 @@ from hf_bucketing.models.index import index_file
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.settings import changed
+from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip, make_media_dataset
 from tests.conftest import run_script_here
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin

@@ -15,7 +15,6 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from safetensors.torch import load_file
-from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.experts import loading_options, own_folder
@@ -32,6 +31,7 @@ from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.page import run_page
 from hf_bucketing.runs.review import losses_of, review_experts, review_run
 from hf_bucketing.runs.run_log import read_log
+from hf_bucketing.synthetic.media import Clip, make_media_dataset
 from hf_bucketing.training.experts import make_experts
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.trained import TrainedModel

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, iter_frames, probe
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of
+from hf_bucketing.synthetic.media import Clip, make_media_dataset
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run

@@ -187,5 +187,5 @@ def test_a_cache_with_the_empty_caption_alone_is_refused(pipeline_dirs, prepared
         check_cached(recipe, make_data(config, recipe.spec, TINY_WAN))
 
     check(keyed.cache)
-    with pytest.raises(BucketingError, match=r"the cache holds the empty caption alone; run scripts/cache_latents"):
+    with pytest.raises(BucketingError, match=r"the cache holds the empty caption alone; run hf_bucketing cache"):
         check(replace(keyed.cache, empty_text_key=keyed.dataset["text_key"][0]))

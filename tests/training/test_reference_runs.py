@@ -13,7 +13,6 @@ import pytest
 from accelerate import Accelerator
 from PIL import Image
 from safetensors.numpy import load_file
-from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
@@ -22,6 +21,7 @@ from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
+from hf_bucketing.synthetic.media import Clip, make_media_dataset
 from hf_bucketing.training.streamed import open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.models.families import RECIPES

@@ -295,15 +295,15 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
 
 def test_the_search_for_max_tokens_starts_from_a_plan_with_references(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[PlanConfig] = []
-    config = PlanConfig(device="cpu", mixed_precision="no")
-    monkeypatch.setattr(estimate, "config_of_run", lambda opened: config)
+    config = PlanConfig.from_flat(device="cpu", mixed_precision="no", train_batch_size=1)
+    monkeypatch.setattr(estimate, "planned_run", lambda opened, **sample: changed(config, **sample))
     monkeypatch.setattr(estimate, "components_of", lambda opened: None)
     monkeypatch.setattr(estimate, "largest_tokens", lambda parts, config, **limits: planned.append(config) or 7)
     opened: Any = SimpleNamespace(accelerator=Accelerator(cpu=True))
     shown, recipe = (Size(1, 32, 64), Size(9, 32, 32)), SimpleNamespace(experts=())
     assert estimate._planned_tokens(opened, Size(1, 64, 64), shown, at_most=9, recipe=recipe) == 7
     assert estimate._planned_tokens(opened, Size(1, 64, 64), (), at_most=9, recipe=recipe) == 7
-    assert [config.references() for config in planned] == [shown, ()]
+    assert [config.samples.references() for config in planned] == [shown, ()]
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def test_a_run_says_what_it_does_how_long_it_takes_and_what_to_do_next(
     (time,) = [line for line in lines if line.startswith("About ")]
     assert "are left: 1 optimizer steps of " in time
     after = lines[lines.index("What to do next:") :]
-    assert f"python scripts/sample_video.py {pipeline_dir} --adapter {tmp_path} --prompt" in after[1]
-    assert f"python scripts/report_training.py {tmp_path} --html {tmp_path}/report.html" in after[2]
+    assert f"hf_bucketing sample {pipeline_dir} --adapter {tmp_path} --prompt" in after[1]
+    assert f"hf_bucketing report run {tmp_path} --html {tmp_path}/report.html" in after[2]
     assert "--resume_from_checkpoint latest" in after[3]
 
 

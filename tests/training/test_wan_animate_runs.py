@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from synthetic.media import Clip, make_media_dataset
 
 from hf_bucketing import BucketingError
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.runs.review import losses_of
+from hf_bucketing.synthetic.media import Clip, make_media_dataset
 from tests.conftest import run_script_here
 from tests.training.training_cases import count_samples, in_process, run
 

@@ -157,7 +157,7 @@ class CosmosTextToWorldRecipe(CosmosRecipe):
         if latents.shape[2] > mean.shape[1]:
             raise BucketingError(
                 f"This VAE has statistics for {mean.shape[1]} latent frames, and a sample has {latents.shape[2]}; "
-                "--max_frames of scripts/prepare_dataset.py cuts samples that are too long."
+                "--max_frames of hf_bucketing prepare cuts samples that are too long."
             )
         return (latents - mean[:, : latents.shape[2]]) / std[:, : latents.shape[2]]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from synthetic.pipelines import importable_modules
 
+from hf_bucketing.synthetic.pipelines import importable_modules
 from tests.models import cases
 from tests.models.cases import FamilyCase
 from tests.models.recipe_cases import RecipeCase
