@@ -67,7 +67,3 @@ class Packs(OwnSizes[PackPlanConfig]):
         assert isinstance(grouping, PackGrouping), "it is that of this way"
         span = strip_tokens(tokens + shown, grouping.strip_length) + grouping.text_tokens
         return max(1, grouping.max_tokens // span)
-
-    @property
-    def strip_length(self) -> int:
-        return self.config.strip_length

@@ -161,8 +161,3 @@ class Batching(ABC, Generic[Plan]):
 
     def release(self, transformer: torch.nn.Module) -> None:
         """Make a transformer stock again that a step was made for."""
-
-    @property
-    def strip_length(self) -> int | None:
-        """Tokens of the strips that processes share out; None where batches have none."""
-        return None

@@ -118,7 +118,7 @@ class BatchConfig:
         check_at_least(1, self, "train_batch_size", "strip_length", "random_resize", "length_buckets")
         if self.max_tokens not in (None, "auto") and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
             raise BucketingError(f'`max_tokens` must be a number of tokens or "auto", got {self.max_tokens!r}.')
-        if self.batching == "pack" and self.max_tokens is None:
+        if self.strips is not None and self.max_tokens is None:
             raise BucketingError("Packing needs `max_tokens`, the tokens per process and step.")
         ways = marked(BatchConfig, "batching").items()
         of_others = [name for name, of_ways in ways if self.batching not in of_ways]
@@ -135,6 +135,11 @@ class BatchConfig:
             raise BucketingError(
                 f"`base_size` must be three positive counts of tokens: frames, rows and columns; got {self.base_size}."
             )
+
+    @property
+    def strips(self) -> int | None:
+        """Tokens of each strip of a pack; None where batches have no strips."""
+        return self.strip_length if self.batching == "pack" else None
 
     @property
     def token_drop(self) -> TokenDrop | None:

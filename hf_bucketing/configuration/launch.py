@@ -10,7 +10,6 @@ from typing import Literal, cast
 from ..models.conditioning import read_conditions
 from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, Sharding, check_combination
 from ..placement.settings import Precision
-from ..plans.ways import stacks
 from ..settings import check_at_least, check_literals, setting
 from .run import RunConfig
 
@@ -84,7 +83,7 @@ def check_run(run: RunConfig, launch: LaunchConfig, *, planned: bool = False) ->
             grouped=launch.grouped,
             dynamo=launch.dynamo,
             replaces=run.faults.on_error != "raise",
-            strip_length=None if stacks(batches.batching) else batches.strip_length,
+            strip_length=batches.strips,
             weighs_late=accumulates and condition is not None and read_conditions(condition).weighs,
             wraps_blocks=launch.wraps_blocks,
             planned=planned,

@@ -18,12 +18,14 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.packing.pack import Packing
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.recount import recount
+from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.training.data import TrainingData, make_data, make_held_out_data
 from hf_bucketing.training.loop import Trainer
 from tests.caching.test_caching import load_recipe
+from tests.conftest import as_flags
 from tests.training.test_oversize import SPEC, UNLIMITED, prepared
-from tests.training.training_cases import TINY_WAN, count_samples, in_process, run, train
+from tests.training.training_cases import STABLE, TINY_WAN, count_samples, in_process, run, train
 
 LENGTH: dict[str, Any] = {"batching": "length", "max_tokens": 640}
 SIZES = [(5, 32, 64), (1, 64, 32), (9, 32, 32)]
@@ -199,3 +201,14 @@ def test_two_processes_train_every_row_once(pipeline_dir: Path, prepared_dir: Pa
     rows = data_of(prepared_dir, tmp_path).sampler.plan(0).kept
     assert [counted.seen for counted in count_samples(out)] == [rows, rows]
     assert all(len(set(counted.steps)) == 1 for counted in count_samples(out))
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_their_samples_have_the_losses_of_one(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    settings = {**LENGTH, **STABLE, "lora_rank": 2, "max_train_steps": 3}
+    shared = as_flags(**settings, context_parallel_degree=2)
+    train(pipeline_dir, prepared_dir, tmp_path / "two", *shared, num_processes=2)
+    expected = run(in_process(pipeline_dir, prepared_dir, tmp_path / "one", **settings))
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
