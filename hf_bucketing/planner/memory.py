@@ -327,13 +327,8 @@ def step_shape(
     one = sample_shape(components, config, size or _size_of(components, config))
     tokens = one.tokens
     batches = config.run.batches
-<<<<<<< HEAD
-    if not stacks(batches.batching):
-        tokens = strip_tokens(tokens + one.audio_tokens, batches.strip_length) - one.audio_tokens
-=======
     if batches.strips is not None:
         tokens = strip_tokens(tokens + one.audio_tokens, batches.strips) - one.audio_tokens
->>>>>>> w-batching
     if samples is None:
         samples = _samples_of(batches, tokens=tokens + one.audio_tokens + one.text_tokens)
     return one.repeated(samples, tokens=tokens)
@@ -408,12 +403,8 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
         pictures += keyframe_text(components, config, shape.size)
         text = encode_texts(components, config, samples=shape.samples, pictures=pictures).peak
     if samples.cached == "nothing":
-<<<<<<< HEAD
-        together = 1 if not stacks(config.run.batches.batching) or config.run.memory.vae_tiling else shape.samples
-=======
         stacked = stacks(config.run.batches.batching) and not config.run.memory.vae_tiling
         together = shape.samples if stacked else 1
->>>>>>> w-batching
         encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}
         calls = [encode_media(components, config, size=size, samples=count) for size, count in encoded.items()]
         vae = max((call.peak for call in calls), key=lambda peak: peak.total)
