@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from hf_bucketing import BucketingError
-from hf_bucketing.batching import LengthStep
+from hf_bucketing import BucketingError, CostModel
+from hf_bucketing.batching import LengthStep, way_of
 from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.sample_rows import SampleRows
+from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.errors import OversizeError
+from hf_bucketing.loaders.random_resize import RandomResize
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing.pack import Packing
+from hf_bucketing.plans import EpochConfig
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.recount import recount
 from hf_bucketing.runs.review import losses_of
@@ -142,6 +147,22 @@ def test_a_few_rows_that_fit_no_batch_are_rejected_by_name_and_many_are_an_error
     assert few.sampler.plan(0).kept == 40
     with pytest.raises(OversizeError, match=r"pano0.png takes 256 tokens and exceeds `max_tokens=200`"):
         data_of(prepared(tmp_path / "many", panoramas=9), tmp_path, UNLIMITED, max_tokens=200)
+
+
+def test_cached_views_of_several_sizes_are_refused_by_name(prepared_dir: Path) -> None:
+    rows = SampleRows.of(
+        data := PreparedDataset.load(prepared_dir),
+        data.open_table,
+        counting=TINY_WAN,
+        rule=None,
+        drop=None,
+        resize=RandomResize(spec=SPEC),
+        views=None,
+    )
+    way = way_of(BatchConfig(batching="length"))
+    plan = way.plan(EpochConfig(), cost_model=CostModel.for_transformer(96), accumulation_steps=1)
+    with pytest.raises(BucketingError, match=r'several sizes.* Give `cached_views="all"` or "first", or train packs'):
+        way.sampler(rows, plan)
 
 
 def test_held_out_rows_come_in_order_and_each_once(prepared_dir: Path, tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ from hf_bucketing.settings import marked
 
 PACKAGE = Path(hf_bucketing.__file__).parent
 NAMES = "|".join(get_args(WayName))
-KINDS = "|".join(
-    f"{way}{kind}" for way in ("Bucket", "Pack", "Length") for kind in ("Step", "Grouping", "BatchSampler")
-)
-ASKS = re.compile(rf'batching (?:==|!=|in) [("]|[!=]= "(?:{NAMES})"|isinstance\([^)]*\b(?:{KINDS})\b')
+KINDS = "(?:Bucket|Pack|Length)(?:Step|Grouping|BatchSampler)"
+ASKS = re.compile(rf'batching (?:==|!=|in) [("]|[!=]= "(?:{NAMES})"|isinstance\([^)]*\b{KINDS}\b')
 NAMED_BY = {
     "configuration/batches.py",  # strips are those of packs
     "planner/suggestion.py",  # which tries buckets and packs
