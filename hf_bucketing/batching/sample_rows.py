@@ -74,7 +74,7 @@ class SampleRows:
         num_tokens (array of `int`, shape `(n,)`): The same with those of its references and of its audio.
         references ([`RowReferences`], *optional*): References of the rows, where samples have some.
         audio ([`RowAudio`], *optional*): Audio of the rows, where some is trained.
-        resize ([`RandomResize`][hf_bucketing.loaders.RandomResize], *optional*): What draws other sizes in every epoch.
+        resize ([`RandomResize`][hf_bucketing.loaders.RandomResize], *optional*): What draws other sizes per epoch.
         views (callable, *optional*): Returns the cached view of each row in an epoch, for the sizes of `resize`.
         oversize (array of `bool`, shape `(n,)`): Rows that were rejected because no batch holds them.
     """

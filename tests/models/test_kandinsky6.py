@@ -19,8 +19,9 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.own_sizes import PackStep
-from hf_bucketing.batching.steps import Step, media_of
+from hf_bucketing.batching.steps import Step
 from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models import enable_packing

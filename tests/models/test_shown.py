@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from hf_bucketing import BucketingError, BucketTable, Size
+from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.step_rows import LargestStep
-from hf_bucketing.batching.steps import media_of
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.models.loading import Loading

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from hf_bucketing import BucketTable, PackingError, Size
+from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.step_rows import LargestStep
-from hf_bucketing.batching.steps import media_of
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Recipe

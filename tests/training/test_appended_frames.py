@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.counting import ModelTokens
-from hf_bucketing.batching.steps import latent_frames_of
+from hf_bucketing.batching.encoded import latent_frames_of
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.row_references import appended_tokens

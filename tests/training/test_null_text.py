@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.encoded import text_of
 from hf_bucketing.batching.own_sizes import PackStep
-from hf_bucketing.batching.steps import Step, text_of
+from hf_bucketing.batching.steps import Step
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.ideogram4.packing import TEXT as IDEOGRAM_TEXT
