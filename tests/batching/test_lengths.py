@@ -13,6 +13,7 @@ import torch
 from hf_bucketing import BucketingError
 from hf_bucketing.batching import LengthStep
 from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import TrainingData, make_data, make_held_out_data
 from hf_bucketing.errors import OversizeError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.packing.pack import Packing
@@ -20,7 +21,6 @@ from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.recount import recount
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log
-from hf_bucketing.training.data import TrainingData, make_data, make_held_out_data
 from hf_bucketing.training.loop import Trainer
 from tests.caching.test_caching import load_recipe
 from tests.conftest import as_flags
