@@ -28,7 +28,7 @@ LEVELS = {
     "configuration": 4.3,
     "batching": 4.35,
     "planner": 4.4,
-    "runs": 4.4,
+    "runs": 4.32,
     "synthetic": 4.4,
     "training": 5,
     "commands": 5.5,

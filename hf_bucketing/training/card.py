@@ -18,6 +18,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 from ..adapters.experts import loading_options, own_folder
 from ..adapters.files import COMFYUI_WEIGHTS
 from ..adapters.settings import ADAPTER_NAMES
+from ..batching.run_data import RunData
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..configuration.hub import HubConfig
@@ -35,7 +36,6 @@ from ..runs.logs import Logs
 from ..runs.recount import count_replaced
 from ..runs.review import FEWEST_STEPS, loss_charts
 from ..settings import names_of, settings_in
-from .run_data import RunData
 
 LOSSES = "loss.png"
 """File of the loss figure in the output folder."""

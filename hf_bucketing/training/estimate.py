@@ -15,6 +15,9 @@ from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..batching.counting import ModelTokens
+from ..batching.experts import Experts
+from ..batching.rows import TrainingData, make_data
+from ..batching.run_data import RunData
 from ..batching.step_rows import LargestStep
 from ..buckets.sizes import Size
 from ..configuration.run import TrainingConfig
@@ -46,10 +49,7 @@ from ..plans.packs import strip_tokens
 from ..plans.rows import epoch_occurrences
 from ..settings import changed, flatten
 from ..units import format_bytes
-from .data import TrainingData, make_data
-from .experts import Experts
 from .opened import OpenedRun, launch_of
-from .run_data import RunData
 
 logger = get_logger(__name__)
 

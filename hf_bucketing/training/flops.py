@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
+from ..batching.run_data import RunData
 from ..batching.steps import Computed
 from ..buckets.arrays import BoolArray
 from ..buckets.sizes import LatentSpec, Size
@@ -18,7 +19,6 @@ from ..planner.settings import PlanConfig
 from ..planner.time import TrainingFlops, training_flops
 from .estimate import components_of, describe_error, planned_run
 from .opened import OpenedRun
-from .run_data import RunData
 
 logger = get_logger(__name__)
 

@@ -17,6 +17,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from ..batching.experts import Experts
+from ..batching.rows import TrainingData
 from ..batching.steps import Step
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
@@ -26,8 +28,6 @@ from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
 from ..loaders.faults import OnFault
 from ..randomness import ROW
-from .data import TrainingData
-from .experts import Experts
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class HeldOutLoss:
     loss had not been computed.
 
     Args:
-        data ([`TrainingData`][hf_bucketing.training.data.TrainingData]): Held-out rows, planned for evaluation.
+        data ([`TrainingData`][hf_bucketing.batching.rows.TrainingData]): Held-out rows, planned for evaluation.
         config ([`HeldOutConfig`][hf_bucketing.configuration.held_out.HeldOutConfig]): Number of noise levels.
         workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end
             after each computation.

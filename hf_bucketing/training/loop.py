@@ -23,8 +23,13 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..batching.checks import check_data
 from ..batching.counting import ModelTokens
+from ..batching.experts import make_experts
+from ..batching.rows import make_data, make_held_out_data
+from ..batching.run_data import RunData, unreadable_log
 from ..batching.steps import StepLosses
+from ..batching.streamed import OpenedStream, make_streamed_data, open_stream
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
 from ..command_line.stopping import StopSignals
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
@@ -56,20 +61,15 @@ from .checkpoint import (
     save_checkpoint,
     without_accelerates_lines,
 )
-from .data import make_data, make_held_out_data
 from .data_changes import LOOKED_AT, describe_changes
-from .data_checks import check_data
 from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
-from .experts import make_experts
 from .flops import count_flops
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
 from .reporting import OpenStep, RunReport
-from .run_data import RunData, unreadable_log
-from .streamed import OpenedStream, make_streamed_data, open_stream
 from .terminal import describe_run, next_commands
 from .trackers import chosen_tracker
 from .trained import TrainedModel, add_trained_parts

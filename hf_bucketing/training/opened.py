@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 
 from ..batching import way_of
+from ..batching.checks import check_shown_references
 from ..batching.counting import counting_rule
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
@@ -41,7 +42,6 @@ from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wra
 from ..placement.shards import SHARDED
 from ..settings import changed
 from .caches import settle_caches
-from .data_checks import check_shown_references
 
 logger = get_logger(__name__)
 

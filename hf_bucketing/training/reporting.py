@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from ..adapters.settings import SETTINGS
 from ..batching.base_targets import TARGETS
+from ..batching.run_data import RunData, unreadable_log
 from ..batching.step_rows import StepRows
 from ..batching.steps import Computed, StepLosses
 from ..buckets.arrays import FloatArray, IntArray
@@ -34,7 +35,6 @@ from ..runs.run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_st
 from .data_changes import keep_lock
 from .flops import StepFlops
 from .held_out_loss import unreadable_message
-from .run_data import RunData, unreadable_log
 from .skipped import SkippedSteps, describe_unencoded
 from .step_metrics import PendingMetrics, StepMetrics
 from .terminal import TIMED_STEPS, time_left

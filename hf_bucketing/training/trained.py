@@ -16,6 +16,7 @@ from diffusers.training_utils import EMAModel
 from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..batching import way_of
+from ..batching.run_data import RunData
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.compilation import compile_blocks
@@ -37,7 +38,6 @@ from ..settings import changed
 from .checkpoint import gather_weights, save_pipeline
 from .estimate import out_of_memory
 from .opened import trained_dtype
-from .run_data import RunData
 from .skipped import check_finite
 
 

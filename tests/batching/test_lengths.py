@@ -13,6 +13,7 @@ import torch
 from hf_bucketing import BucketingError, CostModel
 from hf_bucketing.batching import LengthStep, way_of
 from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import TrainingData, make_data, make_held_out_data
 from hf_bucketing.batching.sample_rows import SampleRows
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.configuration import BatchConfig
@@ -25,7 +26,6 @@ from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.recount import recount
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log
-from hf_bucketing.training.data import TrainingData, make_data, make_held_out_data
 from hf_bucketing.training.loop import Trainer
 from tests.caching.test_caching import load_recipe
 from tests.conftest import as_flags

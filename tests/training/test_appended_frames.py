@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.encoded import latent_frames_of
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.row_references import appended_tokens
@@ -32,7 +33,6 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.models.test_shown_parts import step_of
 from tests.training.condition_runs import ConditionRuns, each_mode, loader_of

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.planner import PlanConfig
@@ -21,7 +22,6 @@ from hf_bucketing.planner.suggestion import Candidate, Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.plans import EpochPlan
-from hf_bucketing.training.data import make_data
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run as losses_of_run
 

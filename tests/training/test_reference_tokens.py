@@ -21,7 +21,9 @@ from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
@@ -34,10 +36,8 @@ from hf_bucketing.packing.texts import marked_places
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.settings import changed
 from hf_bucketing.training import estimate
-from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import _stacked_sizes, open_run
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")

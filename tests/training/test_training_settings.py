@@ -18,6 +18,7 @@ import torch
 from hf_bucketing import BucketingError, CostModel, Size
 from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.rows import TrainingData, make_data
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
@@ -29,7 +30,6 @@ from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import run_script_here
 from tests.training.training_cases import TINY_WAN, in_process, run

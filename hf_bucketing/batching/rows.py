@@ -17,11 +17,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from ..batching import Batching, way_of
-from ..batching.collation import make_collator
-from ..batching.counting import ModelTokens
-from ..batching.sample_rows import SampleRows
-from ..batching.step_rows import LargestStep, StepRows
 from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec, Size
 from ..caching.collator import CachedCollator
@@ -50,7 +45,8 @@ from ..plans.rows import EpochConfig
 from ..randomness import ROW
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
-from .data_checks import (
+from . import Batching, way_of
+from .checks import (
     check_audio,
     check_cached_rows,
     check_marks,
@@ -58,7 +54,11 @@ from .data_checks import (
     check_prepared,
     check_reference_dropout,
 )
+from .collation import make_collator
+from .counting import ModelTokens
 from .run_data import RunData, make_cost_model, unreadable_log
+from .sample_rows import SampleRows
+from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 from accelerate.logging import get_logger
 
-from ..batching import Step, way_of
 from ..buckets.sizes import LatentSpec
 from ..caching.columns import NULL_TEXT_KEY
 from ..columns.prepared import CacheInfo, PreparedDataset
@@ -27,6 +26,7 @@ from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
 from ..models.samples import REFERENCES
 from ..settings import marked, not_default
+from . import Step, way_of
 from .run_data import RunData
 
 logger = get_logger(__name__)

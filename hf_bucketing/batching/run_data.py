@@ -14,8 +14,6 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from ..batching import Batching
-from ..batching.step_rows import LargestStep, StepRows
 from ..buckets.arrays import FloatArray
 from ..buckets.calibration import read_cost_model
 from ..buckets.cost import CostModel
@@ -28,6 +26,8 @@ from ..losses.reduction import Reduction
 from ..media.conditions import MASK
 from ..models.texts import TextEmbeddings
 from ..runs.run_log import log_path
+from . import Batching
+from .step_rows import LargestStep, StepRows
 
 
 @dataclass(kw_only=True)

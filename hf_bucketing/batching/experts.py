@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..batching.steps import Step
-from ..batching.ways import make_step
 from ..buckets.sizes import Size
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.recipe import Recipe
+from .steps import Step
+from .ways import make_step
 
 _FRAMES = 81
 """Frames of the clip, of the model's own size, for which a shift that depends on the size is taken."""

@@ -14,11 +14,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
 
-from ..batching import way_of
-from ..batching.collation import media_collator
-from ..batching.counting import ModelTokens
-from ..batching.sample_rows import counted_tokens, with_shown
-from ..batching.step_rows import LargestStep, StepRows
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.apply import map_columns
@@ -41,8 +36,13 @@ from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
 from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
-from .data_checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
+from . import way_of
+from .checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
+from .collation import media_collator
+from .counting import ModelTokens
 from .run_data import RunData, make_cost_model, unreadable_log
+from .sample_rows import counted_tokens, with_shown
+from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)
 
@@ -312,7 +312,7 @@ class StreamedData(RunData):
 def make_streamed_data(
     config: TrainingConfig, spec: LatentSpec, tokens: ModelTokens, *, opened: OpenedStream
 ) -> StreamedData:
-    """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.training.data.make_data].
+    """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.batching.rows.make_data].
 
     Raises:
         BucketingError: If the stream was prepared for another model, or a sample of it exceeds `max_tokens`.
