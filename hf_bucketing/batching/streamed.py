@@ -378,10 +378,7 @@ def _counted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CountedTokens:
-    """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function.
-
-    Checkpoints of streams name it by its module, which must stay.
-    """
+    """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function."""
 
     drop: TokenDrop | None
     table: OpenTable
@@ -398,3 +395,7 @@ class _CountedTokens:
         own = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
         counted = with_shown(own, ids, table=self.table, spec=self.spec, references=references, audio=audio)
         return {"num_tokens": counted.tolist()}
+
+
+# A saved stream is known by a digest of its functions, and that of this one holds the module where it first was.
+_CountedTokens.__module__ = "hf_bucketing.training.streamed"
