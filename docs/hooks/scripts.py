@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return "\n\n".join(
             describe(f"python scripts/{path.relative_to(folder).as_posix()}", module)
             for path, module in modules.items()
-            if module.__name__ == getattr(module, "main", module).__module__  # neither a command nor without flags
+            if hasattr(module, "main") and module.main.__module__ == module.__name__  # no command, and with flags
         )
 
     return MARKER.sub(write, markdown)
