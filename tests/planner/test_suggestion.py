@@ -141,7 +141,7 @@ def test_a_report_of_the_same_rows_says_why_it_recommends_another_way(components
     report = make_report(SizeColumns(*rows.sizes), table, spec=components.spec, config=config)
     verdict = choose_way(report)
     assert verdict.way == "bucketing"
-    assert "By the time of a kept pixel alone, packs are ahead; suggest_run.py ranks by that" in verdict.reason
+    assert "By the time of a kept pixel alone, packs are ahead; hf_bucketing suggest ranks by that" in verdict.reason
     packs = report.strategies[-1]
     assert packs.kept_pixels == rows.sizes.heights.dot(rows.sizes.widths) * best.kept
 

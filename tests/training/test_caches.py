@@ -162,7 +162,7 @@ def test_a_cache_of_other_weights_is_refused_by_name_unless_it_is_trusted(
     assert f"was cached with {pipeline_dir} (WanPipeline) and does not belong to {tmp_path / 'other'}" in message
     assert "its vae had other settings (latents_mean=" in message
     assert "; its text_encoder had other weights. Cache it again" in message
-    command = f"cache_latents.py --config {cached_dir / 'config.yaml'} --pretrained_model_name_or_path"
+    command = f"hf_bucketing cache --config {cached_dir / 'config.yaml'} --pretrained_model_name_or_path"
     assert command in message
     trusted = run(replace(config, trust_cache=True))
     assert len(trusted) == 3
