@@ -83,7 +83,7 @@ def test_each_kind_is_saved_as_a_stock_pipeline_loads_it_and_merged(
         PeftModel.from_pretrained(stock.transformer, folder)
     else:
         stock.pipeline.load_lora_weights(str(folder))
-    said = run_script_here("hf_bucketing merge", pipeline_dir, folder, merged)
+    said = run_script_here("merge_lora.py", pipeline_dir, folder, merged)
     layers = [layer for layer in recipe.transformer.modules() if isinstance(layer, BaseTunerLayer)]
     assert f"Merged the adapters of {len(layers)} layers" in said.stdout
     pipeline = DiffusionPipeline.from_pretrained(merged)
@@ -189,7 +189,7 @@ def test_settings_that_adapters_do_not_have_are_errors(changes: dict[str, Any], 
     [
         (
             {"kind": "dora", "lora_format": "comfyui"},
-            '`adapter="dora"` is not written for ComfyUI.*hf_bucketing merge',
+            '`adapter="dora"` is not written for ComfyUI.*bucketing merge',
         ),
         ({"kind": "lokr", "memory": MemoryConfig(quantize_base="nf4")}, '`adapter="lokr"` needs weights of the shape'),
         ({"kind": "loha", "lora_plus": True}, 'Omit `lora_plus_ratio`.*`adapter="loha"` has others'),
