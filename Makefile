@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
 TWO := --numprocesses 2 --dist worksteal --durations 20
-LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
+LAUNCH := ACCELERATE_USE_CPU=true $(BIN)/hf_bucketing launch --multi_gpu --num_processes 2 --num_machines 1 \
 	--mixed_precision no --dynamo_backend no
-TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_path $(DEMO)/tiny-wan \
+TRAIN := $(LAUNCH) train --pretrained_model_name_or_path $(DEMO)/tiny-wan \
 	--dataset_dir $(DEMO)/prepared --learning_rate 5e-4 --lr_scheduler cosine --lr_warmup_steps 10 \
 	--num_train_epochs 20 --max_sequence_length 32 --caption_dropout 0.1 --dataloader_num_workers 1
 
@@ -14,18 +14,18 @@ TRAIN := $(LAUNCH) scripts/train_text_to_video.py --pretrained_model_name_or_pat
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
-	$(BIN)/python scripts/make_demo_dataset.py --output_dir $(DEMO)/media --num_samples 95
-	$(BIN)/python scripts/make_demo_pipeline.py --output_dir $(DEMO)/tiny-wan
-	$(BIN)/python scripts/prepare_dataset.py --dataset $(DEMO)/media --output_dir $(DEMO)/prepared \
+	$(BIN)/hf_bucketing demo data --output_dir $(DEMO)/media --num_samples 95
+	$(BIN)/hf_bucketing demo trained --output_dir $(DEMO)/tiny-wan
+	$(BIN)/hf_bucketing prepare --dataset $(DEMO)/media --output_dir $(DEMO)/prepared \
 		--pretrained_model_name_or_path $(DEMO)/tiny-wan --target_fps 4 \
 		--bucket_tokens 100,150,260 --bucket_frames 1,5,9
 	$(TRAIN) --output_dir $(DEMO)/bucket --batching bucket --train_batch_size 3
 	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 1000 --strip_length 16
-	$(BIN)/python scripts/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
+	$(BIN)/python scripts/tools/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
 		--figure $(DEMO)/before_after.png --min_recognised 2
-	$(BIN)/python scripts/report_buckets.py $(DEMO)/prepared --batch_size 3 --num_processes 2 --max_tokens 1000 \
+	$(BIN)/hf_bucketing report buckets $(DEMO)/prepared --batch_size 3 --num_processes 2 --max_tokens 1000 \
 		--strip_length 16 --html $(DEMO)/report.html
-	$(BIN)/python scripts/report_training.py $(DEMO)/bucket $(DEMO)/pack --min_fall 0.1 --figure $(DEMO)/loss.png \
+	$(BIN)/hf_bucketing report run $(DEMO)/bucket $(DEMO)/pack --min_fall 0.1 --figure $(DEMO)/loss.png \
 		--html $(DEMO)/run.html
 
 test: $(VENV)/tested
@@ -48,7 +48,7 @@ docs-serve: $(VENV)/tested
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 notebooks: $(VENV)/installed
-	$(BIN)/python scripts/update_notebooks.py
+	$(BIN)/python scripts/tools/update_notebooks.py
 
 quality: $(VENV)/installed
 	$(BIN)/ruff check .

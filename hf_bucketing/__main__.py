@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from .command_line.script import NOTHING_LEFT, run_script
 from .commands.table import COMMANDS, Command
 from .errors import did_you_mean
 
@@ -32,6 +31,8 @@ def main() -> None:
 
 def run(name: str, words: Sequence[str]) -> None:
     """Run a command with its flags, in the processes that a launcher is configured to start."""
+    from .command_line.script import NOTHING_LEFT, run_script
+
     command = COMMANDS[name]
     module = command.load()
     run_command = module.main

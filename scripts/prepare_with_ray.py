@@ -4,7 +4,7 @@ python scripts/prepare_with_ray.py --input_dir rows --output_dir rows_with_colum
     --pretrained_model_name_or_path demo/tiny-wan --target_fps 8 --bucket_tokens 60,110,150 --bucket_frames 1,9,17,25
 
 Each file of the output folder appears when it is complete. The same command again does what is missing, and what has
-changed. `scripts/prepare_dataset.py --dataset rows_with_columns --overwrite` then takes the sizes from the columns.
+changed. `hf_bucketing prepare --dataset rows_with_columns --overwrite` then takes the sizes from the columns.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def make_parser() -> FlagParser:
         choices=["raise", "reject"],
         default="raise",
         help="Treatment of unreadable media: raise ends the script, and reject gives them sizes of -1, by which "
-        "prepare_dataset.py --on_error reject rejects their rows.",
+        "hf_bucketing prepare --on_error reject rejects their rows.",
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace the columns that the files already have.")
     parser.add_argument("--address", help="Ray cluster to join, such as auto (default: start one on this machine).")

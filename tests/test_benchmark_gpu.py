@@ -20,7 +20,7 @@ from tests.conftest import ROOT, run, run_script_here
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
 
 
 def module(name: str) -> Any:
@@ -29,7 +29,7 @@ def module(name: str) -> Any:
 
 def run_here(folder: Path, *parts: str, **settings: object) -> dict[str, Any]:
     """Measure parts small, and return the cases of each part's file."""
-    run_script_here("benchmark_gpu.py", small=True, runs=1, output_dir=folder, parts=[*parts], **settings)
+    run_script_here("benchmarks/benchmark_gpu.py", small=True, runs=1, output_dir=folder, parts=[*parts], **settings)
     return cases_of(folder, *parts)
 
 
@@ -190,7 +190,7 @@ def test_a_failure_is_written_and_ends_the_script_with_an_error(
 
     monkeypatch.setattr(module("parity"), "make_transformer", fails)
     flags = {"small": True, "runs": 1, "output_dir": tmp_path, "parts": ["parity"]}
-    result = run_script_here("benchmark_gpu.py", check=False, **flags)
+    result = run_script_here("benchmarks/benchmark_gpu.py", check=False, **flags)
     assert result.returncode == 1
     assert "Some cases failed: parity." in result.stderr
     assert cases_of(tmp_path, "parity")["parity"] == {"failed": "ValueError: wrong"}
@@ -210,7 +210,15 @@ def test_memory_and_quantisation_are_measured_small(tmp_path: Path) -> None:
     packages = Path(sys.prefix) / "torchao"
     if not packages.is_dir():
         pytest.skip(f"torchao is not in {packages}")
-    command = [sys.executable, ROOT / "scripts" / "benchmark_gpu.py", "--small", "--runs", 1, "--output_dir", tmp_path]
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "benchmarks" / "benchmark_gpu.py",
+        "--small",
+        "--runs",
+        1,
+        "--output_dir",
+        tmp_path,
+    ]
     path = os.pathsep.join([str(packages), *sys.path])
     run([*command, "--parts", "quantization", "memory"], env={"PYTHONPATH": path})
     found = cases_of(tmp_path, "quantization", "memory")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, run_script_here
 
-RESULTS = ROOT / "scripts" / "benchmark_results"
+RESULTS = ROOT / "scripts" / "benchmarks" / "results"
 
 SMALL = {
     "mapping": {"rows": 10_000, "files": 4, "header_files": 4, "chosen_rows": 2000, "prepared_rows": 1000},
@@ -40,7 +40,7 @@ YARDSTICKS = {"open_sora": 2000, "knapformer": 2, "videosys": 400, "durations": 
 @pytest.mark.parametrize("name", YARDSTICKS)
 def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
     files = ("--output", tmp_path / "figures.json", "--figure", tmp_path / "figure.png")
-    run_script_here(f"benchmark_{name}.py", "--samples", YARDSTICKS[name], *files)
+    run_script_here(f"benchmarks/benchmark_{name}.py", "--samples", YARDSTICKS[name], *files)
     figures = json.loads((tmp_path / "figures.json").read_text())
     reported = json.loads((RESULTS / f"{name}.json").read_text())
     assert list(figures) == list(reported)
@@ -52,7 +52,7 @@ def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
 
 
 def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
     data_sets = importlib.import_module("published_data_sets").DATA_SETS
     for data in data_sets.values():
         seconds, frames, heights, widths = data.draw(5000, fps=16)
@@ -65,7 +65,7 @@ def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
-    run_script_here(f"benchmark_{name}.py", runs=1, output=tmp_path / "figures.json", **SMALL[name])
+    run_script_here(f"benchmarks/benchmark_{name}.py", runs=1, output=tmp_path / "figures.json", **SMALL[name])
     figures = json.loads((tmp_path / "figures.json").read_text())
     results = RESULTS / f"{name}.json"
     measured = {key for key in json.loads(results.read_text()) if not key.startswith(("lhotse", "scale"))}
@@ -78,7 +78,7 @@ def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
 def test_figures_of_parts_that_are_not_measured_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
     measure_parts = importlib.import_module("benchmark_tools").measure_parts
     measures = {"a": lambda: {"first": 1.0}, "b": lambda: {"second": 2.0}}
     file = tmp_path / "figures.json"

@@ -66,8 +66,8 @@ def test_the_pipeline_loads_renders_and_is_shown(tmp_path: Path) -> None:
     assert len(words) == 10
     figure = tmp_path / "figure.png"
     flags = ("--before", pipeline, "--after", pipeline, "--figure", figure, "--num_inference_steps", 2)
-    result = run_script_here("show_demo.py", *flags)
+    result = run_script_here("tools/show_demo.py", *flags)
     assert "in the data      a red square (overlap 100%) moving right" in result.stdout
     assert figure.stat().st_size > 10_000
-    failed = run_script_here("show_demo.py", *flags, "--min_recognised", 3, check=False)
+    failed = run_script_here("tools/show_demo.py", *flags, "--min_recognised", 3, check=False)
     assert failed.returncode == 1

@@ -35,12 +35,7 @@ LEVELS = {
     "__main__": 6,
 }
 TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
-DEVELOPERS_SCRIPTS = ("benchmark_", "draw_ways", "fit_demo_vae", "train_demo_transformer", "write_presets")
-USERS_SCRIPTS = sorted(
-    path
-    for path in (PACKAGE.parent / "scripts").glob("*.py")
-    if "run_script(main" in path.read_text() and not path.stem.startswith(DEVELOPERS_SCRIPTS)
-)
+USERS_SCRIPTS = sorted((PACKAGE.parent / "scripts").glob("*.py"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -43,4 +43,4 @@ def test_the_notebook_of_fine_tuning_ends_in_a_clip() -> None:
 @pytest.mark.slow
 @notebooks
 def test_notebooks_run_and_store_the_texts_of_that_run(path: Path) -> None:
-    run_script("update_notebooks.py", path, "--check")
+    run_script("tools/update_notebooks.py", path, "--check")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.columns import PreparedDataset, load_source
+from hf_bucketing.commands.table import COMMANDS
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.synthetic.media import DEMO_CLIPS, make_media_dataset
 from tests.conftest import ROOT, run_script, run_script_here
@@ -154,14 +156,27 @@ def test_a_table_that_no_sample_fits_is_an_error_before_training(media_dir, pipe
     assert "every row was rejected" in result.stderr.strip().splitlines()[-1]
 
 
-MODULES = {ROOT / "scripts" / f"{name}.py" for name in ("benchmark_tools", "published_data_sets", "yardsticks")}
-SCRIPTS = sorted({*(ROOT / "scripts").glob("*.py")} - MODULES)
+MODULES = {"benchmark_tools.py", "published_data_sets.py", "yardsticks.py"}
+SCRIPTS = sorted(
+    path.relative_to(ROOT / "scripts").as_posix()
+    for folder in ("", "benchmarks", "tools")
+    for path in (ROOT / "scripts" / folder).glob("*.py")
+    if path.name not in MODULES
+)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_explains_itself(script: Path) -> None:
-    result = run_script_here(script.name, "--help")
-    assert f"python scripts/{script.name}" in result.stdout or f"scripts/{script.name}" in result.stdout
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_explains_itself(script: str) -> None:
+    assert f"scripts/{script}" in run_script_here(script, "--help").stdout
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if "/" not in script and "ray" not in script])
+def test_a_script_that_users_launch_is_a_command(script: str) -> None:
+    text = (ROOT / "scripts" / script).read_text()
+    (module,) = re.findall(r"^from hf_bucketing\.commands\.(\w+) import .*main, make_parser$", text, re.MULTILINE)
+    assert module in {command.module for command in COMMANDS.values()}
+    code = text.split('"""')[2]
+    assert len(code.splitlines()) <= 7
 
 
 def test_a_videofolder_is_found_by_its_column(media_dir: Path, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from PIL import Image
 
 from tests.conftest import ROOT, run_script
 
-COMMITTED = ROOT / "scripts" / "benchmark_results" / "ways.json"
+COMMITTED = ROOT / "scripts" / "benchmarks" / "results" / "ways.json"
 
 
 @pytest.mark.slow
 def test_the_committed_figures_are_those_of_the_picture_that_is_drawn(tmp_path: Path) -> None:
-    run_script("draw_ways.py", "--figure", tmp_path / "ways.png", "--output", tmp_path / "ways.json")
+    run_script("benchmarks/draw_ways.py", "--figure", tmp_path / "ways.png", "--output", tmp_path / "ways.json")
     drawn, committed = (json.loads(path.read_text()) for path in (tmp_path / "ways.json", COMMITTED))
     counted = ("squares_lost", "padding", "buckets_lost", "packed_fill", "sequences_packed", "batches", "tokens")
     assert [drawn[name] for name in counted] == [pytest.approx(committed[name]) for name in counted]

@@ -1,7 +1,7 @@
-"""The flags of the scripts, written from the parsers themselves.
+"""The flags of commands and scripts, written from the parsers themselves.
 
-A line `<!-- flags: NAME -->` of a page becomes the heading, the description and the flags of `scripts/NAME.py`; a
-pattern such as `benchmark_*` means all scripts of such names that the page does not name before.
+A line `<!-- flags: NAME -->` of a page becomes the heading, the description and the flags of a command, or of
+`scripts/NAME.py`; a pattern such as `benchmarks/benchmark_*` means all scripts of such names that are no commands.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-MARKER = re.compile(r"<!-- flags: (\S+) -->")
-COMMAND = re.compile(r"(?:python|accelerate launch) ")
+from hf_bucketing.commands.table import COMMANDS
+
+MARKER = re.compile(r"<!-- flags: (.+) -->")
+COMMAND = re.compile(r"(?:python|accelerate launch|hf_bucketing) ")
 TYPES = {None: "text", str: "text", int: "int", float: "float", Path: "path"}
 FLAG = re.compile(r"(?<![\w-])--[a-z]\w*")
 
@@ -25,28 +28,34 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]\w*")
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace the markers of a page."""
     folder = Path(config.config_file_path).parent / "scripts"
-    written: set[str] = set()
 
     def write(match: re.Match[str]) -> str:
-        names = sorted(path.stem for path in folder.glob(f"{match[1]}.py"))
-        names = [name for name in names if name not in written]
-        written.update(names)
-        return "\n\n".join(section for name in names if (section := describe(folder, name)))
+        if match[1] in COMMANDS:
+            return describe(f"hf_bucketing {match[1]}", COMMANDS[match[1]].load())
+        modules = {path: script(path) for path in sorted(folder.glob(f"{match[1]}.py"))}
+        return "\n\n".join(
+            describe(f"python scripts/{path.relative_to(folder).as_posix()}", module)
+            for path, module in modules.items()
+            if hasattr(module, "main") and module.main.__module__ == module.__name__  # no command, and with flags
+        )
 
     return MARKER.sub(write, markdown)
 
 
-def describe(folder: Path, name: str) -> str:
-    """Return a section about a script, or nothing about a module that is not one."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    module = importlib.import_module(name)
-    if not hasattr(module, "make_parser"):
-        return ""
+def script(path: Path) -> ModuleType:
+    """Import a script."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
+
+
+def describe(program: str, module: ModuleType) -> str:
+    """Return a section about a command or a script."""
     parser = module.make_parser()
-    parser.prog = f"{name}.py"
-    parts = [f"### {name}.py"]
-    for paragraph in (parser.description or "").strip().split("\n\n"):
+    parser.prog = program
+    parts = [f"### {program.removeprefix('python scripts/')}"]
+    description = (parser.description or "").replace("%(prog)s", program)
+    for paragraph in description.strip().split("\n\n"):
         parts.append(f"```bash\n{paragraph}\n```" if COMMAND.match(paragraph) else code_flags(paragraph))
     formatter = parser._get_formatter()
     for group in parser._action_groups:

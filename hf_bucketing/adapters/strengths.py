@@ -14,7 +14,7 @@ from peft.utils import CONFIG_NAME
 from ..errors import BucketingError
 from ..hub import from_hub
 from ..models.experts import TrainedComponent, transformers_of
-from ..models.registry import recipes
+from ..models.registry import find_recipe
 from .experts import loading_options, own_folder
 from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS, for_diffusers
 from .settings import Adapter
@@ -41,7 +41,7 @@ def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: Traine
             if not all((folder / CONFIG_NAME).is_file() for folder in folders.values()):
                 first = next(iter(folders.values()))
                 alone = (first / COMFYUI_WEIGHTS).is_file() and not (first / LORA_WEIGHTS).is_file()
-                if (recipe := recipes().get(type(pipeline).__name__)) is not None:
+                if (recipe := find_recipe(type(pipeline).__name__)) is not None:
                     for component in folders:
                         getattr(pipeline, component).register_to_config(**recipe.read_with_lora)
                 for options in loading_options(trained, file=COMFYUI_WEIGHTS if alone else None):

@@ -19,7 +19,6 @@ from ..command_line.flags import FlagParser, from_flags
 from ..command_line.script import run_script
 from ..errors import FlagError
 from ..files import check_folder_writable
-from ..media.remote import is_url
 from .script_settings import settings_of_scripts
 
 INTERRUPTED = "What was encoded stays in the cache; run the same command again."
@@ -70,6 +69,7 @@ def main(args: argparse.Namespace) -> None:
     from ..columns import PreparedDataset
     from ..configuration.prepared import check_same_settings
     from ..loaders.agreement import check_shared
+    from ..media.remote import is_url
     from ..media.rows import check_flips
     from ..models.caption_lengths import describe_caption_lengths
     from ..models.conditioning import read_conditions

@@ -20,11 +20,6 @@ from ..buckets import read_cost_model
 from ..buckets.ladders import BUCKET_FRAMES
 from ..command_line.flags import FlagParser, from_flags, numbers
 from ..files import check_folder_writable, check_writable, complete_file
-from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences, appending
-from ..media.rows import CLIP_START
-from ..media.source import MediaSource
-from ..media.thumbnails import Thumbnail, animated, thumbnail
 from ..report import (
     AssignedColumns,
     Beside,
@@ -52,6 +47,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from ..columns import PreparedDataset
+    from ..media.row_audio import RowAudio
+    from ..media.row_references import RowReferences
+    from ..media.source import MediaSource
+    from ..media.thumbnails import Thumbnail
 
 DEVICES = (24, 48, 80)
 """Memory of GPUs, in GiB, in which the planned memory fits or does not."""
@@ -122,6 +121,7 @@ def read_pictures(
 ) -> tuple[dict[int, tuple[str, int, int]], dict[int, str]]:
     """Draw pictures of rows of their file, sample, frame rate and beginning; return them, and the faults of files."""
     from ..columns.apply import undecoded
+    from ..media.rows import CLIP_START
 
     pictures: dict[int, tuple[str, int, int]] = {}
     faults: dict[int, str] = {}
@@ -139,12 +139,15 @@ def read_pictures(
 
 def draw_middle(source: MediaSource, crop: SampleCrop, fps: float, start: float) -> Thumbnail:
     """Return the frame in the middle of a sample."""
+    from ..media.thumbnails import thumbnail
+
     return thumbnail(source, second=start + (crop.size.frames // 2 / fps if fps else 0.0))
 
 
 def draw_sample(source: MediaSource, crop: SampleCrop, fps: float, start: float) -> Thumbnail:
     """Return a sample cut to its bucket, from its first frame on."""
     from ..media.sample import load_sample
+    from ..media.thumbnails import animated
     from ..media.views import View
 
     pixels, _ = load_sample(source, View(size=crop.target, fps=fps, offset=start))
@@ -249,6 +252,7 @@ def write_page(
 def main(args: argparse.Namespace) -> None:
     from ..columns import PreparedDataset, column_array
     from ..configuration.prepared import check_same_settings
+    from ..media.row_references import appending
     from ..models.conditioning import appended_by
     from ..models.registry import recipe_of
 

@@ -173,17 +173,17 @@ def main(args: argparse.Namespace) -> None:
     from ..models.index import read_index
     from ..models.loading import Loading, call_parameters, load_pipeline, tile
     from ..models.recipe import Recipe
-    from ..models.registry import recipes
+    from ..models.registry import find_recipe
 
     check_writable(args.output)
     if args.offload != "none" and not torch.accelerator.is_available():
         raise FlagError("Omit --offload: this machine has no accelerator, so that everything is on the CPU already.")
     grid = grid_of(args)
     index = read_index(args.pipeline)
-    pipeline_class, recipe = getattr(diffusers, index.class_name), recipes().get(index.class_name, Recipe)
+    pipeline_class, recipe = getattr(diffusers, index.class_name), find_recipe(index.class_name) or Recipe
     if index.is_modular and args.offload != "none":
         raise FlagError(f"Omit --offload: a {index.class_name}, as a modular pipeline, has no such offload.")
-    if args.max_tokens is not None and (index.class_name not in recipes() or args.offload != "none"):
+    if args.max_tokens is not None and (find_recipe(index.class_name) is None or args.offload != "none"):
         raise FlagError(f"Omit --max_tokens: a {index.class_name} packs here only without --offload, if it is known.")
     blocks = recipe.blocks(args.trained_component)
     parameters = call_parameters(pipeline_class, blocks)
@@ -344,10 +344,10 @@ def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], clas
     """Return the arguments of the pipeline's call for the images without which it cannot run."""
     from ..models.calls import IMAGES
     from ..models.loading import read_config
-    from ..models.registry import recipes
+    from ..models.registry import find_recipe
 
-    if class_name in recipes():  # some pipelines that need an image have a default of None
-        recipe = recipes()[class_name]
+    recipe = find_recipe(class_name)
+    if recipe is not None:  # some pipelines that need an image have a default of None
         return IMAGES[: recipe.num_images(read_config(args.pipeline, "transformer"))] if recipe.takes_image else ()
     return [name for name in IMAGES if parameters.get(name)]
 
@@ -356,9 +356,9 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
     """Return what else the pipeline is shown as arguments of its call, given those for its duration."""
     from ..media.conditions import FACE
     from ..models.calls import DURATIONS
-    from ..models.registry import recipes
+    from ..models.registry import find_recipe
 
-    recipe = recipes().get(class_name)
+    recipe = find_recipe(class_name)
     files = {name: getattr(args, name) for name in ("control", "mask", "face", "background", "reference")}
     if recipe is not None:
         recipe.check_renders(references=len(args.reference), trained=args.trained_component)

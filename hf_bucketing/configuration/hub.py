@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-
 from ..errors import BucketingError, quoted
 from ..settings import not_default
 
@@ -37,6 +35,8 @@ class HubConfig:
         if not self.push_to_hub and (given := not_default(self, "hub_model_id", "hub_private_repo")):
             raise BucketingError(f"Omit {quoted(given)}: no effect without `push_to_hub`.")
         if self.hub_model_id is not None:
+            from huggingface_hub.utils import HFValidationError, validate_repo_id
+
             try:
                 validate_repo_id(self.hub_model_id)
             except HFValidationError as error:

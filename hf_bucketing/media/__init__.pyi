@@ -1,9 +1,5 @@
-from .decode import (
-    DecoderName as DecoderName,
-    check_decoder as check_decoder,
-    frame_times as frame_times,
-    iter_frames as iter_frames,
-)
+from .decode import iter_frames as iter_frames
+from .decoders import DecoderName as DecoderName, check_decoder as check_decoder, frame_times as frame_times
 from .probe import MAX_PIXELS as MAX_PIXELS, MediaInfo as MediaInfo, frames_at_fps as frames_at_fps, probe as probe
 from .rows import MediaColumns as MediaColumns
 from .sample import frame_rates as frame_rates, load_first_frame as load_first_frame

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import importlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
-from types import ModuleType
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO
 
 import av
 import numpy as np
@@ -23,8 +21,10 @@ from av.video.stream import VideoStream
 from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, explains_arguments
+from .backgrounds import WHITE
 from .colours import Colours, corrected_to_bt709, is_untagged_hd, rgb_pixels
-from .images import WHITE, exif_orientation, laid_on, open_image, rgb_array
+from .decoders import DecoderName, check_decoder, torchcodec
+from .images import exif_orientation, laid_on, open_image, rgb_array
 from .probe import (
     MAX_REORDERED,
     PYAV_ERRORS,
@@ -42,8 +42,6 @@ from .probe import (
 )
 from .source import MediaSource
 
-DecoderName = Literal["pyav", "torchcodec"]
-
 Frame = npt.NDArray[np.uint8]
 
 _SEEK_FROM = 2.0
@@ -51,28 +49,6 @@ _SEEK_FROM = 2.0
 
 _TOLERANCE = 0.25
 """Tolerance of frame times, in source frames: containers round time stamps, some to whole milliseconds."""
-
-
-def check_decoder(video_decoder: str) -> None:
-    """Raise unless `video_decoder` is known and can be loaded.
-
-    Raises:
-        BucketingError: If it is not; the message says how to install what is missing.
-    """
-    if video_decoder not in get_args(DecoderName):
-        raise BucketingError(f'`video_decoder` must be "pyav" or "torchcodec", got {video_decoder!r}.')
-    if video_decoder == "torchcodec":
-        _torchcodec()
-
-
-def frame_times(count: int, fps: float, *, start: int = 0) -> list[float]:
-    """Return the times in seconds of `count` frames at `fps`, from frame `start` on; all 0.0 for an image (fps 0).
-
-    Example:
-        >>> frame_times(3, 8.0, start=4)
-        [0.5, 0.625, 0.75]
-    """
-    return [(start + position) / fps if fps else 0.0 for position in range(count)]
 
 
 @explains_arguments()
@@ -291,7 +267,7 @@ def _by_torchcodec(
     torchcodec also takes times, but treats a frame as ended after its duration, which is too short in files of
     variable frame rate, and then returns the next frame.
     """
-    library = _torchcodec()
+    library = torchcodec()
     if header.may_be_transparent:
         raise MediaError(
             f"{source.path} may have transparent parts, which torchcodec leaves out; decode it with PyAV "
@@ -364,19 +340,3 @@ def _end(second: float, stream: VideoStream, header: VideoHeader, *, packets: in
 def _tolerance(stream: VideoStream) -> float:
     """Return by how many seconds a frame may come late: a quarter of the mean frame duration."""
     return _TOLERANCE / (frame_rate(stream) or 1.0)
-
-
-def _torchcodec() -> ModuleType:
-    """Import torchcodec; newer releases can be imported without FFmpeg, and then report no FFmpeg version."""
-    try:
-        library = importlib.import_module("torchcodec")
-        if library.ffmpeg_major_version is None:
-            raise ImportError("it finds no FFmpeg")
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise BucketingError(
-            f'`video_decoder="torchcodec"` cannot be loaded ({reason}). Install a release that fits your torch and '
-            'device, pip install "hf_bucketing[torchcodec]", and the shared libraries of FFmpeg, for example apt-get '
-            'install ffmpeg; or decode with PyAV (`video_decoder="pyav"`).'
-        ) from error
-    return library

@@ -12,15 +12,13 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, ImageColor, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from ..buckets.sizes import CropBox
-from ..errors import BucketingError, MediaError
+from ..errors import MediaError
+from .backgrounds import WHITE
 from .containers import container_of, is_heif
 from .source import MediaSource
-
-WHITE = "white"
-"""Colour on which transparent parts are laid by default."""
 
 _OPAQUE = 128
 """Least opacity, of 255, of the pixels whose colours tell whether a mask has one colour."""
@@ -140,20 +138,6 @@ def _check_still(image: ImageFile.ImageFile, source: MediaSource) -> None:
             f"{source.path} holds grey values of 32 bits ({image.mode}), whose range is not known; write it with 8 or "
             "16 bits, or remove the row."
         )
-
-
-def check_colour(name: str, colour: str) -> None:
-    """Raise unless a text is a colour without transparency, as Pillow and CSS write it.
-
-    Raises:
-        BucketingError: If it is not; the message calls it by `name`.
-    """
-    try:
-        known = len(ImageColor.getrgb(colour)) == 3
-    except ValueError:
-        known = False
-    if not known:
-        raise BucketingError(f"`{name}` must be a colour, such as white, #808080 or rgb(0,128,0); got {colour!r}.")
 
 
 def rgb_array(image: Image.Image, *, background: str | None = WHITE) -> npt.NDArray[np.uint8]:

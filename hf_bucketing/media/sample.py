@@ -16,9 +16,10 @@ from ..buckets.sizes import CropBox, Size
 from ..devices import to_device
 from ..errors import BucketingError, MediaError
 from .audio import CHANNELS, read_audio
+from .backgrounds import WHITE
 from .conditions import FACE, FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import Frame, iter_frames
-from .images import WHITE, is_image, shown_part
+from .images import is_image, shown_part
 from .probe import MediaInfo
 from .references import ReferenceRule
 from .row_audio import AUDIO

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from .conditions import FACE, MASK, MOVING, REFERENCE
-from .decode import Frame, frame_times, iter_frames
+from .decode import Frame, iter_frames
+from .decoders import frame_times
 from .images import is_image, shown_part
 from .probe import probe
 from .rows import FileSample

@@ -12,8 +12,8 @@ from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import BucketingError, MediaError, explains_arguments
 from ..randomness import Purpose, generator, sample_key
 from ..settings import check_literals, check_shares, marked, setting
-from .decode import DecoderName, check_decoder, frame_times
-from .images import WHITE, check_colour
+from .backgrounds import WHITE, check_colour
+from .decoders import DecoderName, check_decoder, frame_times
 
 FramePicking = Literal["start", "uniform", "random"]
 

@@ -13,7 +13,7 @@ from ..errors import BucketingError
 from ..packing.attachment import ATTRIBUTE, unwrap
 from ..packing.attention.dispatch import breaks_graphs
 from ..packing.pack import Packing
-from .registry import families
+from .registry import find_family
 
 GRAPHS_OF_A_BLOCK = 32
 """Graphs of a kind of block that torch may compile; by default 8."""
@@ -66,7 +66,7 @@ def refusal(model_class: type) -> str | None:
     """Return why [`compile_blocks`] does not compile the blocks of a class of diffusers; None if it does."""
     if not getattr(model_class, "_repeated_blocks", None):
         return "diffusers names no repeated blocks of it, by which they are compiled"
-    family = families().get(model_class.__name__)
+    family = find_family(model_class.__name__)
     return None if family is None else family.untraceable
 
 

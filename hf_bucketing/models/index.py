@@ -80,16 +80,14 @@ def read_index(name_or_path: str) -> PipelineIndex:
     Raises:
         BucketingError: If there is no pipeline.
     """
-    import diffusers
-
     with from_hub(name_or_path):
         try:
-            values = diffusers.DiffusionPipeline.load_config(name_or_path)
+            values = _values(name_or_path)
         except OSError:
-            values = _modular_values(name_or_path)
-            if values is None:
+            modular = _modular_values(name_or_path)
+            if modular is None:
                 raise
-            return _modular_index(name_or_path, values)
+            return _modular_index(name_or_path, modular)
     entries = {name: entry for name, entry in values.items() if _names_class(entry)}
     return PipelineIndex(
         name_or_path=name_or_path,
@@ -134,6 +132,31 @@ def copy_index(source: Path, folder: Path, *, place: str) -> None:
         if isinstance(entry, list) and (folder / name).is_dir():
             entry[2] |= {"pretrained_model_name_or_path": place, "subfolder": name, "revision": None, "variant": None}
     (folder / file.name).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _values(name_or_path: str) -> Mapping[str, Any]:
+    """Return what a `model_index.json` holds."""
+    file = Path(name_or_path) / INDEX
+    if file.is_file():
+        return read_json(file)
+
+    import diffusers
+
+    values: Mapping[str, Any] = diffusers.DiffusionPipeline.load_config(name_or_path)
+    return values
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return what a file of a pipeline in a folder holds, as diffusers reads it.
+
+    Raises:
+        OSError: If it is not JSON.
+    """
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"It looks like the config file at '{file}' is not a valid JSON file.") from error
+    return values
 
 
 def _modular_values(name_or_path: str) -> Mapping[str, Any] | None:

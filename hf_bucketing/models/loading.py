@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from ..errors import BucketingError
 from ..hub import from_hub
-from .index import read_index
+from .index import read_index, read_json
 
 Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
@@ -272,14 +272,19 @@ def read_config(name_or_path: str, component: str) -> dict[str, Any]:
     Raises:
         BucketingError: If there is no pipeline with that component.
     """
+    entry = read_index(name_or_path).components.get(component)
+    if entry is None:
+        raise BucketingError(f"{name_or_path} comes without a {component}.")
+    file = Path(entry.name_or_path, entry.subfolder, "config.json")
+    if file.is_file():
+        with from_hub(entry.name_or_path):
+            return read_json(file)
+
     from diffusers.configuration_utils import ConfigMixin
 
     class AnyModel(ConfigMixin):
         config_name = "config.json"
 
-    entry = read_index(name_or_path).components.get(component)
-    if entry is None:
-        raise BucketingError(f"{name_or_path} comes without a {component}.")
     with from_hub(entry.name_or_path):
         config: dict[str, Any] = AnyModel.load_config(
             entry.name_or_path, subfolder=entry.subfolder, revision=entry.revision

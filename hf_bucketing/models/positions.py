@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..packing.context import active_layout
 from ..packing.names import Grid
-from ..packing.positions import Tables, over_grid, position_strips
+from ..packing.positions import Tables, over_grid
 from ..packing.strips import patchify
 
 
@@ -45,6 +45,8 @@ def one_table(table: Callable[..., torch.Tensor], *key: Any, **options: Any) -> 
 
 
 def _embed_strips(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    from ..packing.strip_positions import position_strips
+
     (positions,) = position_strips(active_layout(), lambda grid: tables(module, grid, output.device))
     tokens = module.proj(args[0]).flatten(2).transpose(1, 2)
     embedded: torch.Tensor = (tokens + positions).to(tokens.dtype)
@@ -66,6 +68,8 @@ def hook_linear_patch_embed(pos_embed: torch.nn.Module, index: Callable[..., tor
 
 
 def _embed_patches(tables: Tables, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    from ..packing.strip_positions import position_strips
+
     latents, side = args[0], module.patch_size
     (index,) = position_strips(active_layout(), lambda grid: tables(module, grid, output.device))
     tokens = module.proj(patchify(latents[:, :, None], (1, side, side)).flatten(2))

@@ -2,16 +2,16 @@
 
 Every folder beside this one is a model family: its `packing.py` has the `FAMILY`. If its pipelines can be trained, its
 `recipe.py` has `RECIPES`; where a pipeline cannot be trained, it has `REFUSED`, the reason by its class. Nothing else
-lists them, and nothing is imported before the first look-up.
+lists them. A look-up by the name of a class imports the modules that name it, and no others.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,27 @@ def refused_pipelines() -> dict[str, str]:
     return {**refused, **UNTRAINED}
 
 
-def _modules(name: str) -> Iterator[ModuleType]:
-    """Import a module of that name from every folder of a model family that has one."""
+@functools.cache
+def find_family(transformer_class: str) -> Family | None:
+    """Return the model family of a transformer class in diffusers by its name; None if there is none."""
+    named = (module.FAMILY for module in _modules("packing", naming=transformer_class))
+    return next((family for family in named if family.transformer_class == transformer_class), None)
+
+
+@functools.cache
+def find_recipe(pipeline_class: str) -> type[Recipe] | None:
+    """Return the training recipe of a pipeline class in diffusers by its name; None if there is none."""
+    named = (recipe for module in _modules("recipe", naming=pipeline_class) for recipe in module.RECIPES)
+    return next((recipe for recipe in named if recipe.pipeline_class == pipeline_class), None)
+
+
+def _modules(name: str, *, naming: str = "") -> Iterator[ModuleType]:
+    """Import a module of that name from every folder of a model family that has one, and whose text names a class."""
     package = importlib.import_module(__package__)
     for folder in pkgutil.iter_modules(package.__path__):
-        module = f"{__package__}.{folder.name}.{name}"
-        if folder.ispkg and importlib.util.find_spec(module) is not None:
-            yield importlib.import_module(module)
+        file = Path(*package.__path__, folder.name, f"{name}.py")
+        if file.is_file() and naming in file.read_text(encoding="utf-8"):
+            yield importlib.import_module(f"{__package__}.{folder.name}.{name}")
 
 
 def family_of(transformer: torch.nn.Module) -> Family:
@@ -64,8 +78,13 @@ def family_of(transformer: torch.nn.Module) -> Family:
     """
     cls = type(transformer)
     name = f"{cls.__module__}.{cls.__qualname__}"
-    stock: Any = next((base for base in cls.__mro__ if base.__name__ in families() and _is_stock(base)), None)
-    if stock is None:
+    stock: Any = None
+    family = None
+    for base in cls.__mro__:
+        if _is_stock(base) and (family := find_family(base.__name__)) is not None:
+            stock = base
+            break
+    if family is None:
         for base in cls.__mro__:
             if base.__name__ in UNPACKABLE and _is_stock(base):
                 raise PackingError(
@@ -94,7 +113,7 @@ def family_of(transformer: torch.nn.Module) -> Family:
             f"The forward of this {name} was replaced by {code}, so packing cannot know how it treats the tokens of "
             "several samples. Delete transformer.forward, or train this model with bucketed batches."
         )
-    return families()[stock.__name__].variant(transformer)
+    return family.variant(transformer)
 
 
 def _is_stock(cls: type[Any]) -> bool:
@@ -115,12 +134,13 @@ def recipe_of(name_or_path: str) -> type[Recipe]:
     except BucketingError as error:
         raise BucketingError(f"{name_or_path} is no diffusers pipeline: {error}") from error
     name = index.class_name
+    recipe = find_recipe(name)
+    if recipe is not None:
+        return recipe
     if name in refused_pipelines():
         raise BucketingError(f"{name_or_path} is a {name}, which cannot be trained: {refused_pipelines()[name]}.")
-    if name not in recipes():
-        kinds = {entry.class_name for entry in index.components.values()} & UNPACKABLE.keys()
-        why = "".join(f" Its {kind} cannot be packed: {UNPACKABLE[kind]}." for kind in sorted(kinds))
-        raise BucketingError(
-            f"{name_or_path} is a {name}; there are training recipes for {', '.join(sorted(recipes()))}.{why}"
-        )
-    return recipes()[name]
+    kinds = {entry.class_name for entry in index.components.values()} & UNPACKABLE.keys()
+    why = "".join(f" Its {kind} cannot be packed: {UNPACKABLE[kind]}." for kind in sorted(kinds))
+    raise BucketingError(
+        f"{name_or_path} is a {name}; there are training recipes for {', '.join(sorted(recipes()))}.{why}"
+    )

@@ -9,8 +9,6 @@ import inspect
 import logging
 from typing import Any
 
-import diffusers
-
 from ..packing.family import Family
 
 logger = logging.getLogger(__name__)
@@ -18,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 def warn_of_changes(family: Family) -> None:
     """Log a warning if the installed diffusers has changed the code that packing runs in another way or replaces."""
+    import diffusers
+
     if stock_digest(family) not in family.tested_forwards:
         logger.warning(
             "diffusers %s runs %s in another way than the versions that packing was tested with. Compare packs with "
@@ -33,6 +33,8 @@ def stock_digest(family: Family) -> str:
 
     Docstrings do not enter it. The blocks and the stock processors are in that module too.
     """
+    import diffusers
+
     module: Any = inspect.getmodule(getattr(diffusers, family.transformer_class))
     source = inspect.getsource(module)
     lines, parts = source.split("\n"), []

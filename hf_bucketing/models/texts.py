@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers.utils import is_bs4_available, is_ftfy_available
 
 from ..devices import to_device
 
@@ -82,4 +81,6 @@ class TextEmbeddings(NamedTuple):
 
 def cleans_captions() -> bool:
     """Return whether pipelines that can clean captions do so, which takes two libraries."""
+    from diffusers.utils import is_bs4_available, is_ftfy_available
+
     return bool(is_bs4_available() and is_ftfy_available())

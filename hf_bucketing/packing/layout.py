@@ -19,7 +19,6 @@ import torch
 from ..buckets.sizes import IntOrArray
 from ..devices import to_device
 from ..errors import PackingError
-from .attention.dispatch import prepare_segments
 from .names import Backend, Grid
 from .segments import SegmentSpans, Span, as_sizes
 
@@ -355,6 +354,8 @@ class PackedLayout:
             backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].
             segments (iterable of [`SegmentSpans`]): Those of this layout that the processors of the model read.
         """
+        from .attention.dispatch import prepare_segments
+
         for spans in {id(spans): spans for spans in segments}.values():
             prepare_segments(spans, backend, torch.device(self.device))
         _ = (

@@ -10,9 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .context import active_layout
-from .layout import PackedLayout
 from .names import Grid
-from .strips import by_strip
 
 Table: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
 """Function of a hooked module, a token grid and a `device`: position tables of such a sample, `(t·h·w, …)` each.
@@ -91,36 +89,14 @@ def over_grid(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     )
 
 
-@torch.compiler.disable  # its loops follow the composition of the pack: a graph of them would serve no other pack
-def position_strips(
-    layout: PackedLayout,
-    table: Callable[[Grid], tuple[torch.Tensor, ...]],
-    references: Callable[[tuple[Grid, ...]], tuple[torch.Tensor, ...]] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Lay out the position tables of each sample, `(tokens, …)`, as the tokens of a pack lie; zeros for padding.
-
-    The results have shape `(num_strips, strip_length, …)`. Tables are made once per distinct sample: `table` makes
-    those of its own grid, and `references` those of its references, given all its grids.
-    """
-
-    def tables_of(grids: tuple[Grid, ...]) -> tuple[torch.Tensor, ...]:
-        own, *others = grids
-        if not others:
-            return table(own)
-        assert references is not None, "checked when the pack was made"
-        return tuple(map(torch.cat, zip(table(own), references(grids), strict=True)))
-
-    tables = {grids: tables_of(grids) for grids in dict.fromkeys(layout.sample_grids)}
-    by_table = zip(*(tables[grids] for grids in layout.sample_grids), strict=True)
-    return tuple(by_strip(samples, layout) for samples in by_table)
-
-
 PackTables: TypeAlias = Callable[[Any], tuple[torch.Tensor, ...]]
 """Function of a hooked module: its position tables for the active pack, `(num_strips, …)` each."""
 
 
 def strip_tables(tables: Tables, references: Tables, module: Any) -> tuple[torch.Tensor, ...]:
     """Return the position tables of the active pack's tokens by strip."""
+    from .strip_positions import position_strips
+
     layout = active_layout()
     device = torch.device(layout.device)
     return position_strips(

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from ..errors import PackingError
-from .attention.dispatch import packed_attention
 from .context import active_layout
 from .layout import PackedLayout, permute
 from .names import Backend
@@ -438,6 +437,8 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, *, backend: Backend
 ) -> torch.Tensor:
     """Attend inside each segment; the result, `(N, H, D)`, has the dtype of the queries."""
+    from .attention.dispatch import packed_attention
+
     grouped = query.shape[1] != key.shape[1]
     return packed_attention(query, key, value, segments, backend=backend, enable_gqa=grouped).type_as(query)
 

@@ -35,7 +35,7 @@ CUDA_CONTEXT = 2**30
 
 PLAN_ERROR = 0.15
 """Share by which runs may take more than planned. Those that were measured took 1 to 12 % more, on the CPU:
-scripts/benchmark_results/memory.json; fragmentation of a GPU's memory comes on top."""
+scripts/benchmarks/results/memory.json; fragmentation of a GPU's memory comes on top."""
 
 MOST_TOKENS = 2**20
 """Tokens per process and step beyond which [`largest_tokens`] does not search, unless one sample has more."""

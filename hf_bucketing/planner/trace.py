@@ -31,11 +31,11 @@ from ..adapters.base import base_model
 from ..adapters.lora import add_adapters
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
-from ..models.registry import families
+from ..models.registry import find_family
 from ..packing.audio import Audio
 from ..packing.batch import Rows, has_latent_size
 from ..packing.context import bind_checkpoints
-from ..packing.family import freeze_unused, output_of
+from ..packing.family import Family, freeze_unused, output_of
 from ..packing.names import Grid
 from ..placement.blocks import block_names, blocks_of
 from ..placement.checkpointing import check_checkpoints, checkpoint_blocks
@@ -232,11 +232,17 @@ def _extrapolated(step: TracedStep) -> _Extrapolated:
     return _Extrapolated(step=step, whole=whole, counts={**counts, **placed, **spaced}, few=few)
 
 
+def _family_of(model: torch.nn.Module) -> Family:
+    family = find_family(type(model).__name__)
+    assert family is not None, "only transformers of families are traced"
+    return family
+
+
 @functools.lru_cache(maxsize=256)
 def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     """Trace a step of a transformer with these numbers of blocks; raises as [`trace`]."""
     model = step.transformer.build(**_settings_of(dict(layers)))
-    family = families()[type(model).__name__]
+    family = _family_of(model)
     audio = step.audio_length > 0
     freeze_unused(family, model, audio=audio, references=step.references)
     if step.quantize_base is not None:
@@ -358,7 +364,7 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
         target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
         loss = (output.float() - target).square().mean()
         if step.audio_length:
-            heard = families()[type(model).__name__].audio_rows(result).float()
+            heard = _family_of(model).audio_rows(result).float()
             loss = loss + (heard - torch.empty_like(heard)).square().mean()
         return loss, sum(waiting)
 
@@ -386,7 +392,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
 
     These are masks and other conditioning, which are all ones: the most that a sample can have of text and images.
     """
-    family = families()[type(model).__name__]
+    family = _family_of(model)
     patch, count = family.patch(model.config), len(step.latent_sizes)
     (size,) = set(step.latent_sizes)
     t, h, w = (side // per_token for side, per_token in zip(size, patch, strict=True))
@@ -415,7 +421,7 @@ def _inputs(model: Any, step: TracedStep) -> dict[str, Any]:
 
 def _audio(model: Any, step: TracedStep, *, text_length: int) -> Audio:
     """Return the audio of the samples, without storage."""
-    family, count = families()[type(model).__name__], len(step.latent_sizes)
+    family, count = _family_of(model), len(step.latent_sizes)
     levels, channels = torch.empty(count, device="meta"), family.audio_channels(model)
     text_dim = family.audio_text_dim(model)
     return Audio(

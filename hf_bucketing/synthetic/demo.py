@@ -21,9 +21,9 @@ from ..files import complete_folder
 from .media import COLORS, DIRECTIONS, SHAPES
 
 VAE_FILE = Path(__file__).with_name("demo_vae.safetensors")
-"""The components that the VAE keeps of 8×8 pixels; by `scripts/fit_demo_vae.py`."""
+"""The components that the VAE keeps of 8×8 pixels; by `scripts/benchmarks/fit_demo_vae.py`."""
 TRANSFORMER_FILE = Path(__file__).with_name("demo_transformer.safetensors")
-"""Weights of the transformer and the text encoder, in float16; by `scripts/train_demo_transformer.py`."""
+"""Weights of the transformer and the text encoder, in float16; by `scripts/benchmarks/train_demo_transformer.py`."""
 
 CHANNELS = 12
 """Channels of a latent."""

@@ -14,7 +14,7 @@ from ..batching.experts import Experts
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
-from ..media.images import WHITE
+from ..media.backgrounds import WHITE
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded

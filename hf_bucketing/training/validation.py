@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from ..buckets.sizes import LatentSpec, Size
 from ..configuration.validation import ValidationConfig, rendering_name
 from ..errors import BucketingError
+from ..media.backgrounds import WHITE
 from ..media.conditions import REFERENCE
-from ..media.images import WHITE
 from ..media.probe import probe
 from ..media.references import ReferenceRule
 from ..media.sample import load_first_frame, load_references

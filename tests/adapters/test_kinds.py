@@ -187,7 +187,10 @@ def test_settings_that_adapters_do_not_have_are_errors(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "dora", "lora_format": "comfyui"}, '`adapter="dora"` is not written for ComfyUI.*merge_lora.py'),
+        (
+            {"kind": "dora", "lora_format": "comfyui"},
+            '`adapter="dora"` is not written for ComfyUI.*bucketing merge',
+        ),
         ({"kind": "lokr", "memory": MemoryConfig(quantize_base="nf4")}, '`adapter="lokr"` needs weights of the shape'),
         ({"kind": "loha", "lora_plus": True}, 'Omit `lora_plus_ratio`.*`adapter="loha"` has others'),
         ({"adapters": False, "lora_plus": True}, "Omit `lora_plus_ratio`.*train adapters"),

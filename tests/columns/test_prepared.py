@@ -47,7 +47,7 @@ def test_a_folder_that_is_no_prepared_data_set_is_neither_read_nor_replaced(tmp_
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(BucketingError, match="choose another folder"):
         prepared().save(tmp_path)
-    with pytest.raises(BucketingError, match="prepare_dataset"):
+    with pytest.raises(BucketingError, match="hf_bucketing prepare"):
         PreparedDataset.load(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 

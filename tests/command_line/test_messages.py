@@ -121,10 +121,7 @@ def test_a_misspelt_flag_is_an_error_of_one_line_that_names_the_nearest(flag: st
     assert hint in line
 
 
-SCRIPT_NAMES = [path.name for path in SCRIPTS]
-
-
-@pytest.mark.parametrize("script", SCRIPT_NAMES)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_has_one_spelling_a_help_and_its_default(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[FlagParser] = []
     monkeypatch.setattr("hf_bucketing.command_line.script.run_script", lambda main, make, **_: parsers.append(make()))

@@ -9,8 +9,21 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing.commands.table import COMMANDS
-from tests.conftest import ROOT, run, run_command_here, run_script_here
+from tests.conftest import ROOT, as_flags, run, run_command_here, run_script_here
 from tests.test_import import SLOW_TO_IMPORT
+
+MEDIA = {"av", "PIL", "fsspec"}
+DRAWS = {"report data", "demo data", "compare"}
+"""Commands whose modules draw pictures, or read rows that hold some."""
+
+NOT_IMPORTED = {
+    "prepare": {"diffusers", "transformers", "peft", "bitsandbytes", "torch._dynamo", "matplotlib", "jinja2"},
+    "report buckets": {"diffusers", "transformers", "accelerate", "peft", "torch._dynamo", "matplotlib", "jinja2"},
+    "compare": {"torch", "diffusers", "transformers", "accelerate", "peft", "matplotlib", "jinja2"},
+    "report ladders": {"torch", "datasets", *MEDIA, "matplotlib", "jinja2"},
+    "demo data": {"torch", "datasets", "diffusers", "matplotlib", "jinja2"},
+}
+"""Libraries that a command does not import, whatever it does."""
 
 
 def test_the_help_fits_a_screen_and_lists_the_commands_in_the_order_of_the_work() -> None:
@@ -82,9 +95,38 @@ except SystemExit as end:
     *_, last = in_fresh_interpreter(code).splitlines()
     code, *loaded = last.split()
     assert code == "0"
-    assert not {module.partition(".")[0] for module in loaded} & SLOW_TO_IMPORT
+    slow = SLOW_TO_IMPORT | (set() if name in DRAWS else MEDIA)
+    assert not {module.partition(".")[0] for module in loaded} & slow
     others = {command.module for other, command in COMMANDS.items() if other != name} - {"launch"}
     assert not {f"hf_bucketing.commands.{other}" for other in others} & {*loaded}
+
+
+@pytest.mark.parametrize("name", NOT_IMPORTED)
+def test_a_command_imports_what_it_needs_and_not_more(
+    name: str, pipeline_dir: Path, media_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    words = {
+        "prepare": as_flags(
+            dataset=media_dir,
+            pretrained_model_name_or_path=pipeline_dir,
+            bucket_tokens="60,110",
+            bucket_frames="1,9",
+            output_dir=tmp_path / "out",
+        ),
+        "report buckets": [prepared_dir, "--batch_size", 1, "--num_processes", 1],
+        "compare": [prepared_dir, prepared_dir],
+        "report ladders": as_flags(bucket_tokens="60", bucket_frames="1", bucket_sizes="none", samples=100),
+        "demo data": as_flags(num_samples=1, output_dir=tmp_path / "out"),
+    }[name]
+    code = f"""import sys
+sys.argv = ["hf_bucketing", *{name.split()!r}, *{[*map(str, words)]!r}]
+from hf_bucketing.__main__ import main
+main()
+print()
+print(*sys.modules)"""
+    loaded = run([sys.executable, "-c", code]).stdout.splitlines()[-1].split()
+    assert "hf_bucketing.commands.table" in loaded
+    assert not {*loaded} & NOT_IMPORTED[name]
 
 
 def test_python_runs_it_as_a_module(pipeline_dir: Path) -> None:

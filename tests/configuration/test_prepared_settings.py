@@ -93,7 +93,7 @@ def test_settings_that_differ_are_named_with_both_values(folder: dict[str, Any],
         "--pretrained_model_name_or_path model && hf_bucketing cache --config run.yaml --dataset_dir "
         f"{prepared} --cache_dir {tmp_path / 'cache'} --output_dir cached"
     )
-    assert "prepare_dataset" not in refused("views_per_sample: 4\n", folder)
+    assert "hf_bucketing prepare" not in refused("views_per_sample: 4\n", folder)
     with pytest.raises(BucketingError, match="those of this command: target_fps is 4 and was 8"):
         check_same_settings(None, "cached", settings=folder, flags={"target_fps": 4.0})
 

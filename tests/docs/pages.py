@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from tests.conftest import ROOT
+from hf_bucketing.commands import launch
+from hf_bucketing.commands.table import COMMANDS
+from tests.conftest import ROOT, run_command_here, run_script_here
 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 MARKED = re.compile(r"<!-- (?:figure|table): [^>]* -->.*?<!-- end -->", re.DOTALL)
@@ -58,12 +62,40 @@ class Page:
         lines = [line for block in self.blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
         return [" ".join(line.split()) for line in lines if line.strip()]
 
-    def script_calls(self) -> list[tuple[str, list[str]]]:
-        """Return every call of a script with arguments: in bash blocks, and in the text."""
+    def calls(self) -> list[tuple[str, list[str]]]:
+        """Return every call with arguments of a command in bash blocks, and of a script also in the text.
+
+        A command is named without `hf_bucketing` and what launches it, a script by its path in scripts/.
+        """
         lines = self.commands()
-        lines += [span for span in self.spans if re.search(r"scripts/\w+\.py ", span)]
-        calls = [re.search(r"scripts/(\w+\.py) (.*)", line) for line in lines]
-        return [(call[1], shlex.split(call[2], comments=True)) for call in calls if call]
+        lines += [span for span in self.spans if re.search(r"scripts/[\w/]+\.py [^…]", span)]
+        return [call for line in lines if (call := call_of(shlex.split(line, comments=True))) is not None]
+
+
+def call_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """Return the command or script that a line calls, and its arguments; None if it calls neither.
+
+    Raises:
+        FlagError: If accelerate does not know what launches it.
+    """
+    for place, word in enumerate(words):
+        if word.startswith("scripts/") and word.endswith(".py"):
+            return word.removeprefix("scripts/"), words[place + 1 :]
+    if words[:1] != ["hf_bucketing"]:
+        return None
+    if words[1:2] == ["launch"]:
+        launched = launch.make_parser().parse_args(words[2:])  # which knows the flags of accelerate launch
+        return launched.command, launched.words
+    lengths = [length for length in (2, 1) if " ".join(words[1 : 1 + length]) in COMMANDS]
+    assert lengths, f"no command: {words}"
+    return " ".join(words[1 : 1 + lengths[0]]), words[1 + lengths[0] :]
+
+
+def run_call(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command, or a script of scripts/, in this process."""
+    if name.endswith(".py"):
+        return run_script_here(name, *args, **options)
+    return run_command_here(*name.split(), *args, **options)
 
 
 def spans(text: str) -> list[str]:

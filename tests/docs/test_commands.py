@@ -15,8 +15,9 @@ from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.commands.script_settings import settings_of_scripts
-from tests.conftest import ROOT, run_script_here
-from tests.docs.pages import PAGES
+from hf_bucketing.commands.table import COMMANDS
+from tests.conftest import ROOT
+from tests.docs.pages import PAGES, call_of, run_call
 
 OTHER_FLAGS = {
     # accelerate launch
@@ -29,6 +30,9 @@ OTHER_FLAGS = {
     # mistyped, to show the message
     "--lora_rnk",
 }
+
+OTHER_SPANS = [["launch"], ["NAME"], ["--help"]]
+"""What the text says of the program itself."""
 
 CACHED = "cache_dir: cache\ncached_dir: cached\n"
 """Settings that a suggested run has beside those of the pages' file."""
@@ -52,7 +56,7 @@ def parse(script: str, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
         with pytest.raises(ParsedError) as parsed:
-            run_script_here(script, *arguments)
+            run_call(script, *arguments)
     return parsed.value.args[0]
 
 
@@ -97,22 +101,32 @@ def test_the_file_of_settings_lists_sources(files_of_settings: dict[str, Path]) 
 
 
 @pytest.mark.usefixtures("files_of_settings")
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.script_calls()])
-def test_every_call_of_a_script_is_understood_by_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for script, arguments in PAGES[name].script_calls():
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.calls()])
+def test_every_call_of_a_command_is_understood_by_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script, arguments in PAGES[name].calls():
         parse(script, arguments, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if "`hf_bucketing " in page.text])
+def test_every_command_that_the_text_names_has_the_flags_beside_it(name: str) -> None:
+    for span in PAGES[name].spans:
+        words = span.replace("…", "").split()
+        if words[1:] and words[1:] not in OTHER_SPANS and (call := call_of(words)) is not None and call[0] in COMMANDS:
+            known = COMMANDS[call[0]].load().make_parser()._option_string_actions
+            flags = [word.partition("=")[0] for word in call[1] if word.startswith("--")]
+            assert not [flag for flag in flags if flag not in known], span
 
 
 @pytest.mark.usefixtures("files_of_settings")
 def test_every_flag_that_the_text_names_is_one_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [call for page in PAGES.values() for call in page.script_calls()]
+    calls = [call for page in PAGES.values() for call in page.calls()]
     assert {script for script, _ in calls} >= {
-        "prepare_dataset.py",
-        "train_text_to_video.py",
-        "sample_video.py",
-        "cache_latents.py",
-        "report_buckets.py",
-        "report_training.py",
+        "prepare",
+        "train",
+        "sample",
+        "cache",
+        "report buckets",
+        "report run",
     }
     parsers = [parse(script, arguments, monkeypatch) for script, arguments in dict(calls).items()]
     known = {option for parser in parsers for option in parser._option_string_actions} | OTHER_FLAGS

@@ -28,16 +28,16 @@ GIVEN = {
     "(their notes are 6.2 to 7.5 s)": "published: stage1.py of Open-Sora, also in open_sora.json",
     "less than 1 % of discrepancy, and 2 to 3 times the speed": "published: the paper of KnapFormer",
     "up to 2.1 times the speed": "published: VideoSys",
-    "a limit of 1.02 ×": "setting of scripts/benchmark_knapformer.py",
-    "a frame and 10 seconds": "setting of scripts/benchmark_durations.py",
-    "at 5 s and at 10 s": "sizes in scripts/benchmark_durations.py",
+    "a limit of 1.02 ×": "setting of scripts/benchmarks/benchmark_knapformer.py",
+    "a frame and 10 seconds": "setting of scripts/benchmarks/benchmark_durations.py",
+    "at 5 s and at 10 s": "sizes in scripts/benchmarks/benchmark_durations.py",
     "cut to 5 s, and in packs up to 10 s": "the same",
     "One 24 GB card": "the memory of the GPU that the page is for",
     "a constant of 1 GiB": "what `planner/` adds to each plan",
-    "at most 60 seconds": "setting of scripts/benchmark_lengths.py",
-    "30 % images": "what scripts/benchmark_sampling.py draws",
+    "at most 60 seconds": "setting of scripts/benchmarks/benchmark_lengths.py",
+    "30 % images": "what scripts/benchmarks/benchmark_sampling.py draws",
     "Once they fill 2.5 MB": "limit of `runs/page.py`",
-    "whether 24, 48 and 80 GiB hold it": "columns of the page of `scripts/report_buckets.py`",
+    "whether 24, 48 and 80 GiB hold it": "columns of the page of `hf_bucketing report buckets`",
     "cut 22.6% of the frames": "an example of a verdict",
     "unless it is over 5 %": "`LIMIT` of `report/verdict.py`",
     "more than 5 % of the rows": "`MOST_DROPPED` of `planner/suggestion.py`",
@@ -79,7 +79,7 @@ def test_results_compare_with_others_at_their_best() -> None:
             continue
         (file, before, measure), (same_file, after, same_measure) = cells
         assert (file, measure) == (same_file, same_measure), row
-        rows = json.loads((ROOT / "scripts" / "benchmark_results" / f"{file}.json").read_text())["rows"]
+        rows = json.loads((ROOT / "scripts" / "benchmarks" / "results" / f"{file}.json").read_text())["rows"]
         theirs, ours = rows[int(before)], rows[int(after)]
         name, beginnings, shared = PEERS[file]
         assert theirs[name].startswith(beginnings)
@@ -98,7 +98,7 @@ def test_results_compare_with_others_at_their_best() -> None:
 
 
 def test_figures_in_the_documentation_are_up_to_date() -> None:
-    run_script_here("update_docs.py", "--check")
+    run_script_here("tools/update_docs.py", "--check")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -20,8 +20,8 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.synthetic.media import Clip, render
-from tests.conftest import ROOT, launch_flags
-from tests.docs.pages import PAGES
+from tests.conftest import launch_flags
+from tests.docs.pages import PAGES, call_of
 from tests.processes import launch_forked, run_forked
 
 REPLACEMENTS = {
@@ -75,16 +75,14 @@ def folder(tmp_path: Path) -> Path:
 
 def run_here(words: list[str], folder: Path) -> str:
     """Run a command of a page, and return what it printed; it fails the test if it fails."""
-    if words[0] == "python":
-        done = run_forked([ROOT / words[1], *words[2:]], [dict(os.environ)], cwd=folder)
-    else:
-        assert words[:2] == ["accelerate", "launch"]
-        (script,) = [place for place, word in enumerate(words) if word.startswith("scripts/")]
-        assert words[2:script] in ([], ["--num_processes", "1"])
-        command = [ROOT / words[script], *words[script + 1 :]]
-        env = {"ACCELERATE_USE_CPU": "true"}
-        done = launch_forked(launch_flags(1), command, num_processes=1, env=env, cwd=folder)
-    return done.stdout
+    name, arguments = call_of(words) or pytest.fail(f"{words} is no command")
+    command = ["-m", "hf_bucketing", *name.split(), *arguments]
+    if words[1] != "launch":
+        return run_forked(command, [{**os.environ, "ACCELERATE_USE_CPU": "true"}], cwd=folder).stdout
+    assert words[1:4] == ["launch", "--num_processes", "1"]
+    return launch_forked(
+        launch_flags(1), command, num_processes=1, env={"ACCELERATE_USE_CPU": "true"}, cwd=folder
+    ).stdout
 
 
 def commands(name: str) -> Iterator[list[str]]:
@@ -123,7 +121,7 @@ def test_packs_in_place_of_buckets_take_the_same_clips(folder: Path) -> None:
     name = "docs/getting-started.md"
     packs, buckets = spans_of(name, "--batching pack"), spans_of(name, "--train_batch_size")
     *before, train = [
-        command for command in PAGES[name].commands() if re.search(r"_pipeline|prepare_d|train_", command)
+        command for command in PAGES[name].commands() if re.search(r" pipeline| prepare | train ", command)
     ][:3]
     assert buckets in train
     for command in (*before, f"{train.replace(buckets, packs)} --dry_run"):

@@ -10,11 +10,11 @@ import pytest
 
 from tests.conftest import ROOT
 
-RESULTS = ROOT / "scripts" / "benchmark_results"
+RESULTS = ROOT / "scripts" / "benchmarks" / "results"
 
 
 def test_tables_follow_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
     tables = importlib.import_module("gpu_benchmark.h100").tables()
     assert json.loads((RESULTS / "h100.json").read_text()) == json.loads(json.dumps(tables))
 

@@ -9,8 +9,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
-from tests.conftest import run_script_here
-from tests.docs.pages import PAGES
+from tests.docs.pages import PAGES, run_call
 
 HEADING = "## From files to a LoRA"
 SMALL = {
@@ -34,8 +33,8 @@ NEEDS_A_GPU = {"--quantize_base": 1, "--offload_blocks": 1, "--offload_activatio
 """Flags that are refused without a GPU or an extra, and how many values each has."""
 
 FASTER = {
-    "train_text_to_video.py": ["--dataloader_num_workers", "0"],
-    "sample_video.py": ["--num_inference_steps", "2"],
+    "train": ["--dataloader_num_workers", "0"],
+    "sample": ["--num_inference_steps", "2"],
 }
 
 
@@ -65,19 +64,19 @@ def test_the_commands_of_a_page_train_and_render(
     monkeypatch.chdir(tmp_path)
     make_tiny_pipeline("tiny", family=family)
     page = PAGES[f"docs/models/{family}.md"]
-    calls = page.under(HEADING).script_calls()
+    calls = page.under(HEADING).calls()
     assert [script for script, _ in calls] == [
-        "prepare_dataset.py",
-        "plan_memory.py",
-        "cache_latents.py",
-        "train_text_to_video.py",
-        "sample_video.py",
+        "prepare",
+        "plan",
+        "cache",
+        "train",
+        "sample",
     ]
     hub = calls[1][1][0]
     names = {hub: "tiny", "clips": str(media_dir), "images": str(media_dir)}
     for script, arguments in calls:
-        if script != "plan_memory.py":  # whose own command scripts/benchmark_plans.py runs
+        if script != "plan":  # whose own command scripts/benchmarks/benchmark_plans.py runs
             AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-            run_script_here(script, *on_small_weights(arguments, names), *FASTER.get(script, []))
+            run_call(script, *on_small_weights(arguments, names), *FASTER.get(script, []))
     assert Path("trained/pytorch_lora_weights.safetensors").exists()
     assert Path(calls[-1][1][-1]).stat().st_size > 0

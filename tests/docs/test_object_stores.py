@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hf_bucketing.runs.review import losses_of
-from tests.conftest import ROOT, as_flags, launch_training, run_script_here
-from tests.docs.pages import PAGES
+from tests.conftest import ROOT, as_flags, launch_training
+from tests.docs.pages import PAGES, run_call
 from tests.docs.test_model_pages import on_small_weights
 from tests.object_store import BUCKET, object_store
 from tests.processes import dump_stacks_and_end
@@ -70,26 +70,26 @@ def test_two_nodes_train_from_a_bucket_and_one_resumes_after_the_other_died(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": str(pipeline_dir)}
-    calls = dict(PAGE.under("## Prepare, look, cache").script_calls()[:3])
+    calls = dict(PAGE.under("## Prepare, look, cache").calls()[:3])
     (command,) = [line for line in PAGE.commands() if line.startswith("bash scripts/launch/train_node.sh")]
     flags = [*on_small_weights(shlex.split(command)[2:], names), *FEW]
     with object_store() as store:
         store.put(str(media_dir), f"{BUCKET}/clips", recursive=True)
-        run_script_here("prepare_dataset.py", *on_small_weights(calls["prepare_dataset.py"], names), "--num_proc", 1)
-        cache = [*on_small_weights(calls["cache_latents.py"], names)]
-        (encoded,) = re.findall(r"(\d+) rows encoded", run_script_here("cache_latents.py", *cache).stdout)
+        run_call("prepare", *on_small_weights(calls["prepare"], names), "--num_proc", 1)
+        cache = [*on_small_weights(calls["cache"], names)]
+        (encoded,) = re.findall(r"(\d+) rows encoded", run_call("cache", *cache).stdout)
         assert int(encoded) > 10
-        assert f"{encoded} rows found" in run_script_here("cache_latents.py", *cache).stdout
+        assert f"{encoded} rows found" in run_call("cache", *cache).stdout
         assert not Path("cache").exists()
-        ((_, suggest),) = PAGE.under("## Is the store fast enough?").script_calls()
+        ((_, suggest),) = PAGE.under("## Is the store fast enough?").calls()
         here = as_flags(gpu_memory=1, num_gpus=2, device="cpu", mixed_precision="no", target_fps=8)
-        said = run_script_here("suggest_run.py", *on_small_weights(suggest, names), *here).stdout
+        said = run_call("suggest", *on_small_weights(suggest, names), *here).stdout
         assert re.search(r"\d+ decoding process", said)
         train_on_two_nodes_until(lambda: any(Path("trained").glob("checkpoint-*")), flags)
         resumed = launch_training(*flags, num_processes=1)
         assert "Resumed after optimizer step" in resumed.stderr
         assert len(losses_of(Path("trained"))) == STEPS
-        run_script_here("report_training.py", "trained", min_fall=-9)
+        run_call("report run", "trained", min_fall=-9)
 
 
 def program(folder: Path, name: str, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""scripts/update_docs.py writes figures and tables of JSON files into Markdown, between markers."""
+"""scripts/tools/update_docs.py writes figures and tables of JSON files into Markdown, between markers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ and <!-- figure: a.json fill -->0.843<!-- end --> of <!-- figure: a.json whole .
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of the script, a page and a file of figures."""
-    (tmp_path / "scripts" / "benchmark_results").mkdir(parents=True)
+    (tmp_path / "scripts" / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "scripts" / "update_docs.py", tmp_path / "scripts")
-    (tmp_path / "scripts" / "benchmark_results" / "a.json").write_text(json.dumps(FIGURES))
+    (tmp_path / "scripts" / "tools").mkdir()
+    shutil.copy(ROOT / "scripts" / "tools" / "update_docs.py", tmp_path / "scripts" / "tools")
+    (tmp_path / "scripts" / "benchmarks" / "results" / "a.json").write_text(json.dumps(FIGURES))
     (tmp_path / "README.md").write_text("No figures.\n")
     monkeypatch.setattr("tests.conftest.ROOT", tmp_path)
     return tmp_path
@@ -58,13 +59,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_figures_and_tables_are_written_from_json(repository: Path) -> None:
     page = repository / "docs" / "page.md"
     page.write_text(OUTDATED)
-    stale = run_script_here("update_docs.py", "--check", check=False)
+    stale = run_script_here("tools/update_docs.py", "--check", check=False)
     assert stale.returncode == 1
     assert "docs/page.md" in stale.stderr
     assert page.read_text() == OUTDATED
-    run_script_here("update_docs.py")
+    run_script_here("tools/update_docs.py")
     assert page.read_text() == UPDATED
-    run_script_here("update_docs.py", "--check")
+    run_script_here("tools/update_docs.py", "--check")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,6 @@ def test_figures_and_tables_are_written_from_json(repository: Path) -> None:
 )
 def test_what_is_not_there_is_an_error(marker: str, repository: Path) -> None:
     (repository / "README.md").write_text(f"<!-- {marker} --><!-- end -->")
-    failed = run_script_here("update_docs.py", check=False)
+    failed = run_script_here("tools/update_docs.py", check=False)
     assert failed.returncode == 1
     assert failed.stderr

@@ -8,7 +8,7 @@ import torch
 from hf_bucketing import PackingError
 from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
 from hf_bucketing.models.wan.packing import WanFamily
-from hf_bucketing.packing import SegmentSpans, attention, positions
+from hf_bucketing.packing import SegmentSpans, attention, strip_positions
 from tests.conftest import run_script_here
 from tests.models.cases import CASES, Samples, make_model
 
@@ -79,7 +79,7 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
                             num_keys=segments.num_keys)  # fmt: skip
         return original(query, key, value, wide, **options)
 
-    monkeypatch.setattr("hf_bucketing.packing.processors.packed_attention", leaking)
+    monkeypatch.setattr("hf_bucketing.packing.attention.dispatch.packed_attention", leaking)
     report = verify()
     assert not report.passed
     assert {"outputs", "gradients", "leak"} <= failed(report)
@@ -87,8 +87,10 @@ def test_attention_that_looks_into_other_samples_fails_outputs_gradients_and_lea
 
 
 def test_wrong_positions_fail_the_outputs_but_leak_nothing(monkeypatch) -> None:
-    original = positions.position_strips
-    monkeypatch.setattr(positions, "position_strips", lambda *args: tuple(part.flip(1) for part in original(*args)))
+    original = strip_positions.position_strips
+    monkeypatch.setattr(
+        strip_positions, "position_strips", lambda *args: tuple(part.flip(1) for part in original(*args))
+    )
     report = verify()
     assert "outputs" in failed(report)
     assert "leak" not in failed(report)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from hf_bucketing import PackingError
 from hf_bucketing.packing import PackedLayout
 from hf_bucketing.packing.layout import best_text_slots
-from hf_bucketing.packing.positions import position_strips
+from hf_bucketing.packing.strip_positions import position_strips
 from hf_bucketing.packing.strips import from_strips, to_strips
 
 samples = st.lists(

@@ -1,4 +1,4 @@
-"""A packed block dispatches about as many operations as a stock one; see scripts/benchmark_operations.py."""
+"""A packed block dispatches about as many operations as a stock one; see benchmark_operations.py."""
 
 from __future__ import annotations
 

@@ -67,7 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    sys.path.append("scripts")  # as pytest does; the cases of families are imported from there
     from tests.models.families import CASES as FAMILIES
 
     (folder,) = map(Path, sys.argv[1:])

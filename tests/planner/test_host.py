@@ -97,7 +97,7 @@ def test_disks_hold_one_checkpoint_more_than_are_kept(pipeline_dir: Path) -> Non
 
 
 def test_the_memory_of_machines_was_planned_within_15_percent() -> None:
-    runs = json.loads((ROOT / "scripts" / "benchmark_results" / "host_memory.json").read_text())["runs"]
+    runs = json.loads((ROOT / "scripts" / "benchmarks" / "results" / "host_memory.json").read_text())["runs"]
     ratios = {name: run["host_planned_mb"] / run["host_measured_mb"] for name, run in runs.items()}
     assert {name: ratio for name, ratio in ratios.items() if not 0.85 < ratio < 1.15} == {}
     for case in ("FSDP2", "not cached", "dataloader_num_workers=2"):

@@ -44,7 +44,7 @@ from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig, estimate
 from tests.conftest import ROOT, run_script, run_script_here
 
-PLANS = ROOT / "scripts" / "benchmark_results" / "plans.json"
+PLANS = ROOT / "scripts" / "benchmarks" / "results" / "plans.json"
 MIB = 2**20
 CPU = PlanConfig.from_flat(
     sample_size=[9, 64, 64],
@@ -474,7 +474,7 @@ def test_the_tables_in_the_documentation_are_what_the_script_writes(tmp_path: Pa
 
 
 def test_the_commands_in_the_documentation_are_those_of_the_tables(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
     plans = importlib.import_module("benchmark_plans")
     known = {
         plans.command_of(model, gpu_memory, flags)
@@ -483,14 +483,14 @@ def test_the_commands_in_the_documentation_are_those_of_the_tables(monkeypatch) 
     }
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     lines = re.sub(r" *\\\n *", " ", pages)
-    shown = set(re.findall(r"^python scripts/plan_memory.py .*$", lines, re.MULTILINE))
+    shown = set(re.findall(r"^hf_bucketing plan .*$", lines, re.MULTILINE))
     with_references = {command for command in shown if "--reference_sizes" in command}
     assert len(shown - with_references) >= 5
     assert shown - with_references <= known, "samples with references are in no table"
 
 
 def test_tables_by_gpu_name_the_first_options_that_fit(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
     plans = importlib.import_module("benchmark_plans")
     options = {"as given": 90.0, "quantized": 22.5, "offloaded": 17.0, "both": 18.0}
     rows = plans.by_gpu([{"each with those above": name, "total": total} for name, total in options.items()])
@@ -507,7 +507,7 @@ def test_tables_by_gpu_name_the_first_options_that_fit(monkeypatch) -> None:
 
 
 def test_measured_runs_were_planned_within_15_percent() -> None:
-    measured = json.loads((ROOT / "scripts" / "benchmark_results" / "memory.json").read_text())
+    measured = json.loads((ROOT / "scripts" / "benchmarks" / "results" / "memory.json").read_text())
     runs = measured["runs"]
     assert len(runs) >= 6
     assert {name: run["ratio"] for name, run in runs.items() if not 0.85 < run["ratio"] < 1.15} == {}
@@ -523,7 +523,7 @@ def test_measured_runs_were_planned_within_15_percent() -> None:
 def test_a_small_run_takes_what_is_planned(tmp_path: Path) -> None:
     """One case in float32: in bf16, which processors without its units emulate, the others take minutes."""
     name = "wan-30m, 1x512px, 1 process(es), lora_rank=16"
-    run_script("benchmark_memory.py", "--only", f"{name}$", "--output", tmp_path / "memory.json")
+    run_script("benchmarks/benchmark_memory.py", "--only", f"{name}$", "--output", tmp_path / "memory.json")
     runs = json.loads((tmp_path / "memory.json").read_text())["runs"]
     assert list(runs) == [name]
     assert runs[name]["ratio"] == pytest.approx(1, abs=0.15)

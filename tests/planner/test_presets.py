@@ -21,7 +21,9 @@ from hf_bucketing.training import TrainingConfig
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"
-MODELS: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts/benchmark_results/presets.json").read_text())["models"]
+MODELS: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts/benchmarks/results/presets.json").read_text())[
+    "models"
+]
 
 
 def configs_of(model: str) -> dict[str, PlanConfig]:

@@ -1,4 +1,4 @@
-"""Rejected rows are named: in their column, by samplers, and by prepare_dataset.py."""
+"""Rejected rows are named: in their column, by samplers, and by hf_bucketing prepare."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_a_verdict_says_when_a_suggestion_would_rank_the_other_way_first(cost: f
     packs = equal.strategies[-1]
     verdict = str(choose_way(changed(equal, "packing", epoch_cost=cost * packs.epoch_cost)))
     assert verdict.startswith("Bucket these:")
-    said = "By the time of a kept pixel alone, packs are ahead; suggest_run.py ranks by that"
+    said = "By the time of a kept pixel alone, packs are ahead; hf_bucketing suggest ranks by that"
     assert (said in verdict) == bool(way)
     slower = changed(changed(equal, "bucketing", cropped_area=0.2), "packing", epoch_cost=1.1 * packs.epoch_cost)
     assert "Pack these" in str(choose_way(slower))

@@ -22,8 +22,9 @@ from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
-from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
+from ...packing.positions import Tables, axis_coordinates, over_grid
 from ...packing.processors import Rotary
+from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_joint_norms
 from ..positions import one_table, rotary_tables

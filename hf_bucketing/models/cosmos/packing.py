@@ -15,7 +15,8 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer
 from ...packing.names import Grid
-from ...packing.positions import axis_coordinates, over_grid, position_strips, shape_only
+from ...packing.positions import axis_coordinates, over_grid, shape_only
+from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
 
 

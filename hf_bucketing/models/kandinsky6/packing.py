@@ -31,9 +31,10 @@ from ...packing.context import active_layout, exact_timesteps
 from ...packing.family import Draw, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
-from ...packing.positions import Tables, position_strips
+from ...packing.positions import Tables
 from ...packing.processors import attend_if_any
 from ...packing.segments import SegmentSpans
+from ...packing.strip_positions import position_strips
 from ..joint import JointFamily, embeddings_of_text
 from ..kandinsky5.packing import CONDITION, SCALE, Kandinsky5Family, PackedKandinsky5AttnProcessor, rotated
 from ..positions import one_table

@@ -17,8 +17,9 @@ from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
-from ...packing.positions import axis_coordinates, position_strips
+from ...packing.positions import axis_coordinates
 from ...packing.processors import PackedAttnProcessor
+from ...packing.strip_positions import position_strips
 from ..positions import hook_patch_embed, sincos_table
 
 

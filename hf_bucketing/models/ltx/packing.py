@@ -15,8 +15,9 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.names import Grid
-from ...packing.positions import Tables, axis_coordinates, over_grid, position_strips
+from ...packing.positions import Tables, axis_coordinates, over_grid
 from ...packing.processors import PackedAttnProcessor, rotate_channels
+from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
 
 SCALES = "rope_interpolation_scale"

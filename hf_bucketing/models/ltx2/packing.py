@@ -19,9 +19,10 @@ from ...packing.context import active_layout
 from ...packing.family import UNLIMITED, Draw, Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
-from ...packing.positions import Tables, position_strips
+from ...packing.positions import Tables
 from ...packing.processors import PackedAttnProcessor, Rotary, attend_if_any
 from ...packing.segments import SegmentSpans
+from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
 from ...packing.ulysses import all_tokens, own_heads, own_part, own_tokens
 from ..ltx.packing import first_frames, numbers_of_grids, over_sample

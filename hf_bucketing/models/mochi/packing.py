@@ -17,8 +17,8 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
 from ...packing.names import Grid
-from ...packing.positions import position_strips
 from ...packing.processors import PackedJointAttnProcessor, Rotary
+from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
 from ..joint import JointFamily, hook_text_modulation, texts_by_sample
 

@@ -20,9 +20,9 @@ from ...packing.context import active_layout
 from ...packing.family import Draw, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
-from ...packing.positions import position_strips
 from ...packing.processors import Processor, attend, project
 from ...packing.segments import SegmentSpans
+from ...packing.strip_positions import position_strips
 from ...packing.strips import patchify, unpatchify
 from ..wan.packing import PackedWanAttnProcessor, WanFamily
 

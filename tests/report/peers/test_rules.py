@@ -1,7 +1,7 @@
 """Rules of trainers, against sizes that their own code gave for the same rows.
 
 The sizes were computed by the functions of each repository at the commit that its module names; on 2,000 random rows
-the rules gave the same as these functions (scripts/benchmark_peers.py).
+the rules gave the same as these functions (scripts/benchmarks/benchmark_peers.py).
 """
 
 from __future__ import annotations
