@@ -13,10 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bucketing import BucketingError, BucketTable, Size
+from hf_bucketing import BucketingError, Size
+from hf_bucketing.batching import way_of
 from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.step_rows import LargestStep
 from hf_bucketing.caching.fingerprints import latents_fingerprint
+from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.loss_mask import LOSS_MASK
@@ -124,8 +126,7 @@ def test_a_model_of_two_frames_takes_both(folder) -> None:
 def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     recipe = load(folder(tiny))
     names = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
-    table = BucketTable.parse("32,48", frames=[1])
-    shape = {"table": table, "spec": recipe.spec, "conditions": names}
+    shape = {"way": way_of(BatchConfig()), "spec": recipe.spec, "conditions": names}
     data: Any = SimpleNamespace(text_tokens=0, audio=None, references=None, **shape)
     largest = LargestStep([Size(1, 32, 48)] * 2, tokens=0, references=[(Size(1, 32, 48),)] * 2)
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)

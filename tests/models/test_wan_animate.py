@@ -11,9 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bucketing import BucketTable, PackingError, Size
+from hf_bucketing import PackingError, Size
+from hf_bucketing.batching import way_of
 from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Recipe
@@ -147,8 +149,7 @@ def test_the_pipeline_is_given_the_background_without_what_the_mask_replaces(rec
 
 def test_a_step_that_is_tried_out_has_faces(recipe: Recipe) -> None:
     size, names = Size(1, 32, 48), ("control", "face", "mask", "reference")
-    table = BucketTable.parse("32,48", frames=[1])
-    shape = {"table": table, "spec": recipe.spec, "conditions": names}
+    shape = {"way": way_of(BatchConfig()), "spec": recipe.spec, "conditions": names}
     data: Any = SimpleNamespace(text_tokens=0, audio=None, references=None, **shape)
     largest = LargestStep([size] * 2, tokens=0, references=[(size,)] * 2)
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
