@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, as_flags, made_once, run
+from tests.docs.pages import PAGES, call_of
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +145,16 @@ def pythons() -> Iterator[Path]:
     yield from Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin/python3")
 
 
+def python_of(minor: int) -> Path:
+    """Return a Python 3 of a minor version that is at hand; the running one is preferred."""
+    for path in pythons():
+        code = "import sys, venv, ensurepip; print(sys.version_info[1])"
+        tried = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+        if tried.returncode == 0 and tried.stdout.strip() == str(minor):
+            return path
+    pytest.skip(f"there is no Python 3.{minor}")
+
+
 def newest_python() -> Path:
     named = re.findall(r"Python :: 3\.(\d+)", CONFIG["metadata"]["classifiers"])
     found = {}
@@ -188,7 +200,6 @@ from hf_bucketing import open_table, token_ladder
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import describe_assignment
 
-sys.path.append(sys.argv[2])
 from hf_bucketing.synthetic.media import make_media_dataset
 
 folder = Path(sys.argv[1])
@@ -211,7 +222,7 @@ assert "torch" not in sys.modules
 
 def test_the_newest_python_prepares_a_data_set_without_torch(clone: Path, without_torch: Path, tmp_path: Path) -> None:
     """Covers the newest Python and PyAV: media, columns, tables, prepared folders, reports, and a clean exit."""
-    command = [without_torch, "-c", PREPARE_WITHOUT_TORCH, tmp_path, clone / "scripts"]
+    command = [without_torch, "-c", PREPARE_WITHOUT_TORCH, tmp_path]
     result = run(command, cwd=clone.parent, env=ALONE)
     assert "18 of 18 rows assigned" in result.stdout
     assert (tmp_path / "prepared" / "bucketing.json").exists()
@@ -257,6 +268,53 @@ def test_the_newest_versions_prepare_and_train(
             env={**ALONE, "ACCELERATE_USE_CPU": "true"},
         )
     assert (trained / "model_index.json").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the clone."""
+
+    def build(folder: Path) -> None:
+        run([sys.executable, "-m", "build", "--wheel", "--outdir", folder, clone])
+
+    (built,) = made_once(tmp_path_factory, "wheel", build).glob("*.whl")
+    return built
+
+
+@pytest.mark.parametrize("minor", sorted({10, sys.version_info[1], 13}))
+def test_a_wheel_alone_trains_and_samples_by_its_commands(minor: int, wheel: Path, tmp_path: Path) -> None:
+    """In an empty environment and without the clone: what Getting started does, on ten clips.
+
+    Where no CPU build of torch is at hand for a Python, this downloads about 3 GB and fills 6 GB.
+    """
+    if shutil.disk_usage(tmp_path).free < 12 * 2**30:
+        pytest.skip(f"torch with CUDA needs 12 GiB of free disk at {tmp_path}")
+    python = make_venv(tmp_path / "venv", python_of(minor))
+    pinned = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pip_install(python, f"{wheel}[train]", *pinned)
+    env = {**ALONE, "ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    (tmp_path / "work").mkdir()
+    called = []
+    for command in PAGES["docs/getting-started.md"].commands():
+        name, words = call_of(shlex.split(command)) or ("", [])
+        if name and not any("wan" in word.lower() for word in words):
+            words = ["10" if word == "20" else word for word in words]
+            program = [python.with_name("hf_bucketing"), *name.split(), *words]
+            run(program, cwd=tmp_path / "work", env=env)
+            called.append(name)
+    assert [*dict.fromkeys(called)] == [
+        "demo data",
+        "demo pipeline",
+        "prepare",
+        "report buckets",
+        "train",
+        "sample",
+        "report run",
+    ]
+    assert (tmp_path / "work" / "trained" / "pytorch_lora_weights.safetensors").is_file()
+    listed = run([python.with_name("hf_bucketing"), "--help"], cwd=tmp_path / "work", env=env).stdout
+    assert "  prepare " in listed
+    shutil.rmtree(tmp_path / "venv")  # of some gigabytes
 
 
 def test_the_newest_versions_pass_the_core_tests(clone: Path, newest: Path) -> None:

@@ -14,6 +14,7 @@ from accelerate.commands.config import config_args
 from hf_bucketing.commands import launch, train
 from hf_bucketing.errors import FlagError
 from hf_bucketing.runs.logs import Logs
+from tests.command_line.test_interrupts import interrupt
 from tests.conftest import as_flags, launch_flags, run, run_command_here
 
 CONFIGURED = """compute_environment: LOCAL_MACHINE
@@ -126,3 +127,19 @@ def test_what_fails_is_said_once_and_ends_the_launcher_with_its_code(
     assert failed.returncode == 1
     assert failed.stderr.count("holds no bucketing.json; make it with hf_bucketing prepare.") == 1, failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ctrl_c_reaches_the_processes_and_is_answered_once(
+    num_processes: int, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log.txt"
+    flags = ["--main_process_port", 0, *launch_flags(num_processes)]
+    forever = [*training(pipeline_dir, prepared_dir, out), "--max_train_steps", 10**6, "--checkpointing_steps", 2]
+    command = [sys.executable, "-m", "hf_bucketing", "launch", *flags, "train", *forever]
+    code = interrupt(command, log, lambda text: (out / "checkpoint-2").exists())
+    text = log.read_text()
+    assert code == 130, text
+    assert text.count("Interrupted. ") == 1
+    assert "Traceback" not in text
