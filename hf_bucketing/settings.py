@@ -17,7 +17,7 @@ What holds for a setting beside its value is metadata of its field, or of the fi
 | `decides_steps` | True if the number of optimizer steps follows from it |
 | `left_open` | value that lets a run choose: a resumed run takes the choice of the saved run |
 | `needs_rows` | why rows from a stream cannot have it |
-| `batching` | the only way of batching that uses it |
+| `batching` | the ways of batching that use it; all if it is not there |
 | `planned` | False if neither memory nor time of a plan depends on it |
 | `chosen` | True if a suggestion chooses it, or does without |
 | `encoded` | what of a cache it would change: `"media"` or `"captions"` |
@@ -171,6 +171,12 @@ def not_default(config: Any, *names: str) -> list[str]:
     values = flatten(config)
     defaults = {setting.name: setting.default for setting in settings_in(type(config))}
     return [name for name in names if values[name] != defaults[name]]
+
+
+def given_settings(config: Any) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, by name."""
+    values = flatten(config)
+    return {name: values[name] for name in not_default(config, *values)}
 
 
 def marked(kind: type, key: str) -> dict[str, Any]:

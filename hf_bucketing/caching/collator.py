@@ -19,6 +19,7 @@ from ..loaders.collators import Row, names_of_sources, regularization, require
 from ..loaders.occurrences import OCCURRENCE, occurrence_of, row_generator
 from ..loaders.state import epoch_number
 from ..media.remote import is_url
+from ..plans.ways import stacks
 from ..randomness import ROW, Purpose
 from .columns import NULL_TEXT_KEY, OTHER
 from .store import TensorCache, entry_key
@@ -79,7 +80,7 @@ class CachedCollator:
             raise BucketingError("Cached views of several sizes need a `seed`, by which a plan counts their tokens.")
         self.info = cache
         self.cache = TensorCache(cache.folder)
-        self.stack = cache.batching == "bucket"
+        self.stack = stacks(cache.batching)
         self.caption_column = caption_column
         self.seed = seed
         self.first_view = first_view

@@ -24,6 +24,7 @@ from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
 from ..media.conditions import REFERENCE
+from ..plans.ways import stacks
 from .columns import LatentColumns, SeeingTextColumns, Shown, TextColumns
 from .encoders import describe_encoders
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
@@ -108,14 +109,15 @@ def cache_dataset(
 
 def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -> tuple[Dataset, LatentColumns]:
     """Return the rows with the buckets whose sizes are cached, and the column callable."""
-    table = prepared.table if config.batching == "bucket" else prepared.open_table
+    at_buckets = stacks(config.batching)
+    table = prepared.table if at_buckets else prepared.open_table
     rows = prepared.dataset
     if config.random_resize is not None and prepared.open_table.image_sizes is not None:
         raise BucketingError(
             "Omit `random_resize`: images cannot take both sizes of videos and sizes drawn at random; prepare them "
             "without `image_sizes`."
         )
-    if config.batching == "pack":
+    if not at_buckets:
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
 

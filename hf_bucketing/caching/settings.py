@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import BucketingError
 from ..media.views import ViewRule
+from ..plans.ways import CachedAs, stacks
 from ..settings import check_at_least, check_literals, setting
 
 
@@ -52,7 +53,7 @@ class CacheConfig:
     """
 
     folder: str = field(metadata={"flag": False})
-    batching: Literal["bucket", "pack"] = "bucket"
+    batching: CachedAs = "bucket"
     views: ViewRule = field(default_factory=lambda: ViewRule(random_crop=False))
     views_per_sample: int = 1
     random_resize: int | None = None
@@ -75,7 +76,7 @@ class CacheConfig:
             raise BucketingError(
                 "`random_resize` draws the sizes of all views but the first; give `views_per_sample` too."
             )
-        if self.random_resize is not None and self.batching == "bucket":
+        if self.random_resize is not None and stacks(self.batching):
             raise BucketingError(
                 "Omit `random_resize`: all views of a sample in a bucket have its size. Prepare with `each_budget`, "
                 "by which each sample is a row at every one of `bucket_tokens`."

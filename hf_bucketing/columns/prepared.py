@@ -27,6 +27,7 @@ from ..media.remote import is_url
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences, appending
 from ..media.rows import SOURCE, SOURCE_COLUMN, MediaColumns
+from ..plans.ways import CachedAs
 from ..randomness import OWN_PREFIX, ROW, check_rows
 from .apply import undecoded
 from .arrays import column_array, column_batches
@@ -84,7 +85,7 @@ class CacheInfo:
     """
 
     folder: str
-    batching: Literal["bucket", "pack"]
+    batching: CachedAs
     latents_model: str
     text_model: str | None
     empty_text_key: str | None

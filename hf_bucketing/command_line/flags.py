@@ -48,7 +48,6 @@ class _ConfigRule(NamedTuple):
     script: str
     others: Callable[[], Mapping[str, Collection[str]]]
     names: Mapping[str, Sequence[str]]
-    unused: Collection[str]
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -113,7 +112,8 @@ class FlagParser(argparse.ArgumentParser):
             listed (`bool`): Whether settings are added that only a list of configurations in a file has.
         """
         groups: dict[type, Any] = {}
-        for setting in settings_in(kind):
+        required_first = sorted(settings_in(kind), key=lambda setting: setting.default is not dataclasses.MISSING)
+        for setting in required_first:
             flag = setting.metadata.get("flag", True)
             if setting.name in skip or flag is False or (flag == "listed" and not listed):
                 continue
@@ -146,7 +146,6 @@ class FlagParser(argparse.ArgumentParser):
         *,
         others: Callable[[], Mapping[str, Collection[str]]],
         names: Mapping[str, Sequence[str]] = MappingProxyType({}),
-        unused: Collection[str] = (),
     ) -> None:
         """Add `--config`, a YAML file that holds settings of this and other scripts; flags override it.
 
@@ -160,9 +159,8 @@ class FlagParser(argparse.ArgumentParser):
             others (callable): Function that returns the names of all settings of each script.
             names (mapping of `str` to names, *optional*): Names that a flag has in files, instead of its own: the
                 first one that is given counts.
-            unused (collection of `str`): Names that a file may hold for this script although it has no such flag.
         """
-        self._config = _ConfigRule(script, others, names, unused)
+        self._config = _ConfigRule(script, others, names)
         self.add_argument(
             "--config",
             metavar="FILE",
@@ -176,7 +174,7 @@ class FlagParser(argparse.ArgumentParser):
         if self._config is None:
             return None
         names = {action.dest for action in self._actions} - {"help", "config"}
-        return self._config.script, frozenset(names.union(self._config.unused))
+        return self._config.script, frozenset(names)
 
     @property
     def flags(self) -> dict[str, str]:

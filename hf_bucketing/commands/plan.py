@@ -18,7 +18,7 @@ def make_parser() -> FlagParser:
     from ..placement.conflicts import conflicting_settings
     from ..planner.gpus import TimeConfig
     from ..planner.settings import PlanConfig
-    from ..settings import flag_names, names_of
+    from ..settings import names_of
     from .script_settings import NOT_PLANNED, settings_of_scripts
 
     parser = FlagParser(__doc__)
@@ -30,13 +30,12 @@ def make_parser() -> FlagParser:
     parser.add_settings(TimeConfig, skip=["price_per_hour"])
     named = {*names_of(PlanConfig)} - NOT_PLANNED - {"max_tokens"}  # which is a number here
     parser.name_conflicts(conflicting_settings(named))
-    parser.add_config(
-        "plan_memory", others=settings_of_scripts, unused=NOT_PLANNED.intersection(flag_names(PlanConfig))
-    )
+    parser.add_config("plan_memory", others=settings_of_scripts)
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
+    from ..configuration.launch import configured_precision
     from ..planner.figure import options_chart
     from ..planner.gpus import TimeConfig
     from ..planner.memory import verdict_on
@@ -49,18 +48,19 @@ def main(args: argparse.Namespace) -> None:
         option_rows,
         plan_options,
     )
-    from ..planner.settings import PlanConfig
     from ..planner.time import BatchCost, Speed
     from ..report.charts import save_charts
     from ..units import format_bytes
-    from .script_settings import commands_of
+    from .script_settings import commands_of, plan_of_flags
 
     def show(row: MemoryOption) -> None:
         verdict = verdict_on(row.plan.total, memory * 2**30)
         print(f"  {row.name}: {format_bytes(row.plan.total)}, {verdict}", file=sys.stderr, flush=True)
 
     check_writable(args.figure, args.json)
-    name, memory, config = args.pretrained_model_name_or_path, args.gpu_memory, from_flags(PlanConfig, args)
+    precision = args.mixed_precision or configured_precision()
+    config = plan_of_flags(args, mixed_precision=precision)
+    name, memory = args.pretrained_model_name_or_path, args.gpu_memory
     print("Planning one option after another, each with those above:", file=sys.stderr, flush=True)
     rows = plan_options(name, config, gpu_memory=memory, progress=show)
     plan = rows[0].plan

@@ -186,12 +186,13 @@ def plan_of_memory(
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
     shown = () if references is None else references.most(largest.size, spec=report.spec)
-    base = PlanConfig(
+    base = PlanConfig.from_flat(
         sample_size=[*largest.size],
         reference_sizes=as_reference_sizes(shown),
         audio_fps=None if audio is None else audio.slowest,
         train_batch_size=samples,
         condition=condition,
+        mixed_precision="bf16",
         cached="all",
     )
     settings = {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..command_line.config_file import CACHE, CACHED_DIR, PREPARE, SOURCES, TRAIN, ConfigFile
-from ..configuration.run import TrainingConfig
+from ..configuration.launch import LaunchConfig
 from ..planner.settings import PlanConfig
-from ..settings import flatten, marked, settings_in
+from ..settings import given_settings, marked, names_of
 from .table import COMMANDS
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ NOT_PLANNED = frozenset(name for name, planned in marked(PlanConfig, "planned").
 
 SUGGESTED = NOT_PLANNED | {*marked(PlanConfig, "chosen")}
 """Settings of a plan that are no flags of `hf_bucketing suggest`: it chooses them, or does without."""
+
+
+def plan_of_flags(args: argparse.Namespace, **others: Any) -> PlanConfig:
+    """Return what the flags of a command plan for, and `others`, without settings on which no plan depends."""
+    values = {**vars(args), **others}
+    planned = {*names_of(PlanConfig)} - NOT_PLANNED
+    return PlanConfig.from_flat(**{name: value for name, value in values.items() if name in planned})
 
 
 def settings_of_scripts() -> dict[str, frozenset[str]]:
@@ -60,9 +68,8 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
         name_or_path (`str`): Diffusers pipeline.
         row ([`MemoryOption`]): The option.
     """
-    planned = flatten(row.config)
-    settings = training_settings(row.config, length=row.plan.shape.length)
-    cached, launch = planned["cached"] != "nothing", launcher(row.config)
+    settings = given_settings(row.config.run)
+    cached, launch = row.config.samples.cached != "nothing", launcher(row.config.launch)
     common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
     given = [_flag(name, value) for name, value in settings.items()]
     commands = []
@@ -76,27 +83,10 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
     return commands
 
 
-def training_settings(config: PlanConfig, *, length: int) -> dict[str, Any]:
-    """Return the settings of training that a plan decides.
-
-    Packs without `max_tokens` get `length`, the tokens of a step as it was planned.
-    """
-    planned = flatten(config)
-    if planned["batching"] == "pack" and planned["max_tokens"] is None:
-        planned["max_tokens"] = length
-    if planned["max_tokens"] is not None:
-        del planned["train_batch_size"]
-    return {
-        setting.name: planned[setting.name]
-        for setting in settings_in(TrainingConfig)
-        if setting.name in planned and planned[setting.name] != setting.default
-    }
-
-
-def launcher(config: PlanConfig) -> str:
-    """Return the beginning of a command that starts the processes of a plan."""
-    file = f"--config_file scripts/accelerate_configs/{config.sharding}.yaml " if config.num_processes > 1 else ""
-    return f"hf_bucketing launch {file}--num_processes {config.num_processes}"
+def launcher(launch: LaunchConfig) -> str:
+    """Return the beginning of a command that starts the processes of a run."""
+    file = f"--config_file scripts/accelerate_configs/{launch.sharding}.yaml " if launch.num_processes > 1 else ""
+    return f"hf_bucketing launch {file}--num_processes {launch.num_processes}"
 
 
 def _flag(name: str, value: Any) -> str:

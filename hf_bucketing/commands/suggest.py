@@ -152,24 +152,27 @@ def suggest(args: argparse.Namespace) -> Suggested:
     from ..columns.prepared import MANIFEST
     from ..planner.components import read_components
     from ..planner.gpus import TimeConfig
-    from ..planner.settings import MachineConfig, PlanConfig
+    from ..planner.settings import MachineConfig
     from ..planner.suggestion import Suggester
     from ..planner.time import Speed, StepSeconds
+    from ..settings import changed
     from ..training.caches import sequence_length
+    from .script_settings import plan_of_flags
 
     measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))
     machine = from_flags(MachineConfig, args, cpus=args.cpus or os.cpu_count())
-    base, speed = from_flags(PlanConfig, args), Speed.of(from_flags(TimeConfig, args), gpu_memory=machine.gpu_memory)
-    components = read_components(args.pretrained_model_name_or_path, trained=base.trained_component)
+    base = plan_of_flags(args, mixed_precision=args.mixed_precision or "bf16")
+    speed = Speed.of(from_flags(TimeConfig, args), gpu_memory=machine.gpu_memory)
+    components = read_components(args.pretrained_model_name_or_path, trained=base.run.trained_component)
     data: Any
     if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
         data = args.dataset[0]
         rows, ways, cached = read_prepared(args, data, components)
         if cached is not None:
             length = sequence_length(
-                base.max_sequence_length, cached, folder=data, model=args.pretrained_model_name_or_path
+                base.run.max_sequence_length, cached, folder=data, model=args.pretrained_model_name_or_path
             )
-            base = replace(base, cached="all", max_sequence_length=length)
+            base = changed(base, cached="all", max_sequence_length=length)
     else:
         rows, ways, data = read_sources(args, sources, components)
     suggester = Suggester(components, rows, machine=machine, base=base, speed=speed, measured=measured)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..batching.ways import WAYS
 from ..columns.settings import SourceConfig
 from ..columns.source_lists import settings_of_sources
 from ..command_line.config_file import CACHED_DIR, CONFIG_FILE, SOURCES, write_config
@@ -16,8 +17,9 @@ from ..planner.rows import DataRows
 from ..planner.settings import MachineConfig
 from ..planner.suggestion import MOST_DROPPED, Candidate, Suggestion
 from ..report.text import align
+from ..settings import given_settings
 from ..units import format_bytes, format_seconds
-from .script_settings import launcher, training_settings
+from .script_settings import launcher
 
 FILES = 3
 """Candidates that are written."""
@@ -35,12 +37,6 @@ _CHECKPOINTS = 10
 """Checkpoints over the whole run, of which the last ones are kept."""
 
 _STREAMED_STEPS = 1000
-
-_MORE_SIZES = {
-    "bucket": "and each sample at several sizes after --each_budget of hf_bucketing prepare",
-    "pack": "of several sizes with --random_resize",
-}
-"""What else a cache can hold, by the way of batching."""
 
 
 def write_suggestion(
@@ -106,7 +102,7 @@ def run_settings(candidate: Candidate, *, machine: MachineConfig, rows: DataRows
         machine ([`MachineConfig`]): The machine.
         rows ([`DataRows`]): What is known of the rows.
     """
-    values = training_settings(candidate.config, length=candidate.config.max_tokens or 0)
+    values = given_settings(candidate.config.run)
     values |= {"dataloader_num_workers": candidate.num_workers}
     steps = _STREAMED_STEPS
     if rows.total is None:
@@ -121,7 +117,7 @@ def run_settings(candidate: Candidate, *, machine: MachineConfig, rows: DataRows
 
 def _commands(candidate: Candidate, file: Path, *, prepared: bool, streaming: bool) -> list[str]:
     """Return the commands that run a candidate by its file."""
-    launch = launcher(candidate.config)
+    launch = launcher(candidate.config.launch)
     commands = [f"{launch} train --config {file}"]
     if candidate.once is not None:
         commands.insert(0, f"{launch} cache --config {file}")
@@ -177,7 +173,7 @@ def describe_best(suggestion: Suggestion, machine: MachineConfig) -> list[str]:
             f"Of 1, latents and texts are cached: encoding takes {format_seconds(best.once.seconds)} "
             f"({format_seconds(best.once.least)} to {format_seconds(best.once.most)}) once, and not in each of "
             f"{epochs} epochs. The cache holds one view of each sample, or more "
-            f"with --views_per_sample of hf_bucketing cache, {_MORE_SIZES[best.config.batching]}."
+            f"with --views_per_sample of hf_bucketing cache, {WAYS[best.way.batching].more_cached_sizes}."
         )
     if best.workers is not None and best.once is not None:
         lines.append(f"Of 1, without the cache {best.workers:,} decoding processes per GPU would keep up with it.")

@@ -64,7 +64,9 @@ def suggestion_page(
 
 def _charts(suggestion: Suggestion, machine: MachineConfig) -> Sequence[Chart]:
     runs, best = suggestion.candidates, suggestion.candidates[0]
-    names = [f"{rank}: {run.way.batching}, {run.config.max_tokens:,}" for rank, run in enumerate(runs, start=1)]
+    names = [
+        f"{rank}: {run.way.batching}, {run.config.run.batches.token_limit:,}" for rank, run in enumerate(runs, start=1)
+    ]
 
     def interval(run: Candidate) -> str:
         return f"{format_seconds(run.time.least)} to {format_seconds(run.time.most)}"

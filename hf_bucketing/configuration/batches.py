@@ -11,8 +11,13 @@ from ..packing.token_drop import Mode as TokenDropMode, TokenDrop
 from ..plans.bin_packing import PackStrategy
 from ..plans.buckets import BucketLimits, BucketPlanConfig
 from ..plans.deal import Remainder
+from ..plans.lengths import LengthPlanConfig, LengthStrategy
 from ..plans.packs import Balance, PackLimits, PackPlanConfig
+from ..plans.ways import WayName
 from ..settings import check_at_least, check_literals, check_shares, marked, not_default, setting
+
+_OWN_SIZES = ("pack", "length")
+"""Ways of batching whose samples keep their own size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +25,19 @@ class BatchConfig:
     """How samples are put into batches.
 
     Args:
-        batching (`"bucket"` or `"pack"`): Stacks of samples of one size, or packs of samples of any sizes.
-        train_batch_size (`int`): Samples per process and step, for buckets without `max_tokens`.
+        batching (`"bucket"`, `"pack"` or `"length"`): Stacks of samples of one size, packs of samples of any sizes, or
+            samples of their own sizes padded to the longest of their batch.
+        train_batch_size (`int`): Samples per process and step without `max_tokens`, which packs need.
         max_tokens (`int` or `"auto"`, *optional*): Tokens per process and step, which packs need. Where text sits in
             one sequence with its sample, the `max_sequence_length` tokens of each caption count too. With `"auto"`,
-            the run finds the largest number that fits in memory.
+            the run finds the largest number that fits in memory. For batches of like length, padding counts too.
         remainder (`"short"`, `"drop"`, `"repeat"` or `"catch_all"`): Treatment of the samples of a bucket that do not
             fill a step on all processes: a smaller step, none, a step filled up with samples seen before, or batches
             shared by all buckets.
+        length_strategy (`"bucket"`, `"random"` or `"sorted"`): Samples of a padded batch: those whose lengths lie
+            between the same two boundaries, any, or those of neighbouring lengths.
+        length_buckets (`int`, *optional*): Intervals of lengths, for `length_strategy="bucket"`; by default as many
+            as leave each some four batches, at most 50.
         pack_strategy (`"sequential"`, `"first_fit"` or `"best_fit_decreasing"`): Bin packing of samples into packs.
         balance (`"none"` or `"cost"`): Whether the packs of one step are chosen to cost the same on all processes.
         cost_model (`str`, *optional*): Cost of tokens as a run measured it, the cost_model.json in its output folder,
@@ -55,62 +65,67 @@ class BatchConfig:
         BucketingError: On an impossible value, or a setting that the chosen way of batching does not use.
     """
 
-    batching: Literal["bucket", "pack"] = setting("bucket", on_resume="equal", common=True)
-    train_batch_size: int = setting(4, argument="batch_size")
-    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True)
+    batching: WayName = setting("bucket", on_resume="equal", common=True, planned=True, chosen=True)
+    train_batch_size: int = setting(4, argument="batch_size", planned=True, chosen=True)
+    max_tokens: int | Literal["auto"] | None = setting(None, left_open="auto", common=True, planned=True, chosen=True)
     remainder: Remainder = setting(
         BucketPlanConfig.remainder,
-        batching="bucket",
+        batching=("bucket",),
         held_out="short",
         needs_rows="what remains of a bucket at the end of a stream comes in smaller batches",
     )
+    length_strategy: LengthStrategy = setting(LengthPlanConfig.strategy, argument="strategy", batching=("length",))
+    length_buckets: int | None = setting(None, argument="num_buckets", batching=("length",))
     pack_strategy: PackStrategy = setting(
         PackPlanConfig.strategy,
         argument="strategy",
-        batching="pack",
+        batching=("pack",),
         needs_rows="rows go into packs as they come, each into the oldest one that has room",
     )
     balance: Balance = setting(
         PackPlanConfig.balance,
-        batching="pack",
+        batching=("pack",),
         held_out="none",
         needs_rows="packs can be chosen only among those of a plan",
     )
     cost_model: str | None = None
-    strip_length: int = PackPlanConfig.strip_length
+    strip_length: int = setting(PackPlanConfig.strip_length, planned=True)
     longest_first: bool = setting(
         False, held_out=False, needs_rows="the most expensive step of a stream is not known before it comes"
     )
     random_resize: int | None = setting(
         None,
         argument="resize",
-        batching="pack",
+        batching=("pack",),
         on_resume="equal",  # the sampler's state holds the tokens of one epoch, and not the sizes that are drawn
         encoded="media",
         held_out=None,
         needs_rows="a plan counts the tokens of the sizes that are drawn",
     )
-    attention_backend: Backend = setting("auto", argument="backend", batching="pack", on_resume="free")
-    positions: Literal["native", "interpolate"] = setting("native", batching="pack", on_resume="equal")
-    base_size: list[int] | None = setting(None, batching="pack", on_resume="equal")
+    attention_backend: Backend = setting("auto", argument="backend", batching=_OWN_SIZES, on_resume="free")
+    positions: Literal["native", "interpolate"] = setting("native", batching=_OWN_SIZES, on_resume="equal")
+    base_size: list[int] | None = setting(None, batching=_OWN_SIZES, on_resume="equal")
     cached_views: Literal["draw", "all", "first"] = setting(
         "draw", on_resume="applied", held_out="first", needs_rows="a stream is read from its files, not from a cache"
     )
-    token_drop_rate: float = setting(0.0, argument="rate", batching="pack", on_resume="equal", held_out=0.0)
+    token_drop_rate: float = setting(0.0, argument="rate", batching=("pack",), on_resume="equal", held_out=0.0)
     token_drop_mode: TokenDropMode = setting(
-        "random", argument="mode", batching="pack", on_resume="equal", held_out="random"
+        "random", argument="mode", batching=("pack",), on_resume="equal", held_out="random"
     )
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_at_least(1, self, "train_batch_size", "strip_length", "random_resize")
+        check_at_least(1, self, "train_batch_size", "strip_length", "random_resize", "length_buckets")
         if self.max_tokens not in (None, "auto") and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
             raise BucketingError(f'`max_tokens` must be a number of tokens or "auto", got {self.max_tokens!r}.')
-        if self.batching == "pack" and self.max_tokens is None:
+        if self.strips is not None and self.max_tokens is None:
             raise BucketingError("Packing needs `max_tokens`, the tokens per process and step.")
-        of_others = [name for name, batching in marked(BatchConfig, "batching").items() if batching != self.batching]
+        ways = marked(BatchConfig, "batching").items()
+        of_others = [name for name, of_ways in ways if self.batching not in of_ways]
         if given := not_default(self, *of_others):
             raise BucketingError(f"Omit {quoted(given)}: no effect with `batching={self.batching}`.")
+        if self.length_buckets is not None and self.length_strategy != "bucket":
+            raise BucketingError('Omit `length_buckets`: no effect unless `length_strategy="bucket"`.')
         check_shares(self, "token_drop_rate")
         if not self.token_drop_rate and self.token_drop_mode != "random":
             raise BucketingError("Omit `token_drop_mode`: no effect without `token_drop_rate`.")
@@ -120,6 +135,11 @@ class BatchConfig:
             raise BucketingError(
                 f"`base_size` must be three positive counts of tokens: frames, rows and columns; got {self.base_size}."
             )
+
+    @property
+    def strips(self) -> int | None:
+        """Tokens of each strip of a pack; None where batches have no strips."""
+        return self.strip_length if self.batching == "pack" else None
 
     @property
     def token_drop(self) -> TokenDrop | None:

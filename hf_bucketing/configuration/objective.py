@@ -64,7 +64,7 @@ class ObjectiveConfig:
     loss_reduction: Reduction = "sample"
     caption_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
     reference_dropout: float = setting(0.0, on_resume="applied", held_out=0.0)
-    condition: str | None = setting(None, on_resume="applied")
+    condition: str | None = setting(None, on_resume="applied", planned=True)
     loss_weight: str | None = setting(None, on_resume="applied")
     audio_weight: float = 1.0
 

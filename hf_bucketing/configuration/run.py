@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError, quoted
@@ -37,23 +37,18 @@ from .preservation import PreservationConfig
 from .reporting import ReportingConfig
 from .validation import ValidationConfig
 
+Config = TypeVar("Config", bound="RunConfig")
+
 COST_MODEL = "cost_model.json"
 """File in the output folder of a run that holds the measured cost of its steps."""
 
 
 @explains_names
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """Settings of [`train`][hf_bucketing.training.train].
-
-    The names of all settings, those of its parts included, are the flags of `hf_bucketing train` and
-    follow diffusers' training examples. [`from_flat`][TrainingConfig.from_flat] takes them all by name.
+class RunConfig:
+    """Settings of a run, but for the model, the data and the folders that it names: what the planner reads.
 
     Args:
-        pretrained_model_name_or_path (`str`): Diffusers pipeline to fine-tune, on the hub or in a folder.
-        dataset_dir (`str`): Folder that hf_bucketing prepare or hf_bucketing cache wrote.
-        output_dir (`str`): Folder that receives the pipeline or the adapters, checkpoints and logs.
-        dry_run (`bool`): Whether to print the plan, its cost and an estimate of memory, and to train nothing.
         seed (`int`): Seed of plans, crops, noise and timesteps.
         num_train_epochs (`int`): Epochs to train for, unless `max_train_steps` is given.
         max_train_steps (`int`, *optional*): Optimizer steps to train for; by default those of all epochs.
@@ -78,12 +73,12 @@ class TrainingConfig:
         loader ([`LoaderConfig`]): Worker processes.
         stream ([`StreamConfig`][hf_bucketing.streaming.config.StreamConfig]): Rows from a stream.
         objective ([`ObjectiveConfig`]): Noise levels and loss.
-        preservation ([`PreservationConfig`][hf_bucketing.training.base_targets.PreservationConfig]): Samples whose
-            targets are predictions of the base model.
+        preservation ([`PreservationConfig`][hf_bucketing.configuration.preservation.PreservationConfig]): Samples
+            whose targets are predictions of the base model.
         adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.settings.OptimizerConfig]): Optimizer and schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
-        held_out ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Samples held out of training.
+        held_out ([`HeldOutConfig`][hf_bucketing.configuration.held_out.HeldOutConfig]): Samples held out of training.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
         reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
@@ -92,37 +87,33 @@ class TrainingConfig:
         BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
     """
 
-    pretrained_model_name_or_path: str = field(metadata={"on_resume": "weights"})
-    dataset_dir: str = field(metadata={"on_resume": "plan"})
-    output_dir: str = field(metadata={"on_resume": "free"})
-    dry_run: bool = setting(False, on_resume="free", common=True)
-    seed: int = setting(0, on_resume="plan")
-    num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True)
-    max_train_steps: int | None = setting(None, on_resume="applied", common=True)
+    seed: int = setting(0, on_resume="plan", planned=False)
+    num_train_epochs: int = setting(1, on_resume="applied", decides_steps=True, planned=False)
+    max_train_steps: int | None = setting(None, on_resume="applied", common=True, planned=False)
     gradient_accumulation_steps: int = setting(
         1, argument="accumulation_steps", on_resume="applied", decides_steps=True
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     max_sequence_length: int | None = setting(None, on_resume="equal", left_open=None)
-    trust_cache: bool = setting(False, on_resume="free")
+    trust_cache: bool = setting(False, on_resume="free", planned=False)
     ema_decay: float | None = setting(None, on_resume="equal")
-    batches: BatchConfig = part(BatchConfig, on_resume="plan")
+    batches: BatchConfig = part(BatchConfig, on_resume="plan", planned=False)
     memory: MemoryConfig = part(MemoryConfig, on_resume="applied")
-    views: ViewRule = part(ViewRule, on_resume="applied", encoded="media")
-    captions: CaptionRule = part(CaptionRule, on_resume="applied", encoded="captions")
-    faults: FaultRule = part(FaultRule, on_resume="applied")
-    loader: LoaderConfig = part(LoaderConfig, on_resume="free")
-    stream: StreamConfig = part(StreamConfig, on_resume="plan")
-    objective: ObjectiveConfig = part(ObjectiveConfig, on_resume="equal")
+    views: ViewRule = part(ViewRule, on_resume="applied", encoded="media", planned=False)
+    captions: CaptionRule = part(CaptionRule, on_resume="applied", encoded="captions", planned=False)
+    faults: FaultRule = part(FaultRule, on_resume="applied", planned=False)
+    loader: LoaderConfig = part(LoaderConfig, on_resume="free", planned=False)
+    stream: StreamConfig = part(StreamConfig, on_resume="plan", planned=False)
+    objective: ObjectiveConfig = part(ObjectiveConfig, on_resume="equal", planned=False)
     preservation: PreservationConfig = part(PreservationConfig, on_resume="equal")
     adapters: AdapterConfig = part(AdapterConfig, on_resume="equal")
-    optimizer: OptimizerConfig = part(OptimizerConfig, on_resume="applied")
-    validation: ValidationConfig = part(ValidationConfig, on_resume="free")
-    held_out: HeldOutConfig = part(HeldOutConfig, on_resume="free")
-    checkpoints: CheckpointConfig = part(CheckpointConfig, on_resume="free")
-    reporting: ReportingConfig = part(ReportingConfig, on_resume="free")
-    hub: HubConfig = part(HubConfig, on_resume="free")
+    optimizer: OptimizerConfig = part(OptimizerConfig, on_resume="applied", planned=False)
+    validation: ValidationConfig = part(ValidationConfig, on_resume="free", planned=False)
+    held_out: HeldOutConfig = part(HeldOutConfig, on_resume="free", planned=False)
+    checkpoints: CheckpointConfig = part(CheckpointConfig, on_resume="free", planned=False)
+    reporting: ReportingConfig = part(ReportingConfig, on_resume="free", planned=False)
+    hub: HubConfig = part(HubConfig, on_resume="free", planned=False)
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -131,18 +122,6 @@ class TrainingConfig:
         )
         check_at_least(0, self, "seed")
         check_shares(self, "ema_decay")
-        own, given = Path(self.output_dir) / COST_MODEL, self.batches.cost_model
-        if given is not None and Path(given).resolve() == own.resolve():
-            raise BucketingError(
-                f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
-                "give another `output_dir`."
-            )
-        validation = self.held_out.validation_dataset_dir
-        if validation is not None and Path(validation).resolve() == Path(self.dataset_dir).resolve():
-            raise BucketingError(
-                f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
-                "`validation_split`."
-            )
         if self.preservation.base_predictions and self.adapters.lora_rank is None:
             raise BucketingError(
                 "`preservation` and `slider` ask the base model for its predictions, which a run of the whole "
@@ -157,8 +136,8 @@ class TrainingConfig:
             )
 
     @classmethod
-    def from_flat(cls, **settings: Any) -> TrainingConfig:
-        """Build the settings of a run from all its settings by name, such as those in `training_config.json`.
+    def from_flat(cls: type[Config], **settings: Any) -> Config:
+        """Build the configuration from all its settings by name, such as those in `training_config.json`.
 
         Raises:
             BucketingError: On an unknown name, an impossible value or an impossible combination.
@@ -170,9 +149,53 @@ class TrainingConfig:
         return flatten(self)
 
 
-def _check_stream(config: TrainingConfig) -> None:
+@explains_names
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig(RunConfig):
+    """Settings of [`train`][hf_bucketing.training.train]: those of [`RunConfig`], and what the run reads and writes.
+
+    The names of all settings, those of its parts included, are the flags of `hf_bucketing train` and
+    follow diffusers' training examples. [`from_flat`][RunConfig.from_flat] takes them all by name.
+
+    Args:
+        pretrained_model_name_or_path (`str`): Diffusers pipeline to fine-tune, on the hub or in a folder.
+        dataset_dir (`str`): Folder that hf_bucketing prepare or hf_bucketing cache wrote.
+        output_dir (`str`): Folder that receives the pipeline or the adapters, checkpoints and logs.
+        dry_run (`bool`): Whether to print the plan, its cost and an estimate of memory, and to train nothing.
+
+    Raises:
+        BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.
+    """
+
+    pretrained_model_name_or_path: str = field(metadata={"on_resume": "weights"})
+    dataset_dir: str = field(metadata={"on_resume": "plan"})
+    output_dir: str = field(metadata={"on_resume": "free"})
+    dry_run: bool = setting(False, on_resume="free", common=True)
+
+    def __post_init__(self) -> None:
+        RunConfig.__post_init__(self)  # super() does not find it, as dataclasses with slots are made anew
+        own, given = Path(self.output_dir) / COST_MODEL, self.batches.cost_model
+        if given is not None and Path(given).resolve() == own.resolve():
+            raise BucketingError(
+                f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
+                "give another `output_dir`."
+            )
+        validation = self.held_out.validation_dataset_dir
+        if validation is not None and Path(validation).resolve() == Path(self.dataset_dir).resolve():
+            raise BucketingError(
+                f"`validation_dataset_dir` is {validation}, as `dataset_dir` is; hold some of its rows out with "
+                "`validation_split`."
+            )
+
+    @property
+    def run(self) -> RunConfig:
+        """The settings without the model, the data and the folders."""
+        return RunConfig(**{field.name: getattr(self, field.name) for field in fields(RunConfig)})
+
+
+def _check_stream(config: RunConfig) -> None:
     """Raise BucketingError for settings that need the rows to be known before they come."""
-    needs_rows = marked(TrainingConfig, "needs_rows")
+    needs_rows = marked(RunConfig, "needs_rows")
     if given := not_default(config, *needs_rows):
         reasons = "; ".join(f"`{name}`: {needs_rows[name]}" for name in given)
         raise BucketingError(f"Omit {quoted(given)} with `streaming=True`: {reasons}.")

@@ -58,6 +58,7 @@ class Packing:
         seeds: Sequence[Seed] | None = None,
         pad_to: int | None = None,
         pad_text_to: int | None = None,
+        padded: bool = False,
     ) -> PackedBatch:
         """Pack samples of any sizes.
 
@@ -92,6 +93,9 @@ class Packing:
                 `torch.compile` makes one graph of them.
             pad_text_to (`int`, *optional*): Text tokens of the pack, likewise. Where strips carry the text, the text
                 slots of all strips: a multiple of `pad_to`.
+            padded (`bool`): Whether strips are as long as the longest sample, in place of `strip_length`: a stack of
+                samples that are padded to one length, whose padding attention does not see. Where the model has
+                positions for shorter strips alone, samples take as few of equal length as it allows.
 
         Returns:
             [`PackedBatch`].
@@ -132,6 +136,8 @@ class Packing:
             audio_by_sample=self.family.audio_by_sample,
         )
         self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
+        if padded:
+            layout = replace(layout, strip_length=self._padded_length(layout))
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
         layout = replace(
             layout,
@@ -155,6 +161,15 @@ class Packing:
         return replace(
             batch, conditioning={name: self._packed(batch, name, values) for name, values in conditions.items()}
         )
+
+    def _padded_length(self, layout: PackedLayout) -> int:
+        """Return the tokens of strips of which the longest sample fills one, or as few as positions allow."""
+        filled, _ = self.family.fit_text(self.transformer, layout, pad_to=None, pad_text_to=None)
+        tokens = -(-max(filled.attended_lengths) // self.processes)  # in each process's part of the strips
+        strips = -(-tokens // (self.family.longest_strip(self.transformer) // self.processes))
+        length = -(-tokens // strips) * self.processes
+        self.family.check(self.transformer, strip_length=length)
+        return length
 
     def _packed(self, batch: PackedBatch, name: str, values: Any) -> torch.Tensor:
         """Return conditioning as [`PackedBatch`] holds it."""

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from ..errors import BucketingError, quoted
 from .settings import MemoryConfig
 
-Sharding: TypeAlias = Literal["ddp", "FSDP", "FSDP2", "DEEPSPEED", "DEEPSPEED stage 3"]
-"""How processes share the weights, as accelerate names it: `"ddp"` stands for none, or one process."""
+Sharding: TypeAlias = Literal["ddp", "fsdp", "fsdp2", "deepspeed", "deepspeed stage 3"]
+"""How processes share the weights: `"ddp"` stands for none, or one process; `"fsdp"` is version 1."""
 
 READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 """Settings that read whole weights."""
@@ -79,7 +79,7 @@ class Combination:
         quantized, offloaded = f'`quantize_base="{memory.quantize_base}"`', f"`offload_blocks={memory.offload_blocks}`"
         return {
             "version_2": _VERSION_2,
-            "kind": self.sharding.partition(" ")[0].rstrip("2"),
+            "kind": self.sharding.partition(" ")[0].rstrip("2").upper(),
             "joined": quoted(self.joined),
             "adapter": f'`adapter="{self.kind}"`',
             "quantized": quantized,
@@ -133,19 +133,19 @@ CONFLICTS = (
         ("optimizer", "sharding"),
         lambda run: (
             run.sharding != "ddp"
-            and not run.optimizer.startswith(("adamw", "torch.") if run.sharding == "FSDP2" else "adamw")
+            and not run.optimizer.startswith(("adamw", "torch.") if run.sharding == "fsdp2" else "adamw")
         ),
         "Omit `optimizer={run.optimizer}`, or use DDP: it computes with whole weights, and under {kind} each process "
         "holds a share of them. Version 2 of FSDP takes torch's own optimizers.",
     ),
     Conflict(
         (*READ_WHOLE_WEIGHTS, "fsdp_version"),
-        lambda run: run.sharding == "FSDP" and bool(run.joined),
+        lambda run: run.sharding == "fsdp" and bool(run.joined),
         "Omit {joined}, or use {version_2}: version 1 joins the weights of a block into one flat tensor.",
     ),
     Conflict(
         (*READ_WHOLE_WEIGHTS, "zero_stage"),
-        lambda run: run.sharding == "DEEPSPEED stage 3" and bool(run.joined),
+        lambda run: run.sharding == "deepspeed stage 3" and bool(run.joined),
         "Omit {joined}, or use {version_2}, or `zero_stage: 2`: under stage 3 weights are kept in a form that "
         "DeepSpeed alone reads.",
     ),
@@ -157,7 +157,7 @@ CONFLICTS = (
     ),
     Conflict(
         ("gradient_accumulation_steps", "sharding"),
-        lambda run: run.weighs_late and run.sharding.startswith("DEEPSPEED"),
+        lambda run: run.weighs_late and run.sharding.startswith("deepspeed"),
         "Omit the weights in `condition`, or `gradient_accumulation_steps`, or use DDP or FSDP: the weights of a "
         "window's samples are known when it ends, but DeepSpeed then has applied its gradients.",
     ),
@@ -201,7 +201,7 @@ CONFLICTS = (
     ),
     Conflict(
         ("gradient_checkpointing", "sharding"),
-        lambda run: run.memory.gradient_checkpointing == "auto" and run.sharding not in ("ddp", "FSDP2"),
+        lambda run: run.memory.gradient_checkpointing == "auto" and run.sharding not in ("ddp", "fsdp2"),
         '`gradient_checkpointing="auto"` plans memory, which {kind} is not planned for, only DDP and FSDP2; give a '
         "number of blocks, or `gradient_checkpointing=True`.",
     ),
@@ -248,9 +248,8 @@ CONFLICTS = (
     ),
     Conflict(
         ("context_parallel_degree", "sharding"),
-        lambda run: run.memory.context_parallel_degree > 1 and run.sharding not in ("ddp", "FSDP2"),
-        "Omit `context_parallel_degree={degree}`, or use DDP or {version_2}: it is not supported under "
-        "{run.sharding}.",
+        lambda run: run.memory.context_parallel_degree > 1 and run.sharding not in ("ddp", "fsdp2"),
+        "Omit `context_parallel_degree={degree}`, or use DDP or {version_2}: it is not supported under {kind}.",
     ),
     Conflict(
         ("context_parallel_degree", "parallelism_config"),
@@ -314,8 +313,8 @@ CONFLICTS = (
     ),
     Conflict(
         ("compile", "sharding"),
-        lambda run: run.memory.compile and run.sharding not in ("ddp", "FSDP2"),
-        "Omit `compile`, or use DDP or {version_2}: it is not supported under {run.sharding}.",
+        lambda run: run.memory.compile and run.sharding not in ("ddp", "fsdp2"),
+        "Omit `compile`, or use DDP or {version_2}: it is not supported under {kind}.",
     ),
     Conflict(
         ("context_parallel_degree", "compile"),

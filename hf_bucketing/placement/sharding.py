@@ -34,8 +34,8 @@ def sharding_of(accelerator: Accelerator) -> Sharding:
     if kind not in SHARDED:
         return "ddp"
     if kind == DistributedType.FSDP:
-        return "FSDP2" if accelerator.is_fsdp2 else "FSDP"
-    return "DEEPSPEED stage 3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "DEEPSPEED"
+        return "fsdp2" if accelerator.is_fsdp2 else "fsdp"
+    return "deepspeed stage 3" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "deepspeed"
 
 
 def configure_deepspeed(accelerator: Accelerator, *, accumulation_steps: int, max_grad_norm: float) -> None:

@@ -32,10 +32,10 @@ def encode_texts(components: Components, config: PlanConfig, *, samples: int, pi
         samples (`int`): Number of captions.
         pictures (`int`): Tokens of the pictures that it sees with each.
     """
-    length, together = config.max_sequence_length or components.recipe.default_sequence_length, samples
+    length, together = config.run.max_sequence_length or components.recipe.default_sequence_length, samples
     if components.recipe.text_sees_references or pictures:
         length, together = length + pictures, 1
-    dtype = HALF.get(config.mixed_precision, torch.float32)
+    dtype = HALF.get(config.precision, torch.float32)
     calls = [_encode_text(encoder, together, length, dtype) for encoder in components.text_encoders]
     peak = Kinds(
         weights=sum(call.peak.weights for call in calls),
@@ -54,7 +54,8 @@ def encode_media(components: Components, config: PlanConfig, *, size: Size, samp
         size ([`Size`]): Size of the samples, in pixels.
         samples (`int`): Samples of the call.
     """
-    return _with_others(components, config, "vae", _encode_media(components, size, samples, config.memory.vae_tiling))
+    call = _encode_media(components, size, samples, config.run.memory.vae_tiling)
+    return _with_others(components, config, "vae", call)
 
 
 @functools.lru_cache(maxsize=64)
@@ -94,10 +95,10 @@ def _encode_media(components: Components, size: Size, samples: int, tiling: bool
 
 def _with_others(components: Components, config: PlanConfig, part: Part, call: TracedCall) -> TracedCall:
     """Add the weights of what encodes texts or media beside text encoders and VAE; what they make is far less."""
-    half = HALF.get(config.mixed_precision, torch.float32)
+    half = HALF.get(config.precision, torch.float32)
     weights = 0
     for name, component in components.others:
-        if part_of(name, trained=transformers_of(config.trained_component)) == part:
+        if part_of(name, trained=transformers_of(config.run.trained_component)) == part:
             size = torch.float32.itemsize if name == "image_encoder" else half.itemsize
             weights += size * component.num_values()
     return call.plus(TracedCall(peak=Kinds(weights=weights)))

@@ -62,10 +62,10 @@ def plan_host(plan: MemoryPlan, config: PlanConfig, *, num_workers: int, cached_
         num_workers (`int`): Decoding processes of each process.
         cached_bytes (`int`): Bytes of the latents and texts of a step that is read from a cache.
     """
-    count, sharded = config.num_processes, config.sharding == "fsdp2"
-    on_gpu = config.device == "cuda"
+    count, sharded = config.launch.num_processes, config.launch.sharding == "fsdp2"
+    on_gpu = config.launch.device == "cuda"
     step = plan.phases["optimizer"]
-    pixels = 3 * _FLOAT32 * plan.shape.pixels if config.cached == "nothing" else cached_bytes
+    pixels = 3 * _FLOAT32 * plan.shape.pixels if config.samples.cached == "nothing" else cached_bytes
     ready = count * pixels * (_PREFETCHED * num_workers or 1)
     base = HostParts(
         processes=count * (PROCESS + (CUDA_PROCESS if on_gpu else 0)),
@@ -92,9 +92,9 @@ def _with(parts: HostParts, **counts: float) -> HostParts:
 
 def _waiting_weights(plan: MemoryPlan, config: PlanConfig) -> float:
     """Return the bytes of frozen weights that wait on the CPU, in page-locked memory."""
-    if config.memory.offload_idle_expert:
+    if config.run.memory.offload_idle_expert:
         return sum(expert.pinned for expert in plan.experts)
-    blocks = config.memory.offload_blocks / plan.blocks
+    blocks = config.run.memory.offload_blocks / plan.blocks
     frozen = (expert.frozen_bytes / max(expert.weights - expert.trained_bytes, 1) for expert in plan.experts)
     return sum(blocks * share * expert.pinned for share, expert in zip(frozen, plan.experts, strict=True))
 
@@ -134,13 +134,13 @@ def plan_disk(plan: MemoryPlan, config: PlanConfig, *, checkpoints: int, cache: 
         checkpoints (`int`): Checkpoints that are kept.
         cache (`int`): Bytes of cached latents and texts.
     """
-    averages = 0 if config.ema_decay is None else _FLOAT32
+    averages = 0 if config.run.ema_decay is None else _FLOAT32
     checkpoint = sum(
         expert.trained_bytes + optimizer_bytes(expert, config) + averages * expert.trained for expert in plan.experts
     )
     trained = sum(expert.trained_bytes for expert in plan.experts)
     frozen = 0.0
-    if config.adapters.lora_rank is None:  # a whole pipeline, with its other parts copied
+    if config.run.adapters.lora_rank is None:  # a whole pipeline, with its other parts copied
         frozen = sum(expert.weights - expert.trained_bytes for expert in plan.experts)
     return DiskPlan(
         checkpoint=round(checkpoint),

@@ -14,6 +14,7 @@ import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
+from ..configuration.batches import BatchConfig
 from ..errors import BucketingError
 from ..media.references import ReferenceRule
 from ..media.row_references import appended_frames, appended_text_tokens
@@ -21,6 +22,7 @@ from ..models.conditioning import appended_by, draws_parts, most_appended
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
+from ..plans.ways import stacks
 from .components import Components, read_components
 from .encoding import encode_media, encode_texts
 from .phases import Parts, Phases
@@ -137,7 +139,7 @@ def plan_memory(name_or_path: str, config: PlanConfig) -> MemoryPlan:
     Raises:
         BucketingError: If there is no such pipeline, no recipe to train it, or it cannot take such samples.
     """
-    components = read_components(name_or_path, trained=config.trained_component)
+    components = read_components(name_or_path, trained=config.run.trained_component)
     return plan_components(components, config)
 
 
@@ -212,11 +214,11 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     Raises:
         BucketingError: If the model cannot take such samples, or such adapters.
     """
-    if config.adapters.lora_rank is not None and config.adapters.has_pairs:
+    if config.run.adapters.lora_rank is not None and config.run.adapters.has_pairs:
         check_loads_lora(components.recipe.pipeline_type())
     shape = shape or step_shape(components, config)
     traced, *idle = sorted(trace_experts(components, config, shape), key=lambda expert: -expert.weights)
-    check_blocks(config.memory.offload_blocks, blocks=round(traced.blocks))
+    check_blocks(config.run.memory.offload_blocks, blocks=round(traced.blocks))
     phases = _phases(components, config, traced, shape)
     for expert in idle:
         held = _held_by_idle(expert, config)
@@ -257,11 +259,11 @@ def _audio_tokens(components: Components, config: PlanConfig, size: Size) -> int
     Raises:
         BucketingError: If the settings name audio, and the model makes none.
     """
-    if config.audio_fps is None:
+    if config.samples.audio_fps is None:
         return 0
     if components.audio is None:
         raise BucketingError(f"Omit `audio_fps`: a {components.recipe.pipeline_class} makes no audio.")
-    return int(components.audio.num_tokens(size.frames, config.audio_fps))
+    return int(components.audio.num_tokens(size.frames, config.samples.audio_fps))
 
 
 def _audio_length(components: Components, shape: StepShape) -> int:
@@ -277,10 +279,10 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
         BucketingError: If the model takes no such references, or makes no audio.
     """
     recipe, spec = components.recipe, components.spec
-    rule = recipe.reference_rule(components.settings, config.trained_component)
+    rule = recipe.reference_rule(components.settings, config.run.trained_component)
     count, still = rule.least, size._replace(frames=1)
     least = rule.in_pixels(spec.multiples).sizes([still] * count, [size] * count, alone=[count == 1] * count)
-    shown = config.references() or tuple(Size(*sides) for sides in least.tolist())
+    shown = config.samples.references() or tuple(Size(*sides) for sides in least.tolist())
     if fault := rule.fault(len(shown)):
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.references_in_front:
@@ -289,7 +291,7 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     return StepShape.of(
         [size],
         tokens=sum(map(spec.num_tokens, (size, *shown, *keyframes))),  # raises if one does not divide into tokens
-        text_tokens=recipe.text_tokens(config.max_sequence_length)
+        text_tokens=recipe.text_tokens(config.run.max_sequence_length)
         + recipe.reference_text(shown, spec)
         + keyframe_text(components, config, size),
         audio_tokens=_audio_tokens(components, config, size),
@@ -299,7 +301,7 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
 
 def _appending(components: Components, config: PlanConfig) -> ReferenceRule:
     """Return the rule that counts the frames that a run appends."""
-    frames = appended_by(config.condition, seen=components.recipe.keyframe_text_tokens)
+    frames = appended_by(config.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
     return ReferenceRule().appending(frames)
 
 
@@ -308,37 +310,50 @@ def keyframe_text(components: Components, config: PlanConfig, size: Size) -> int
     return int(appended_text_tokens(_appending(components, config), size, spec=components.spec)[0])
 
 
-def step_shape(components: Components, config: PlanConfig, size: Size | None = None) -> StepShape:
+def step_shape(
+    components: Components, config: PlanConfig, size: Size | None = None, *, samples: int | None = None
+) -> StepShape:
     """Return the shape of a step of as many samples of a size as the settings name, each of whole strips in packs.
 
     Args:
         components ([`Components`]): Configurations of the pipeline.
         config ([`PlanConfig`]): What is planned for: `max_tokens`, or else `train_batch_size`, says how many samples.
         size ([`Size`][hf_bucketing.Size], *optional*): Size of the samples, by default `sample_size`.
+        samples (`int`, *optional*): Number of samples, in place of what the settings say.
 
     Raises:
-        BucketingError: As [`sample_shape`].
+        BucketingError: As [`sample_shape`], or if the settings leave the number to a run (`max_tokens="auto"`).
     """
     one = sample_shape(components, config, size or _size_of(components, config))
     tokens = one.tokens
-    if config.batching == "pack":
-        tokens = strip_tokens(tokens + one.audio_tokens, config.strip_length) - one.audio_tokens
-    samples = config.train_batch_size
-    if config.max_tokens is not None:
-        samples = max(1, config.max_tokens // (tokens + one.audio_tokens + one.text_tokens))
+    batches = config.run.batches
+    if batches.strips is not None:
+        tokens = strip_tokens(tokens + one.audio_tokens, batches.strips) - one.audio_tokens
+    if samples is None:
+        samples = _samples_of(batches, tokens=tokens + one.audio_tokens + one.text_tokens)
     return one.repeated(samples, tokens=tokens)
 
 
+def _samples_of(batches: BatchConfig, *, tokens: int) -> int:
+    """Return the samples of a step, each of as many tokens, at least one."""
+    if batches.max_tokens == "auto":
+        raise BucketingError(
+            '`max_tokens="auto"` is found by a run, on its device; give a number of tokens, or `train_batch_size`. '
+            "The plan says how many tokens would fit."
+        )
+    return batches.train_batch_size if batches.max_tokens is None else max(1, batches.max_tokens // tokens)
+
+
 def _size_of(components: Components, config: PlanConfig) -> Size:
-    if config.sample_size is not None:
-        return Size(*config.sample_size)
+    if config.samples.sample_size is not None:
+        return Size(*config.samples.sample_size)
     images_only = components.recipe.family.images_only
     frames = 1 if images_only else components.transformer.config.get("video_length", _FRAMES)
     return components.spec.snap(Size(frames, *components.recipe.native_sizes[0]))
 
 
 def _step(components: Components, config: PlanConfig, shape: StepShape) -> TracedStep:
-    memory, spec = config.memory, components.spec
+    memory, condition, spec = config.run.memory, config.run.objective.condition, components.spec
     assert not isinstance(memory.gradient_checkpointing, str), "a run has chosen, and a plan refuses it"
     latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
@@ -354,18 +369,18 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,
         reference_sizes=tuple(references),
-        text_length=-(-shape.text_tokens // shape.samples) or recipe.text_length(config.max_sequence_length),
-        mixed_precision=config.mixed_precision,
+        text_length=-(-shape.text_tokens // shape.samples) or recipe.text_length(config.run.max_sequence_length),
+        mixed_precision=config.precision,
         trained_dtype=memory.trained_dtype,
-        adapters=replace(config.adapters, lora_alpha=None, init_from_adapters=None),
+        adapters=replace(config.run.adapters, lora_alpha=None, init_from_adapters=None),
         quantize_base=memory.quantize_base,
         gradient_checkpointing=memory.gradient_checkpointing,
         offload_activations=memory.offload_activations,
-        shards=config.num_processes if config.sharding == "fsdp2" else 1,
-        base_predictions=config.base_predictions,
+        shards=config.shards,
+        base_predictions=config.run.preservation.base_predictions,
         audio_length=_audio_length(components, shape),
-        references=most_appended(config.condition) > 0,
-        token_timesteps=recipe.has_clean_parts(components.settings, draws=draws_parts(config.condition)),
+        references=most_appended(condition) > 0,
+        token_timesteps=recipe.has_clean_parts(components.settings, draws=draws_parts(condition)),
     )
 
 
@@ -379,16 +394,17 @@ def _grid_of(tokens: int, spec: LatentSpec, *, frames: int) -> tuple[int, int, i
 
 
 def _phases(components: Components, config: PlanConfig, traced: Traced, shape: StepShape) -> dict[str, MemoryParts]:
-    shards = config.num_processes if config.sharding == "fsdp2" else 1
+    shards, samples = config.shards, config.samples
     trained_bytes = traced.trained_bytes / shards
-    accumulated = trained_bytes if config.gradient_accumulation_steps > 1 else 0
+    accumulated = trained_bytes if config.run.gradient_accumulation_steps > 1 else 0
     text, vae, pixels = Kinds(), Kinds(), 0
-    if config.cached != "all":
+    if samples.cached != "all":
         pictures = components.recipe.encoder_pictures(shape.references)
         pictures += keyframe_text(components, config, shape.size)
         text = encode_texts(components, config, samples=shape.samples, pictures=pictures).peak
-    if config.cached == "nothing":
-        together = 1 if config.batching == "pack" or config.memory.vae_tiling else shape.samples
+    if samples.cached == "nothing":
+        stacked = stacks(config.run.batches.batching) and not config.run.memory.vae_tiling
+        together = shape.samples if stacked else 1
         encoded = {shape.size: together, **dict.fromkeys(set(shape.references) - {shape.size}, 1)}
         calls = [encode_media(components, config, size=size, samples=count) for size, count in encoded.items()]
         vae = max((call.peak for call in calls), key=lambda peak: peak.total)
@@ -399,7 +415,7 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
         activations=pixels,
         text_encoder=round(text.weights),
         vae=round(vae.weights),
-        context=CUDA_CONTEXT if config.device == "cuda" else 0,
+        context=CUDA_CONTEXT if config.launch.device == "cuda" else 0,
     )
     phases: dict[str, MemoryParts] = {
         name: replace(
@@ -419,29 +435,29 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
         optimizer=round(resident.optimizer + step),
     )
     encoding = replace(between, gradients=round(resident.gradients + accumulated))
-    if config.cached != "all":
+    if samples.cached != "all":
         phases["text encoding"] = replace(encoding, text_encoder=round(text.total))
-    if config.cached == "nothing":
+    if samples.cached == "nothing":
         phases["media encoding"] = replace(encoding, vae=round(vae.total))
     return phases
 
 
 def _kept_of_trained(traced: Traced, config: PlanConfig) -> MemoryParts:
     """Return what stays between steps beside the weights: the optimizer's state, averages, and DDP's buckets."""
-    shards = config.num_processes if config.sharding == "fsdp2" else 1
+    shards = config.shards
     # DDP copies gradients into buckets, which it keeps.
-    buckets = traced.trained_bytes if shards == 1 and config.num_processes > 1 else 0
+    buckets = traced.trained_bytes if shards == 1 and config.launch.num_processes > 1 else 0
     return MemoryParts(
         gradients=round(buckets),
         optimizer=round(optimizer_bytes(traced, config) / shards),
-        averages=round(4 * traced.trained / shards) if config.ema_decay is not None else 0,
+        averages=round(4 * traced.trained / shards) if config.run.ema_decay is not None else 0,
     )
 
 
 def _held_by_idle(traced: Traced, config: PlanConfig) -> MemoryParts:
     """Return what a transformer takes that a step does not train: its weights, those alone that do not wait."""
-    waiting = config.memory.offload_blocks * traced.frozen_bytes / traced.blocks
-    weights = traced.trained_bytes if config.memory.offload_idle_expert else traced.weights - waiting
+    waiting = config.run.memory.offload_blocks * traced.frozen_bytes / traced.blocks
+    weights = traced.trained_bytes if config.run.memory.offload_idle_expert else traced.weights - waiting
     return replace(_kept_of_trained(traced, config), weights=round(weights))
 
 
@@ -450,26 +466,26 @@ def _offloaded(traced: Traced, config: PlanConfig) -> int:
 
     Where blocks differ, as those of two streams and of one, each that waits counts as their mean.
     """
-    if not config.memory.offload_blocks:
+    if not config.run.memory.offload_blocks:
         return 0
-    waiting = traced.frozen_bytes * config.memory.offload_blocks / traced.blocks
+    waiting = traced.frozen_bytes * config.run.memory.offload_blocks / traced.blocks
     return -round(max(waiting - traced.block_bytes, 0))
 
 
 def optimizer_bytes(traced: Traced, config: PlanConfig) -> float:
     """Return the bytes of the optimizer's state; those of AdamW in 8 bits are known where it is not installed."""
-    if config.optimizer.optimizer == "adamw_8bit":
+    if config.run.optimizer.optimizer == "adamw_8bit":
         return 2 * _QUANTISED_MOMENT * traced.trained
     half = traced.trained_bytes < torch.float32.itemsize * traced.trained
     dtype = torch.bfloat16 if half else torch.float32
-    return state_bytes(config.optimizer, dtype=dtype) / dtype.itemsize * traced.trained_bytes
+    return state_bytes(config.run.optimizer, dtype=dtype) / dtype.itemsize * traced.trained_bytes
 
 
 def _made_by_optimizer(traced: Traced, config: PlanConfig) -> float:
     """Return the bytes that a step of the optimizer makes: on a GPU of all weights at once, else of each in turn."""
-    if config.optimizer.optimizer == "adamw_8bit":
+    if config.run.optimizer.optimizer == "adamw_8bit":
         return 0
-    return traced.trained_bytes if config.device == "cuda" else 2 * traced.largest
+    return traced.trained_bytes if config.launch.device == "cuda" else 2 * traced.largest
 
 
 def largest_tokens(components: Components, config: PlanConfig, *, memory: float, at_most: int = MOST_TOKENS) -> int:
@@ -489,7 +505,7 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
     """
 
     def plan(samples: int) -> MemoryPlan:
-        return plan_components(components, replace(config, max_tokens=None, train_batch_size=samples))
+        return plan_components(components, config, step_shape(components, config, samples=samples))
 
     one = plan(1)
     length = one.shape.length

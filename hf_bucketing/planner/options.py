@@ -70,7 +70,7 @@ def plan_options(
     """
     if not 0 < gpu_memory < math.inf:
         raise BucketingError(f"`gpu_memory` must be above 0 GiB, got {gpu_memory}.")
-    components = read_components(name_or_path, trained=config.trained_component)
+    components = read_components(name_or_path, trained=config.run.trained_component)
     rows: list[MemoryOption] = []
     for name, settings, plan in iter_plans(components, config, memory=gpu_memory * 2**30):
         row = MemoryOption(
@@ -150,7 +150,7 @@ def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
     if verdict_on(least.plan.total, gpu_memory * 2**30) == "does not fit":
         plan, tokens = least.plan, least.max_tokens
         advice = f"Smaller samples (`sample_size`) of {tokens} tokens would fit" if tokens else "No sample would fit"
-        adapters = "" if least.config.adapters.lora_rank else ", or train adapters (`lora_rank=16`)"
+        adapters = "" if least.config.run.adapters.lora_rank else ", or train adapters (`lora_rank=16`)"
         raise BucketingError(
             f"No combination fits in `gpu_memory={gpu_memory:g}` GiB: {plan.shape.samples} x {plan.shape.size} "
             f"({plan.shape.tokens} tokens) needs {format_bytes(plan.total)} with all of the options up to "
@@ -162,7 +162,7 @@ def _ladder(components: Components, config: PlanConfig, *, memory: float | None)
     """Iterate over names and settings, each with one more option that can be combined with those before."""
     yield AS_GIVEN, config
     blocks = plan_components(components, config).blocks
-    for name, values in _steps(config, blocks, can_cache=components.can_cache(config.condition)):
+    for name, values in _steps(config, blocks, can_cache=components.can_cache(config.run.objective.condition)):
         now = flatten(config)
         if all(now[setting] == value for setting, value in values.items()):
             continue
@@ -175,19 +175,19 @@ def _ladder(components: Components, config: PlanConfig, *, memory: float | None)
 def _steps(config: PlanConfig, blocks: int, *, can_cache: bool) -> list[tuple[str, Mapping[str, Any]]]:
     steps: list[tuple[str, Mapping[str, Any]]] = [
         ("latents and texts cached (hf_bucketing cache)", {"cached": "all"} if can_cache else {}),
-        ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.mixed_precision == "no" else {}),
+        ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.precision == "no" else {}),
         ("--gradient_checkpointing", _CHECKPOINTS),
     ]
-    if config.num_processes > 1 and config.trained_component != "both":
-        steps.append((f"FSDP2 over {config.num_processes} processes (fsdp2.yaml)", _FSDP))
-    if config.adapters.lora_rank is None:
+    if config.launch.num_processes > 1 and config.run.trained_component != "both":
+        steps.append((f"FSDP2 over {config.launch.num_processes} processes (fsdp2.yaml)", _FSDP))
+    if config.run.adapters.lora_rank is None:
         steps += [("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"})]
-        if config.mixed_precision != "fp16" and config.num_processes == 1:  # FSDP2 trains in float32
+        if config.precision != "fp16" and config.launch.num_processes == 1:  # FSDP2 trains in float32
             steps += [("--trained_dtype bf16", {"trained_dtype": "bf16"})]
         return [*steps, ("--offload_activations", {"offload_activations": True})]
     quantized = {"sharding": "ddp", "gradient_checkpointing": True}
     waits, stays = (
-        {"offload_idle_expert": waits} if config.trained_component == "both" else {} for waits in (True, False)
+        {"offload_idle_expert": waits} if config.run.trained_component == "both" else {} for waits in (True, False)
     )
     return [
         *steps,
@@ -210,7 +210,8 @@ def _some_checkpoints(
     def plan(count: bool | int) -> MemoryPlan:
         return plan_components(components, changed(config, gradient_checkpointing=count))
 
-    if config.memory.gradient_checkpointing is False and config.sharding == "ddp":  # fsdp2.yaml checkpoints all blocks
+    # fsdp2.yaml checkpoints all blocks
+    if config.run.memory.gradient_checkpointing is False and config.launch.sharding == "ddp":
         count = fewest_checkpoints(plan, blocks=blocks, memory=memory)
         if not isinstance(count, bool):
             yield f"--gradient_checkpointing {count}", changed(config, gradient_checkpointing=count)

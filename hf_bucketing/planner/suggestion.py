@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from ..settings import changed
 from ..units import format_bytes
 from .components import Components
 from .host import DiskPlan, HostPlan, check_host, plan_disk, plan_host
-from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, plan_components, step_shape, verdict_on
+from .memory import MOST_TOKENS, PLAN_ERROR, MemoryPlan, plan_components, sample_shape, step_shape, verdict_on
 from .options import iter_plans
 from .rows import DataRows
 from .settings import MachineConfig, PlanConfig, as_reference_sizes
@@ -100,7 +100,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """Name of the way, and its tokens per step."""
-        return f"{self.way.name}, {self.config.max_tokens:,} tokens"
+        return f"{self.way.name}, {self.config.run.batches.token_limit:,} tokens"
 
     @property
     def share_dropped(self) -> float:
@@ -184,14 +184,14 @@ class Suggester:
         num_workers: int = 2,
     ) -> None:
         count = len(rows.sizes.frames)
-        frames = appended_by(base.condition, seen=components.recipe.keyframe_text_tokens)
+        frames = appended_by(base.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
         references = appending(rows.references, frames, num_rows=count)
         self.components, self.rows, self.machine = components, replace(rows, references=references), machine
         self.speed, self.measured = speed, measured
         audio_fps = None if rows.audio is None else rows.audio.slowest
-        self.base = replace(base, num_processes=machine.num_gpus, audio_fps=audio_fps)
+        self.base = changed(base, num_processes=machine.num_gpus, audio_fps=audio_fps)
         self.num_workers = num_workers
-        self.text_tokens = components.recipe.text_tokens(base.max_sequence_length)
+        self.text_tokens = components.recipe.text_tokens(base.run.max_sequence_length)
         self.times = epoch_occurrences(rows.weights, num_rows=count, seed=EpochConfig.seed)
         pixels = np.prod([column.astype(np.float64) for column in rows.sizes], axis=0) * rows.readable
         self.pixels = float((pixels * self.times).sum())
@@ -259,9 +259,9 @@ class Suggester:
         sizes = [Size(*(int(side[row]) for side in way.targets.sizes)) for row in where[ids > 0]]
         config, plan = self._option(way, sizes[-1])
         flops = training_flops(self.components, config, sizes).total
-        processes = self.machine.num_gpus // config.memory.context_parallel_degree
+        processes = self.machine.num_gpus // config.run.memory.context_parallel_degree
         for max_tokens in self._tokens_per_step(way, sizes[0], config, plan, processes=processes):
-            yield self._plan(way, sizes[-1], replace(config, max_tokens=max_tokens), flops, processes=processes)
+            yield self._plan(way, sizes[-1], changed(config, max_tokens=max_tokens), flops, processes=processes)
 
     def _tokens_per_step(
         self, way: Way, smallest: Size, config: PlanConfig, plan: MemoryPlan, *, processes: int
@@ -278,7 +278,7 @@ class Suggester:
         room = self.machine.gpu_memory * 2**30 / (1 + PLAN_ERROR)
         most = min(_tokens_that_fit(small, plan, room), at_most)
         if most >= _MORE_TOKENS * length:
-            more = self._memory(replace(config, max_tokens=int(most)), plan.shape.size)
+            more = self._memory(changed(config, max_tokens=int(most)), plan.shape.size)
             if more.total > room:  # another moment of the step is its highest, and each token adds more to it
                 most = min(_tokens_that_fit(plan, more, room), most)
         if way.batching == "bucket":
@@ -291,12 +291,14 @@ class Suggester:
 
     def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
-        base = replace(self.base, batching=way.batching, sample_size=[*size])
+        base, condition = changed(self.base, sample_size=[*size]), self.base.run.objective.condition
         if self.rows.references is not None:
             most = self.rows.references.most(size, spec=self.components.spec)
-            base = replace(base, reference_sizes=as_reference_sizes(most))
-        if self.rows.total and self.machine.num_train_epochs > 1 and self.components.can_cache(base.condition):
-            base = replace(base, cached="all")
+            base = changed(base, reference_sizes=as_reference_sizes(most))
+        if self.rows.total and self.machine.num_train_epochs > 1 and self.components.can_cache(condition):
+            base = changed(base, cached="all")
+        length = sample_shape(self.components, base, size).length
+        base = changed(base, batching=way.batching, max_tokens=length)
         memory, degree = self.machine.gpu_memory * 2**30, 1
         tried: list[tuple[str, PlanConfig, MemoryPlan]] = []
         while degree <= self.machine.num_gpus and not self.machine.num_gpus % degree:
@@ -304,7 +306,7 @@ class Suggester:
                 transformer = self.components.transformer.config
                 check_model(degree, self.components.recipe, transformer, packed=way.batching == "pack")
             for name, config, plan in iter_plans(self.components, changed(base, context_parallel_degree=degree)):
-                if not self.rows.total and config.cached != "nothing":
+                if not self.rows.total and config.samples.cached != "nothing":
                     continue  # a stream has no cache
                 tried.append((name, config, plan))
                 if verdict_on(plan.total, memory) == "fits":
@@ -320,7 +322,8 @@ class Suggester:
 
     def _plan(self, way: Way, size: Size, config: PlanConfig, flops: BatchCost, *, processes: int) -> Candidate:
         """Plan an epoch of a way, its memory and its time."""
-        assert config.max_tokens is not None, "every candidate has tokens"
+        limit = config.run.batches.token_limit
+        assert limit is not None, "every candidate has tokens"
         plan, computed = self._epoch(way, config, processes=processes, weights=self.rows.weights)
         memory = self._memory(config, size)
         encoding = self.speed.seconds(encoding_flops(self.components, config, size))
@@ -329,11 +332,11 @@ class Suggester:
             copied = BatchCost(per_batch=self._copied(memory, config) / _COPIED_PER_SECOND)
             step = self.speed.of_step(memory.flops.hardware, blocks=memory.blocks).seconds(flops)
             step = step._replace(cost=step.cost.plus(copied))
-        if config.cached == "nothing":
+        if config.samples.cached == "nothing":
             step = step._replace(cost=step.cost.plus(encoding.cost))
         time = epoch_time(plan, computed, step, rows_of_plan=self.rows.share)
         once = None
-        if config.cached == "all":
+        if config.samples.cached == "all":
             rows, lengths = plan, computed
             if self.rows.weights is not None:  # a cache encodes each row once, however often it is trained on
                 rows, lengths = self._epoch(way, config, processes=processes)
@@ -362,7 +365,7 @@ class Suggester:
             num_workers=num_workers,
             kept=float(kept / self.pixels),
             seconds_per_pixel=time.seconds * self.rows.share / float(kept),
-            fill=float(computed.sum()) / (plan.num_batches * config.max_tokens),
+            fill=float(computed.sum()) / (plan.num_batches * limit),
             dropped={reason: round(count / self.rows.share) for reason, count in dropped.items() if count},
             num_dropped=int(self.times.sum()) - len(plan.indices),
             num_rows=int(self.times.sum()),
@@ -373,15 +376,15 @@ class Suggester:
     ) -> tuple[EpochPlan, IntArray]:
         """Return the plan of an epoch, and the tokens that are computed for each of its samples."""
         tokens, text = way.targets.all_tokens, self.text_tokens
-        assert config.max_tokens is not None, "every candidate has tokens"
+        batches = config.run.batches
         if way.batching == "pack":
-            packs = PackPlanConfig(max_tokens=config.max_tokens, strip_length=config.strip_length)
+            packs = PackPlanConfig(**asdict(batches.pack_limits))
             plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text, weights=weights)
-            return plan, strip_tokens(tokens[plan.indices], config.strip_length) + text
+            return plan, strip_tokens(tokens[plan.indices], batches.strip_length) + text
         spec = self.components.spec
         references, audio = self.rows.references, self.rows.audio
         parts = bucket_parts(way.targets.bucket_id, table=way.table, spec=spec, references=references, audio=audio)
-        limits = BucketPlanConfig(max_tokens=config.max_tokens)
+        limits = BucketPlanConfig(**asdict(batches.bucket_limits))
         beside = parts.beside_tokens + text
         sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=beside)
         by_part = dict(enumerate(sizes.tolist()))
@@ -392,7 +395,7 @@ class Suggester:
     def _copied(self, memory: MemoryPlan, config: PlanConfig) -> float:
         """Return the bytes that a step copies to and from a GPU: blocks twice, activations there and back."""
         traced = memory.experts[0]
-        return 2 * (traced.frozen_bytes * config.memory.offload_blocks / memory.blocks + traced.waiting)
+        return 2 * (traced.frozen_bytes * config.run.memory.offload_blocks / memory.blocks + traced.waiting)
 
     def _workers(self, plan: EpochPlan, targets: Targets, time: EpochTime) -> int | None:
         """Return the decoding processes per GPU that take no longer than the GPU at its fastest; None if not known."""
@@ -409,9 +412,11 @@ class Suggester:
 
     def _cached_tokens(self, targets: Targets, config: PlanConfig) -> IntArray:
         """Return the tokens of each row that a cache holds, `(n,)`: with all frames that may be appended."""
-        if config.condition is None or self.rows.references is None:
+        condition = config.run.objective.condition
+        if condition is None or self.rows.references is None:
             return targets.all_tokens
-        most = {None: 0, "first": 1, "last": 1, "all": sys.maxsize}[read_conditions(config.condition).appended_frames]
+        frames = read_conditions(condition).appended_frames
+        most = {None: 0, "first": 1, "last": 1, "all": sys.maxsize}[frames]
         held = appending(self.rows.references, Appended(most), num_rows=len(targets.num_tokens))
         return targets.beside(held, self.rows.audio, spec=self.components.spec).all_tokens
 
@@ -429,13 +434,13 @@ class Suggester:
             with_text, without = (targets.beside(each, spec=components.spec) for each in (shown, unread))
             read = (with_text.beside_tokens - without.beside_tokens).sum()
         latents = 4 * values * (pictures - read)
-        most = config.max_sequence_length or recipe.default_sequence_length
+        most = config.run.max_sequence_length or recipe.default_sequence_length
         length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)
         width = family.text_dim(transformer)
-        if self.base.audio_fps is not None:
+        if self.base.samples.audio_fps is not None:
             width += family.audio_text_dim(transformer)
             latents += 4 * transformer.config.audio_in_channels * heard
-        half = 4 if config.mixed_precision == "no" else 2
+        half = 4 if config.precision == "no" else 2
         texts = half * width * (length * (self.rows.total or 0) + read / self.rows.share)
         return round(latents / self.rows.share + texts)
 

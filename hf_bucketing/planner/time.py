@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..buckets.calibration import CostFit
 from ..buckets.cost import CostModel
 from ..buckets.sizes import Size
 from ..plans.epoch import EpochPlan
+from ..settings import changed
 from ..units import format_seconds
 from .components import Components
 from .encoding import encode_media, encode_texts
@@ -115,8 +116,8 @@ def training_flops(components: Components, config: PlanConfig, sizes: Sequence[S
     Raises:
         BucketingError: If the model cannot take such samples.
     """
-    degree = config.memory.context_parallel_degree
-    alone = replace(config, memory=replace(config.memory, context_parallel_degree=1))
+    degree = config.run.memory.context_parallel_degree
+    alone = changed(config, context_parallel_degree=1)
     by_tokens = {components.spec.num_tokens(size): size for size in sizes}
     lengths, counts = [], []
     for tokens in _spread(sorted(by_tokens)):
@@ -152,7 +153,7 @@ def encoding_flops(components: Components, config: PlanConfig, size: Size) -> Ba
         size ([`Size`]): A size of samples, in pixels, at which the VAE is traced.
     """
     media = encode_media(components, config, size=size, samples=1).flops
-    pictures = components.recipe.encoder_pictures(config.references())
+    pictures = components.recipe.encoder_pictures(config.samples.references())
     texts = encode_texts(components, config, samples=1, pictures=pictures).flops
     return BatchCost(per_sample=texts, linear=SLOWER_IN_FLOAT32 * media / components.spec.num_tokens(size))
 

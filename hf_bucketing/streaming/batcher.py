@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..buckets.assignment import Rejection
 from ..columns.faults import path_of
 from ..errors import BucketingError, MediaError, explains_arguments
-from ..loaders.bucket_sampler import check_table
 from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.host import num_running, process_rank
@@ -25,7 +24,7 @@ from ..randomness import ROW
 from ..settings import check_at_least, chosen_config, names_of
 from .config import StreamLimits
 from .definition import define
-from .grouping import BucketGrouping, Group, Grouping, OpenGroups, Row, bytes_of
+from .grouping import Group, Grouping, OpenGroups, Row, bytes_of
 from .resume import Place, ResumableStream, StreamBatch
 from .unreadable import UnreadableRows
 
@@ -91,8 +90,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         self.config = chosen_config(StreamLimits, config, error=BucketingError, steps_per_epoch=steps_per_epoch)
         self.snapshot_every = snapshot_every
         check_at_least(1, self, "snapshot_every")
-        if isinstance(grouping, BucketGrouping):
-            check_table(dataset.features, grouping.table, column="bucket_id")
+        grouping.check_columns(dataset.features)
         self.num_processes = num_processes or num_running()
         rank = process_rank() if process_index is None else process_index
         if rank is None and num_processes is None and self.num_processes > 1:

@@ -19,6 +19,7 @@ from ..buckets.table import BucketTable
 from ..columns.faults import path_of
 from ..columns.stream_columns import MEDIA
 from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
+from ..loaders.bucket_sampler import check_table
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
 from ..media.row_references import RowReferences, appended_tokens, tokens_of_key
@@ -148,6 +149,10 @@ class BucketGrouping(BucketLimits):
             raise PlanError("Limits, `references` and `audio` count tokens: pass spec=LatentSpec(…).")
         if self.cost_model is not None and self.max_cost is None:
             raise PlanError("Omit `cost_model`: no effect without `max_cost`.")
+
+    def check_columns(self, features: Mapping[str, Any] | None) -> None:
+        """Raise PlanError if the columns of a stream say that its buckets are those of another table."""
+        check_table(features, self.table, column="bucket_id")
 
     def size_of(self, bucket: int, *, shown: int = 0) -> int:
         """Return the samples of a full batch of a bucket, where references and audio of each take `shown` tokens.
@@ -282,6 +287,9 @@ class PackGrouping(PackLimits):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(0, self, "text_tokens", error=PlanError)
+
+    def check_columns(self, features: Mapping[str, Any] | None) -> None:
+        """Check nothing: the tokens of rows do not say by which table they were counted."""
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the tokens that each row takes; None if it was rejected.

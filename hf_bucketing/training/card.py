@@ -18,6 +18,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 from ..adapters.experts import loading_options, own_folder
 from ..adapters.files import COMFYUI_WEIGHTS
 from ..adapters.settings import ADAPTER_NAMES
+from ..batching.run_data import RunData
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..configuration.hub import HubConfig
@@ -35,7 +36,6 @@ from ..runs.logs import Logs
 from ..runs.recount import count_replaced
 from ..runs.review import FEWEST_STEPS, loss_charts
 from ..settings import names_of, settings_in
-from .run_data import RunData
 
 LOSSES = "loss.png"
 """File of the loss figure in the output folder."""
@@ -301,7 +301,7 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
 
 def _buckets(run: Run) -> str:
     sizes, spec = trained_sizes(run.data), run.data.spec
-    title = "bucket" if run.config.batches.batching == "bucket" else "size in packs"
+    title = run.data.way.size_title
     whose = "samples" if run.data.rejections is not None else "samples of its beginning"
     lines: list[tuple[object, ...]] = [
         (f"{size.frames}×{size.height}×{size.width}", count, spec.num_tokens(size))

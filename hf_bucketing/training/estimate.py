@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,8 +14,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
+from ..batching.counting import ModelTokens
+from ..batching.experts import Experts
+from ..batching.rows import TrainingData, make_data
+from ..batching.run_data import RunData
+from ..batching.step_rows import LargestStep
 from ..buckets.sizes import Size
-from ..buckets.table import BucketTable
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.audio import CHANNELS
@@ -29,9 +33,6 @@ from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
 from ..placement.blocks import blocks_of
 from ..placement.checkpointing import checkpoint_blocks
-from ..placement.settings import Precision
-from ..placement.sharding import wraps_blocks
-from ..placement.shards import SHARDED
 from ..planner.components import Components, read_components
 from ..planner.memory import (
     PLAN_ERROR,
@@ -46,12 +47,9 @@ from ..planner.memory import (
 from ..planner.settings import PlanConfig, as_reference_sizes
 from ..plans.packs import strip_tokens
 from ..plans.rows import epoch_occurrences
-from ..settings import changed
+from ..settings import changed, flatten
 from ..units import format_bytes
-from .data import TrainingData, make_data
-from .experts import Experts
-from .opened import OpenedRun
-from .run_data import LargestStep, ModelTokens, RunData
+from .opened import OpenedRun, launch_of
 
 logger = get_logger(__name__)
 
@@ -98,11 +96,11 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
     """Plan the memory of the most expensive step of a run's epoch.
 
     Raises:
-        BucketingError: As [`config_of_run`].
+        BucketingError: As [`planned_run`].
     """
     step = data.largest_step()
     pictures = sum(opened.recipe.reference_text(shown, data.spec) for shown in step.references)
-    components, config = components_of(opened), config_of_run(opened)
+    components, config = components_of(opened), planned_run(opened)
     pictures += sum(keyframe_text(components, config, size) for size in step.sizes)
     text = data.text_tokens * len(step.sizes) + pictures
     heard = sum(step.audio)
@@ -121,47 +119,19 @@ def components_of(opened: OpenedRun) -> Components:
     return read_components(opened.config.pretrained_model_name_or_path, trained=opened.config.trained_component)
 
 
-def config_of_run(opened: OpenedRun) -> PlanConfig:
-    """Return what memory is planned for in a run.
+def planned_run(opened: OpenedRun, **changes: Any) -> PlanConfig:
+    """Return the settings and the launch of a run as a plan takes them, some of them changed.
 
     Raises:
-        BucketingError: If weights are sharded by another library than FSDP2.
+        BucketingError: If they cannot be combined, or weights are sharded by another library than FSDP2.
     """
-    kind = opened.accelerator.distributed_type
-    if kind in SHARDED and not opened.accelerator.is_fsdp2:
-        raise BucketingError(f"memory under {kind.value} is not planned, only under DDP and FSDP2.")
-    return plan_settings(opened)
-
-
-def plan_settings(opened: OpenedRun, **changes: Any) -> PlanConfig:
-    """Return the settings of a run as a plan takes them, some of them changed.
-
-    Raises:
-        BucketingError: If they cannot be combined.
-    """
-    config, accelerator, called = opened.config, opened.accelerator, opened.called
-    memory = config.memory
-    if wraps_blocks(accelerator):
-        memory = dataclasses.replace(memory, gradient_checkpointing=True)
-    planned = PlanConfig(
-        batching=config.batches.batching,
-        strip_length=config.batches.strip_length,
-        cached="nothing" if "vae" in called else "latents" if "text_encoders" in called else "all",
-        mixed_precision=cast("Precision", accelerator.mixed_precision),
-        sharding="fsdp2" if accelerator.is_fsdp2 else "ddp",
-        num_processes=accelerator.num_processes,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        ema_decay=config.ema_decay,
-        trained_component=config.trained_component,
-        max_sequence_length=config.max_sequence_length,
-        device="cuda" if accelerator.device.type == "cuda" else "cpu",
-        memory=memory,
-        adapters=config.adapters,
-        optimizer=config.optimizer,
-        base_predictions=config.preservation.base_predictions,
-        condition=config.objective.condition,
-    )
-    return changed(planned, **changes)
+    accelerator, called = opened.accelerator, opened.called
+    launch = launch_of(accelerator)
+    values = {**opened.config.run.flat(), **flatten(launch), "mixed_precision": accelerator.mixed_precision}
+    values["cached"] = "nothing" if "vae" in called else "latents" if "text_encoders" in called else "all"
+    if launch.wraps_blocks:
+        values["gradient_checkpointing"] = True
+    return PlanConfig.from_flat(**{**values, **changes})
 
 
 def fill_checkpointing(opened: OpenedRun, data: RunData, recipe: Recipe) -> TrainingConfig:
@@ -258,8 +228,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
-        costs = data.cost_model.pack_cost(data.lengths_of(plan.indices, epoch=0), plan.offsets)
-        rows = plan.batch(int(costs.argmax()))
+        rows = plan.batch(int(data.costs_of(plan, epoch=0).argmax()))
         beside = [expert.transformer for expert in recipe.experts[1:]]
         optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
         set_training(optimizer)
@@ -297,9 +266,7 @@ def _planned_tokens(
     held = _held_bytes([expert.transformer for expert in recipe.experts])
     try:
         shown = as_reference_sizes(references)
-        planned = dataclasses.replace(
-            config_of_run(opened), sample_size=list(size), reference_sizes=shown, audio_fps=audio_fps
-        )
+        planned = planned_run(opened, sample_size=list(size), reference_sizes=shown, audio_fps=audio_fps)
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
         return largest_tokens(components_of(opened), planned, memory=memory, at_most=at_most)
     except Exception as error:  # as in describe_memory
@@ -371,7 +338,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
     pairs = zip(sizes, references, strict=True)
     media = [random_media(size, before=len(shown) if in_front else 0) for size, shown in pairs]
     shown = [tuple(map(random_media, own)) for own in references]
-    batch[name] = torch.stack(media) if isinstance(data.table, BucketTable) else media
+    batch[name] = torch.stack(media) if data.way.stacks else media
     if name == "pixel_values":
         batch["shown"] = {
             condition: shown if condition == REFERENCE else [_blank(condition, size, device) for size in sizes]

@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from ..batching.experts import Experts
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
@@ -18,7 +19,6 @@ from ..models.experts import transformers_of
 from ..models.loading import PARTS, Part, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
 from ..placement.shards import SHARDED
-from .experts import Experts
 from .held_out_loss import HeldOutLoss, in_evaluation
 from .opened import OpenedRun
 from .trained import TrainedModel

@@ -10,15 +10,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
+from ..batching.run_data import RunData
+from ..batching.steps import Computed
 from ..buckets.arrays import BoolArray
 from ..buckets.sizes import LatentSpec, Size
 from ..planner.gpus import peak_of_device
 from ..planner.settings import PlanConfig
 from ..planner.time import TrainingFlops, training_flops
-from .estimate import components_of, describe_error, plan_settings
+from .estimate import components_of, describe_error, planned_run
 from .opened import OpenedRun
-from .run_data import RunData
-from .steps import Computed
 
 logger = get_logger(__name__)
 
@@ -41,7 +41,7 @@ class StepFlops:
         """Return the operations that a batch is trained for, without recomputation, and all that it computes.
 
         Args:
-            computed ([`Computed`][hf_bucketing.training.steps.Computed]): Tokens of the batch.
+            computed ([`Computed`][hf_bucketing.batching.steps.Computed]): Tokens of the batch.
             counted (array of `bool`, shape `(n,)`): Whether each sample counts; others fill the batch.
             base (`bool`): Whether the base model predicted targets.
         """
@@ -77,8 +77,8 @@ def count_flops(opened: OpenedRun, data: RunData) -> StepFlops | None:
 
 def _alone(opened: OpenedRun) -> PlanConfig:
     """Return what one process would plan that computes samples whole and keeps everything on its device."""
-    return plan_settings(
-        opened, sharding="ddp", num_processes=1, context_parallel_degree=1, offload_blocks=0,
+    return planned_run(
+        opened, sharding="ddp", num_processes=1, wraps_blocks=False, context_parallel_degree=1, offload_blocks=0,
         offload_idle_expert=False, offload_activations=False,
     )  # fmt: skip
 

@@ -17,6 +17,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from ..batching.experts import Experts
+from ..batching.rows import TrainingData
+from ..batching.steps import Step
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
 from ..configuration.held_out import HeldOutConfig
@@ -25,9 +28,6 @@ from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
 from ..loaders.faults import OnFault
 from ..randomness import ROW
-from .data import TrainingData
-from .experts import Experts
-from .steps import Step
 
 logger = get_logger(__name__)
 
@@ -56,10 +56,10 @@ class HeldOutLoss:
     loss had not been computed.
 
     Args:
-        data ([`TrainingData`][hf_bucketing.training.data.TrainingData]): Held-out rows, planned for evaluation.
-        config ([`HeldOutConfig`][hf_bucketing.training.held_out.HeldOutConfig]): Number of noise levels.
-        workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end after
-            each computation.
+        data ([`TrainingData`][hf_bucketing.batching.rows.TrainingData]): Held-out rows, planned for evaluation.
+        config ([`HeldOutConfig`][hf_bucketing.configuration.held_out.HeldOutConfig]): Number of noise levels.
+        workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end
+            after each computation.
         on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.
     """
 

@@ -23,13 +23,22 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..batching.checks import check_data
+from ..batching.counting import ModelTokens
+from ..batching.experts import make_experts
+from ..batching.rows import make_data, make_held_out_data
+from ..batching.run_data import RunData, unreadable_log
+from ..batching.steps import StepLosses
+from ..batching.streamed import OpenedStream, make_streamed_data, open_stream
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
+from ..command_line.stopping import StopSignals
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings
 from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
+from ..loaders.agreement import check_shared
 from ..loaders.planned import StepCount
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
@@ -42,7 +51,6 @@ from ..placement.shards import SHARDED
 from ..placement.trust import refuse_code_in_shards
 from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked
-from .agreement import check_shared
 from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
 from .checkpoint import (
     Progress,
@@ -53,22 +61,15 @@ from .checkpoint import (
     save_checkpoint,
     without_accelerates_lines,
 )
-from .collation import unreadable_log
-from .data import make_data, make_held_out_data
 from .data_changes import LOOKED_AT, describe_changes
 from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
-from .experts import make_experts
 from .flops import count_flops
 from .held_out_loss import HeldOutLoss
 from .hub import open_repository, result_parts, upload
 from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
 from .reporting import OpenStep, RunReport
-from .run_data import ModelTokens, RunData
-from .steps import StepLosses, check_data
-from .stopping import StopSignals
-from .streamed import OpenedStream, make_streamed_data, open_stream
 from .terminal import describe_run, next_commands
 from .trackers import chosen_tracker
 from .trained import TrainedModel, add_trained_parts

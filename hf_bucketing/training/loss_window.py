@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from accelerate import Accelerator
 
+from ..batching.step_rows import StepRows
 from ..devices import to_device
-from .run_data import StepRows
 
 
 class LossWindow:

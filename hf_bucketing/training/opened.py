@@ -14,32 +14,34 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 
+from ..batching import way_of
+from ..batching.checks import check_shown_references
+from ..batching.counting import counting_rule
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
+from ..configuration.launch import LaunchConfig, check_run
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.references import Appended
 from ..media.row_references import sample_sizes
 from ..models.compilation import compiled_classes
-from ..models.conditioning import most_appended, read_conditions
+from ..models.conditioning import most_appended
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..optimizers.classes import check_optimizer
 from ..placement.blocks import blocks_of
-from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, check_combination
 from ..placement.context_parallel import check_audio, check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wraps_blocks
 from ..placement.shards import SHARDED
+from ..settings import changed
 from .caches import settle_caches
-from .data_checks import check_shown_references
-from .run_data import counting_rule
 
 logger = get_logger(__name__)
 
@@ -155,32 +157,19 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
 
 def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Raise BucketingError for settings that cannot be combined on the processes and devices of an accelerator."""
-    flat, memory, condition = config.flat(), config.memory, config.objective.condition
-    check_combination(
-        Combination(
-            memory=memory,
-            adapters=config.adapters.lora_rank is not None,
-            experts=config.trained_component == "both",
-            kind=config.adapters.adapter,
-            lora_format=config.adapters.lora_format,
-            optimizer=config.optimizer.optimizer,
-            lora_plus=config.optimizer.lora_plus_ratio is not None,
-            mixed_precision=accelerator.mixed_precision,
-            sharding=sharding_of(accelerator),
-            num_processes=accelerator.num_processes,
-            on_cpu=accelerator.device.type == "cpu",
-            joined=tuple(name for name in READ_WHOLE_WEIGHTS if flat[name] is not None),
-            searches=config.batches.max_tokens == "auto",
-            loads_once=loads_once(accelerator),
-            grouped=accelerator.torch_device_mesh is not None,
-            dynamo=accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
-            replaces=config.faults.on_error != "raise",
-            wraps_blocks=wraps_blocks(accelerator),
-            strip_length=config.batches.strip_length if config.batches.batching == "pack" else None,
-            weighs_late=(
-                config.gradient_accumulation_steps > 1 and condition is not None and read_conditions(condition).weighs
-            ),
-        )
+    check_run(changed(config.run, mixed_precision=accelerator.mixed_precision), launch_of(accelerator))
+
+
+def launch_of(accelerator: Accelerator) -> LaunchConfig:
+    """Return how the processes of an accelerator were launched."""
+    return LaunchConfig(
+        sharding=sharding_of(accelerator),
+        num_processes=accelerator.num_processes,
+        device="cpu" if accelerator.device.type == "cpu" else "cuda",
+        loads_once=loads_once(accelerator),
+        grouped=accelerator.torch_device_mesh is not None,
+        dynamo=accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+        wraps_blocks=wraps_blocks(accelerator),
     )
 
 
@@ -198,7 +187,7 @@ def _check_model_and_data(opened: OpenedRun) -> None:
         compiled_classes(opened.empty_transformer)
     if memory.context_parallel_degree > 1:
         _, transformer = read_configs(config.pretrained_model_name_or_path)
-        packed = config.batches.batching == "pack"
+        packed = not way_of(config.batches).stacks
         check_model(memory.context_parallel_degree, opened.recipe, transformer, packed=packed)
         if opened.trains_audio:
             check_audio(memory.context_parallel_degree, opened.recipe, packed=packed)

@@ -14,8 +14,11 @@ from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
 from ..adapters.settings import SETTINGS
+from ..batching.base_targets import TARGETS
+from ..batching.run_data import RunData, unreadable_log
+from ..batching.step_rows import StepRows
+from ..batching.steps import Computed, StepLosses
 from ..buckets.arrays import FloatArray, IntArray
-from ..buckets.table import BucketTable
 from ..caching.views import CACHED_VIEW
 from ..command_line.config_file import CONFIG_FILE
 from ..configuration.run import TrainingConfig
@@ -29,15 +32,11 @@ from ..packing.attention.dispatch import choices
 from ..placement.shards import SHARDED
 from ..runs.page import write_live_page
 from ..runs.run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
-from .base_targets import TARGETS
-from .collation import unreadable_log
 from .data_changes import keep_lock
 from .flops import StepFlops
 from .held_out_loss import unreadable_message
-from .run_data import RunData, StepRows
 from .skipped import SkippedSteps, describe_unencoded
 from .step_metrics import PendingMetrics, StepMetrics
-from .steps import Computed, StepLosses
 from .terminal import TIMED_STEPS, time_left
 from .trackers import start_trackers
 
@@ -162,9 +161,10 @@ class RunReport:
         """Write the sizes of the buckets."""
         table = self.folder / "logs" / TABLE
         table.unlink(missing_ok=True)
-        if isinstance(self.data.table, BucketTable):
+        sizes = self.data.way.table_json(self.data.table)
+        if sizes is not None:
             with complete_file(table) as partial:
-                partial.write_text(self.data.table.to_json())
+                partial.write_text(sizes)
 
     def batch(
         self,

@@ -15,10 +15,11 @@ from diffusers.training_utils import EMAModel
 
 from ..adapters.experts import own_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
+from ..batching import way_of
+from ..batching.run_data import RunData
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.compilation import compile_blocks
-from ..models.enable import disable_packing
 from ..models.recipe import Recipe
 from ..optimizers.optimizer import (
     apply_settings,
@@ -37,7 +38,6 @@ from ..settings import changed
 from .checkpoint import gather_weights, save_pipeline
 from .estimate import out_of_memory
 from .opened import trained_dtype
-from .run_data import RunData
 from .skipped import check_finite
 
 
@@ -101,6 +101,7 @@ class TrainedModel:
             one or both experts; `recipe.transformer` is the first one bare.
         optimizer (`AcceleratedOptimizer`): The prepared optimizer.
         loader (`DataLoader`): The prepared loader.
+        way ([`Batching`][hf_bucketing.batching.Batching]): Way of batching.
         weights (dict of `str` to lists of `torch.nn.Parameter`): What is trained of each transformer.
         ema (dict of `str` to `EMAModel`): Averages of `weights`; empty without any.
         context_parallel ([`ContextParallel`][hf_bucketing.placement.context_parallel.ContextParallel]): How processes
@@ -130,7 +131,8 @@ class TrainedModel:
             and accelerator.scaler is None
             and accelerator.distributed_type not in SHARDED
         )
-        packed = config.batches.batching == "pack"
+        self.way = way_of(config.batches)
+        packed = not self.way.stacks
         self.context_parallel = ContextParallel(recipe.transformer, accelerator, degree=degree, packed=packed)
         self.weights = {
             name: [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -273,8 +275,8 @@ class TrainedModel:
         weights = gather_weights(self.accelerator, self.transformer)
         if self.accelerator.is_main_process:
             self.context_parallel.remove()
-            for transformer in self.transformers.values() if self.config.batches.batching == "pack" else ():
-                disable_packing(transformer)
+            for transformer in self.transformers.values():
+                self.way.release(transformer)
             save_pipeline(self.recipe, folder, source=source, weights=weights)
 
     @property

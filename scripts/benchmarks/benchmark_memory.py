@@ -184,7 +184,7 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     """Train in this process, and write what was planned and the highest resident memory, in MB."""
     from hf_bucketing.planner.host import plan_host
     from hf_bucketing.training import TrainingConfig
-    from hf_bucketing.training.estimate import config_of_run, plan_of_run
+    from hf_bucketing.training.estimate import plan_of_run, planned_run
     from hf_bucketing.training.loop import Trainer
 
     class MeasuredTrainer(Trainer):
@@ -219,7 +219,7 @@ def measure(flags: dict[str, Any], output: Path) -> None:
     measured = trainer.highest - before
     plan = plan_of_run(trainer.opened, trainer.data)
     workers = trainer.config.loader.dataloader_num_workers
-    host = plan_host(plan, config_of_run(trainer.opened), num_workers=workers)
+    host = plan_host(plan, planned_run(trainer.opened), num_workers=workers)
     on_machine = torch.tensor(trainer.highest + trainer.of_workers)
     on_machine = trainer.accelerator.reduce(on_machine).item()
     if trainer.accelerator.is_main_process:

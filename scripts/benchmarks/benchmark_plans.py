@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from benchmark_tools import write_figures
 
-from hf_bucketing.command_line.flags import FlagParser, from_flags
+from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.commands import plan
-from hf_bucketing.planner import PlanConfig
+from hf_bucketing.commands.script_settings import plan_of_flags
 from hf_bucketing.planner.figure import options_chart
 from hf_bucketing.planner.memory import verdict_on
 from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
@@ -71,7 +71,7 @@ MODELS = {
 
 
 def command_of(model: Model, gpu_memory: int, flags: str) -> str:
-    size = f"--sample_size {model.sample_size} --gpu_memory {gpu_memory}"
+    size = f"--sample_size {model.sample_size} --train_batch_size 1 --mixed_precision bf16 --gpu_memory {gpu_memory}"
     return f"hf_bucketing plan {model.hub} {size} {flags}".strip()
 
 
@@ -80,7 +80,7 @@ def planned(model: Model, command: str) -> list[MemoryOption]:
     with tempfile.TemporaryDirectory() as folder:
         write_published_configs(Path(folder), model.configs)
         args = plan.make_parser().parse_args([folder, *shlex.split(command)[3:]])
-        return plan_options(folder, from_flags(PlanConfig, args), gpu_memory=args.gpu_memory)
+        return plan_options(folder, plan_of_flags(args), gpu_memory=args.gpu_memory)
 
 
 def summary_of(title: str, rows: list[MemoryOption], gpu_memory: int) -> dict[str, str | float | int]:

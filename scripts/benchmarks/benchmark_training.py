@@ -15,6 +15,8 @@ from benchmark_tools import benchmark_parser, machine, report, seconds_of
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, open_table, token_ladder
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.steps import media_of, text_of
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser
@@ -25,7 +27,6 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.synthetic.media import make_media_dataset
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
-from hf_bucketing.training.steps import BucketStep, media_of, text_of
 
 FAMILIES = ("wan", "ltx", "latte")
 BATCH_SIZE = 4

@@ -32,7 +32,7 @@ from hf_bucketing.planner.suggestion import Candidate, Suggester, Suggestion
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
-from hf_bucketing.settings import flatten, settings_in
+from hf_bucketing.settings import flatten, given_settings, settings_in
 from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.units import format_bytes, format_seconds
 
@@ -88,7 +88,13 @@ def suggest(components: Components, rows: DataRows, machine: MachineConfig, adap
     name, settings = next(iter(tables_of(components, rows.sizes).items()))
     ways = ways_of({name: (settings, settings.make(spec, native_sizes=sizes))}, rows.sizes, spec=spec)
     speed = Speed.of(TimeConfig(), gpu_memory=machine.gpu_memory)
-    suggester = Suggester(components, rows, machine=machine, base=PlanConfig(adapters=adapters), speed=speed)
+    suggester = Suggester(
+        components,
+        rows,
+        machine=machine,
+        base=PlanConfig.from_flat(mixed_precision="bf16", **flatten(adapters)),
+        speed=speed,
+    )
     return suggester.suggest(way for way in ways if way.batching == "bucket")
 
 
@@ -98,7 +104,7 @@ def write_preset(path: Path, suggestion: Suggestion, *, model: str, machine: Mac
     assert table is not None, "the table is one of those that are made here"
     assert run.once is not None, "several epochs are worth a cache"
     file = f"--config {path.relative_to(ROOT)}"
-    time, launch = run.time, launcher(run.config)
+    time, launch = run.time, launcher(run.config.launch)
     comment = [
         f"hf_bucketing prepare {file} --dataset clips --output_dir prepared",
         f"{launch} cache {file} --dataset_dir prepared --cache_dir cache --output_dir cached",
@@ -151,9 +157,11 @@ def plan_model(name: str) -> dict[str, Any]:
                 continue
             write_preset(path, suggestion, model=MODELS[name], machine=machine, rows=rows)
             run = suggestion.candidates[0]
-            defaults = flatten(PlanConfig())
-            config = {key: value for key, value in flatten(run.config).items() if value != defaults[key]}
-            plans[path.stem] = {"config": config, "bytes": run.memory.total, "epoch": hours_of(run)}
+            plans[path.stem] = {
+                "config": given_settings(run.config),
+                "bytes": run.memory.total,
+                "epoch": hours_of(run),
+            }
             print(f"{path}: {format_bytes(run.memory.total)}, {hours_of(run)}", flush=True)
     return plans
 

@@ -194,7 +194,7 @@ def test_settings_that_adapters_do_not_have_are_errors(changes: dict[str, Any], 
         ({"kind": "lokr", "memory": MemoryConfig(quantize_base="nf4")}, '`adapter="lokr"` needs weights of the shape'),
         ({"kind": "loha", "lora_plus": True}, 'Omit `lora_plus_ratio`.*`adapter="loha"` has others'),
         ({"adapters": False, "lora_plus": True}, "Omit `lora_plus_ratio`.*train adapters"),
-        ({"optimizer": "prodigyopt:Prodigy", "sharding": "FSDP2"}, "Omit `optimizer=prodigyopt:Prodigy`, or use DDP"),
+        ({"optimizer": "prodigyopt:Prodigy", "sharding": "fsdp2"}, "Omit `optimizer=prodigyopt:Prodigy`, or use DDP"),
     ],
 )
 def test_what_kinds_and_optimizers_do_not_go_with_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -203,7 +203,7 @@ def test_what_kinds_and_optimizers_do_not_go_with_is_refused(changes: dict[str, 
     assert re.search(message, "\n".join(conflicts(Combination(**whole))))
 
 
-@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
+@pytest.mark.parametrize("sharding", ["fsdp", "deepspeed"])
 def test_flat_shares_are_no_matrices_for_muon(sharding: str) -> None:
     run = Combination(
         memory=MemoryConfig(), adapters=False, mixed_precision="bf16", sharding=sharding, optimizer="torch.optim:Muon"
@@ -212,6 +212,6 @@ def test_flat_shares_are_no_matrices_for_muon(sharding: str) -> None:
 
 
 def test_torchs_optimizers_and_lora_plus_go_with_shards() -> None:
-    whole = {"memory": MemoryConfig(), "adapters": True, "mixed_precision": "bf16", "sharding": "FSDP2"}
+    whole = {"memory": MemoryConfig(), "adapters": True, "mixed_precision": "bf16", "sharding": "fsdp2"}
     for optimizer in ("adamw", "torch.optim:Muon"):
         assert not list(conflicts(Combination(**whole, optimizer=optimizer, lora_plus=True, kind="dora")))

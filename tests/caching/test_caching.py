@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, CacheError, ColumnError, MediaError, open_table
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.caching import CacheConfig, CachedCollator, Encoder, cache_dataset
 from hf_bucketing.caching.fingerprints import latents_fingerprint, text_fingerprint
 from hf_bucketing.caching.store import TensorCache
@@ -26,7 +28,6 @@ from hf_bucketing.media import ViewRule
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import families, recipe_of
-from hf_bucketing.training.steps import BucketStep, PackStep
 from tests.conftest import ROOT, as_flags, launch, run_script, run_script_here
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}

@@ -13,6 +13,9 @@ import torch
 from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.steps import media_of, text_of
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.caching.columns import NULL_TEXT_KEY
 from hf_bucketing.caching.store import TensorCache, entry_key
@@ -22,9 +25,6 @@ from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.models.texts import TextEmbeddings
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import media_of, text_of
 from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from hf_bucketing import BucketingError, PackBatchSampler, Size, ViewRule
+from hf_bucketing.batching.rows import make_data, make_held_out_data
 from hf_bucketing.buckets.assignment import AssignmentRule
 from hf_bucketing.buckets.open_table import ImageSizes
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
@@ -32,7 +33,6 @@ from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.randomness import ROW
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.recount import recount
-from hf_bucketing.training.data import make_data, make_held_out_data
 from tests.caching.test_caching import cached, first, load_recipe, prepared
 from tests.caching.test_references import load_seeing, referenced
 from tests.conftest import as_flags, run_script_here

@@ -22,6 +22,7 @@ from hf_bucketing import (
     Size,
     ViewRule,
 )
+from hf_bucketing.batching.rows import make_data, make_held_out_data
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.caching.keys import describe_latents, has_latents
 from hf_bucketing.caching.store import TensorCache
@@ -34,7 +35,6 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.recount import recount
-from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.units import format_bytes
 from tests.caching.test_caching import cached, first, flags, prepared
 from tests.caching.test_latents import TABLE, Encoder, columns, media, rows_of

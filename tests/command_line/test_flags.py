@@ -167,4 +167,6 @@ def test_a_number_that_is_not_finite_is_refused_unless_infinity_is_a_limit_that_
             parser.parse_args(["--gpu_memory", text])
     for memory in (math.nan, math.inf, 0, -8):
         with pytest.raises(BucketingError, match=f"`gpu_memory` must be above 0 GiB, got {memory}"):
-            plan_options("nowhere", PlanConfig(), gpu_memory=memory)
+            plan_options(
+                "nowhere", PlanConfig.from_flat(mixed_precision="bf16", train_batch_size=1), gpu_memory=memory
+            )

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from hf_bucketing import BucketingError, MediaError, PackingError, PlanError
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.command_line.quiet import hide_known_lines
@@ -38,7 +39,6 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.plans import PackPlanConfig, plan_packs
 from hf_bucketing.randomness import ROW
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data
 from tests.conftest import ROOT, run, run_script_here
 from tests.models.cases import Samples, make_model
 from tests.test_scripts import SCRIPTS

@@ -11,6 +11,8 @@ from datasets import List, Value
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, ColumnError
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.apply import with_columns
@@ -18,8 +20,6 @@ from hf_bucketing.configuration.run import TrainingConfig
 from hf_bucketing.loaders import BucketCollator, CaptionRule, PackCollator
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.run_data import ModelTokens
 
 NAMES = ["a", "b", "c", "d"]
 

@@ -41,8 +41,13 @@ def test_memory_is_planned_for_the_whole_text(tiny_folder: Callable[[str], Path]
     plans = [
         plan_memory(
             str(tiny_folder("anima")),
-            PlanConfig(
-                sample_size=[1, 64, 64], cached="all", device="cpu", mixed_precision="no", max_sequence_length=n
+            PlanConfig.from_flat(
+                sample_size=[1, 64, 64],
+                cached="all",
+                device="cpu",
+                mixed_precision="no",
+                max_sequence_length=n,
+                train_batch_size=1,
             ),
         )
         for n in (4, None)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import Step
 from hf_bucketing.errors import PackingError
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.objectives import DiffusionForcing, FlowMatching
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.skyreels_v2.recipe import SkyReelsV2DiffusionForcingRecipe
-from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.recipe_cases import samples_of
 
 

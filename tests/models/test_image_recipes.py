@@ -118,6 +118,9 @@ def test_gradients_of_a_stack_of_chroma_with_padding_are_finite(load: Load) -> N
 
 def test_a_plan_encodes_no_more_tokens_than_clip_takes(folder_of) -> None:
     plan = plan_memory(
-        folder_of("flux"), PlanConfig(device="cpu", sample_size=[1, 64, 64], train_batch_size=1, cached="nothing")
+        folder_of("flux"),
+        PlanConfig.from_flat(
+            device="cpu", sample_size=[1, 64, 64], train_batch_size=1, cached="nothing", mixed_precision="bf16"
+        ),
     )
     assert plan.phases["text encoding"].text_encoder > 0

@@ -18,6 +18,9 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from hf_bucketing import BucketingError, PackingError, Size
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models import enable_packing
@@ -33,7 +36,6 @@ from hf_bucketing.packing.batch import Rows
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components, sample_shape, step_shape
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.audio_cases import AudioSamples
 from tests.models.cases import assert_same_gradients, gradients, largest_difference
 from tests.models.families.kandinsky6 import make, with_exact_positions
@@ -407,7 +409,9 @@ def test_a_cache_holds_first_frames_as_a_step_encodes_them(tiny_folder: Callable
 def test_plans_count_a_picture_as_a_frame(tiny_folder: Callable[[str], Path]) -> None:
     components, size = read_components(str(tiny_folder("kandinsky6"))), Size(9, 32, 64)
     with_, without = (
-        PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, condition=condition)
+        PlanConfig.from_flat(
+            device="cpu", mixed_precision="no", max_sequence_length=16, condition=condition, train_batch_size=1
+        )
         for condition in (f"{FIRST}:0.1,none:0.9", None)
     )
     assert sample_shape(components, with_, size).tokens == sample_shape(components, without, size).tokens + 2 * 4

@@ -17,6 +17,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import Drawn
@@ -27,7 +28,6 @@ from hf_bucketing.models.samples import KEYFRAMES, Samples
 from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.strips import patchify, unpatchify
-from hf_bucketing.training.steps import PackStep
 from tests.models.cases import assert_same_gradients, gradients, largest_difference
 from tests.models.pipeline_calls import mean_squares, record_call
 from tests.models.test_pipeline_arguments import pictures

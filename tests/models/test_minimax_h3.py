@@ -29,6 +29,9 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
 from PIL import Image
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.columns.settings import RowsConfig
 from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.models import disable_packing, enable_packing
@@ -49,8 +52,7 @@ from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import sample_shape
 from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.randomness import Purpose, integer_seed
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import BucketStep, PackStep
+from hf_bucketing.settings import changed
 from tests.models.cases import Samples, assert_same_gradients, gradients, largest_difference
 from tests.models.families import CASES
 from tests.models.families.minimax_h3 import latent_of_rows
@@ -585,15 +587,21 @@ NAMES = ((), ("reference",))
 def test_plans_count_references_and_as_much_of_text(tiny_folder: Callable[[str], Path]) -> None:
     """Which no text exceeds, labels and the tokens around pictures included."""
     folder = str(tiny_folder("minimax-h3"))
-    config = PlanConfig(trained_component="transformer_ref", sample_size=[22, 64, 32], reference_sizes="64,96;128,64")
+    config = PlanConfig.from_flat(
+        trained_component="transformer_ref",
+        sample_size=[22, 64, 32],
+        reference_sizes="64,96;128,64",
+        mixed_precision="bf16",
+        train_batch_size=1,
+    )
     components = read_components(folder, trained="transformer_ref")
     shape = sample_shape(components, config, Size(22, 64, 32))
     own, shown = 7 * 2, 6 + 8
     assert (shape.tokens, shape.text_tokens) == (own + shown, 512 + shown + 2 * 118)
-    (one,) = sample_shape(components, replace(config, reference_sizes=None), Size(22, 64, 32)).references
+    (one,) = sample_shape(components, changed(config, reference_sizes=None), Size(22, 64, 32)).references
     assert one == (1, 128, 64), "at least one, of the sample's shape"
     with pytest.raises(BucketingError, match="It has 2 references, but the model takes none"):
-        sample_shape(read_components(folder), replace(config, trained_component="transformer"), Size(22, 64, 32))
+        sample_shape(read_components(folder), changed(config, trained_component="transformer"), Size(22, 64, 32))
     kind, nothing = recipe_of(folder), Loading(parts=("trained", "text_encoders"))
     recipe = kind.load(folder, trained="transformer_ref", loading=nothing)
     rule = kind.reference_rule(components.settings).in_pixels(recipe.spec.multiples)

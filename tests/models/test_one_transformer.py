@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import Step
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing.pack import Packing
-from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
 from tests.models.recipe_cases import RecipeCase, draw_shown

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hf_bucketing.batching.steps import media_of, text_of
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.media.conditions import MASK, REFERENCE
 from hf_bucketing.models.calls import IMAGES
@@ -21,7 +22,6 @@ from hf_bucketing.models.ltx2.packing import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised, NoisedAudio
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples
-from hf_bucketing.training.steps import media_of, text_of
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
 from tests.models.pipeline_calls import record_call

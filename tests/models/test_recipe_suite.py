@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, Size
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.lengths import LengthStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 from tests.models.families import RECIPES
 from tests.models.kin import KIN
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
@@ -108,6 +111,7 @@ def test_the_loss_is_the_one_by_hand(case: RecipeCase, shown: tuple[str, ...], f
     by_hand = losses_by_hand(case, recipe, objective, batch)
     packing = enable_packing(recipe.transformer, strip_length=8)
     check_losses(PackStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
+    check_losses(LengthStep(recipe=recipe, objective=objective, packing=packing), batch, case, by_hand=by_hand)
     if recipe.family.text.in_sequence:
         shown = [[Size(*pixels.shape[1:]) for pixels in own] for own in batch["shown"].get("reference", ())]
         pictures = max((recipe.reference_text(sizes, recipe.spec) for sizes in shown), default=0)
@@ -169,7 +173,7 @@ def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.extend(pack.layout.text_lengths)
         return packed_forward(transformer, pack)
 
-    monkeypatch.setattr("hf_bucketing.training.steps.packed_forward", record)
+    monkeypatch.setattr("hf_bucketing.batching.own_sizes.packed_forward", record)
     return lengths
 
 

@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 
 from hf_bucketing import BucketingError, BucketTable, Size
+from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.steps import media_of
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.models.loading import Loading
@@ -22,8 +24,6 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.wan_vace.packing import CONTROL
 from hf_bucketing.training.estimate import _random_batch
-from hf_bucketing.training.run_data import LargestStep
-from hf_bucketing.training.steps import media_of
 from tests.conftest import run_script_here
 
 RENDER = {"num_inference_steps": 1, "max_sequence_length": 64}

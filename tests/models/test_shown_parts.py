@@ -13,6 +13,9 @@ from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import read_condition, read_conditions
@@ -21,7 +24,6 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import Samples
 from hf_bucketing.models.shown_parts import shown_part
-from hf_bucketing.training.steps import BucketStep, PackStep, Step
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_pipeline_arguments import (

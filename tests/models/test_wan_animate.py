@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 from hf_bucketing import BucketTable, PackingError, Size
+from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.steps import media_of
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Recipe
@@ -20,8 +22,6 @@ from hf_bucketing.models.samples import SHOWN_FRAMES
 from hf_bucketing.models.wan_animate.recipe import KNOWN
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.estimate import _random_batch
-from hf_bucketing.training.run_data import LargestStep
-from hf_bucketing.training.steps import media_of
 from tests.models.cases import CASES, Samples, largest_difference, outputs_beside_nan
 from tests.models.families.wan_animate import CASES as ANIMATE, SIDE
 from tests.models.recipe_cases import draw_shown

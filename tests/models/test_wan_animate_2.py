@@ -15,6 +15,8 @@ from diffusers.models.transformers import transformer_wan_animate_2 as stock
 from PIL import Image
 
 from hf_bucketing import PackingError
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.steps import media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.objectives import Noised
@@ -24,7 +26,6 @@ from hf_bucketing.models.samples import SHOWN_FRAMES, Samples as TrainedSamples
 from hf_bucketing.models.wan_animate.recipe import KNOWN
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
-from hf_bucketing.training.steps import BucketStep, media_of
 from tests.models.cases import Samples, largest_difference, outputs_beside_nan
 from tests.models.families.wan_animate_2 import CASE
 from tests.models.recipe_cases import draw_shown, stock_pipeline

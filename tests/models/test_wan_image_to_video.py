@@ -146,7 +146,7 @@ def test_the_second_transformer_is_trained_at_low_noise(folder) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_planned_with_the_image_encoder(name: str, folder) -> None:
     components = read_components(folder(name))
-    config = PlanConfig(sample_size=[5, 64, 64], device="cpu", mixed_precision="no", train_batch_size=2)
+    config = PlanConfig.from_flat(sample_size=[5, 64, 64], device="cpu", mixed_precision="no", train_batch_size=2)
     planned = plan_components(components, config).phases["media encoding"].vae
     recipe = load(folder(name))
     weights = sum(

@@ -24,16 +24,17 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.trackers import PeakTracker
 from hf_bucketing.planner.ways import tables_of, ways_of
 from hf_bucketing.report.measure import Sizes, own_targets
+from hf_bucketing.settings import changed
 
-SILENT = PlanConfig(
+SILENT = PlanConfig.from_flat(
     sample_size=[9, 32, 64], train_batch_size=2, device="cpu", mixed_precision="no", max_sequence_length=64
 )
-HEARD = replace(SILENT, audio_fps=8.0)
+HEARD = changed(SILENT, audio_fps=8.0)
 TOKENS = 28
 """Tokens of the audio of nine frames at eight a second."""
 PLANS = {
     "ltx2": (HEARD, TOKENS),
-    "minimax-h3": (replace(HEARD, sample_size=[22, 32, 64], audio_fps=24.0, train_batch_size=1), 74),
+    "minimax-h3": (changed(HEARD, sample_size=[22, 32, 64], audio_fps=24.0, train_batch_size=1), 74),
     "kandinsky6": (HEARD, 29),
 }
 """Settings of a step of a model, and the tokens of the audio of each sample."""
@@ -48,7 +49,10 @@ def components(tiny_folder: Callable[[str], Path]) -> Components:
 def test_a_step_with_audio_takes_what_is_planned(name: str, tiny_folder: Callable[[str], Path]) -> None:
     folder, (config, tokens) = str(tiny_folder(name)), PLANS[name]
     components = read_components(folder)
-    step, count = planner._step(components, config, planner.step_shape(components, config)), config.train_batch_size
+    step, count = (
+        planner._step(components, config, planner.step_shape(components, config)),
+        config.run.batches.train_batch_size,
+    )
     assert step.audio_length == tokens
     recipe = recipe_of(folder).load(folder, audio=True, max_sequence_length=64)
     model, family, length = recipe.transformer, recipe.family, step.text_length
@@ -89,8 +93,8 @@ def test_a_step_with_audio_takes_what_is_planned(name: str, tiny_folder: Callabl
 def test_audio_counts_in_tokens_and_in_the_samples_that_they_hold(components: Components) -> None:
     shape = planner.step_shape(components, HEARD)
     assert (shape.tokens, shape.audio_tokens, shape.length) == (2 * 96, 2 * TOKENS, 2 * (96 + TOKENS))
-    assert planner.step_shape(components, replace(HEARD, max_tokens=3 * 96)).samples == 2
-    packed = planner.step_shape(components, replace(HEARD, batching="pack", strip_length=10, max_tokens=300))
+    assert planner.step_shape(components, changed(HEARD, max_tokens=3 * 96)).samples == 2
+    packed = planner.step_shape(components, changed(HEARD, batching="pack", strip_length=10, max_tokens=300))
     assert (packed.samples, packed.length) == (2, 2 * 130), "whole strips"
 
 
@@ -99,7 +103,7 @@ def test_a_model_without_audio_refuses_its_rate(tiny_folder: Callable[[str], Pat
     with pytest.raises(BucketingError, match="Omit `audio_fps`: a WanPipeline makes no audio"):
         planner.step_shape(wan, HEARD)
     with pytest.raises(BucketingError, match="`audio_fps` must be above 0"):
-        replace(HEARD, audio_fps=0.0)
+        changed(HEARD, audio_fps=0.0)
 
 
 def test_cached_audio_is_counted_in_channels_of_its_own(components: Components) -> None:
@@ -127,7 +131,7 @@ def test_a_suggestion_counts_the_audio_of_rows(components: Components) -> None:
     present = np.arange(count) % 2 == 0
     audio = RowAudio(rule=AudioRule(rate=16000, samples_per_token=640), present=present, fps=np.full(count, 8.0))
     silent = DataRows(sizes=sizes, total=count, decoding=0.001)
-    machine, base = MachineConfig(gpu_memory=24, num_train_epochs=1), replace(SILENT, device="cuda")
+    machine, base = MachineConfig(gpu_memory=24, num_train_epochs=1), changed(SILENT, device="cuda")
     tables = {
         name: (settings, settings.make(components.spec)) for name, settings in tables_of(components, sizes).items()
     }
@@ -138,8 +142,8 @@ def test_a_suggestion_counts_the_audio_of_rows(components: Components) -> None:
         for rows in (silent, replace(silent, audio=audio))
     ]
     for without, with_audio in zip(*(sorted(run.candidates, key=lambda one: one.name) for run in found), strict=False):
-        assert with_audio.config.audio_fps == 8.0
-        assert without.config.audio_fps is None
+        assert with_audio.config.samples.audio_fps == 8.0
+        assert without.config.samples.audio_fps is None
     lengths = [max(candidate.memory.shape.length for candidate in run.candidates) for run in found]
     assert lengths[1] > lengths[0]
     bucketed = [candidate for candidate in found[1].candidates if candidate.way.batching == "bucket"]

@@ -15,14 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_bucketing import Size
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.packing.family import output_of
-from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.planner.components import Component, read_components
 from hf_bucketing.planner.time import training_flops
 from hf_bucketing.planner.trace import TracedStep, _inputs, trace
 from hf_bucketing.planner.trackers import Flops
+from hf_bucketing.settings import changed
 
-CONFIG = PlanConfig(device="cpu", mixed_precision="no", cached="all", max_sequence_length=16)
+CONFIG = PlanConfig.from_flat(
+    device="cpu", mixed_precision="no", cached="all", max_sequence_length=16, train_batch_size=1
+)
 LORA = AdapterConfig(lora_rank=16)
 SIZES = [Size(1, 32, 96), Size(1, 64, 64), Size(9, 96, 128)]
 TEXT = 512
@@ -89,9 +91,9 @@ def test_frozen_weights_have_no_gradients_and_checkpoints_compute_blocks_again()
 
 def test_predictions_of_the_base_model_count_apart(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("wan")))
-    config = dataclasses.replace(CONFIG, adapters=AdapterConfig(lora_rank=2))
+    config = changed(CONFIG, lora_rank=2)
     alone = training_flops(components, config, SIZES)
-    preserved = training_flops(components, dataclasses.replace(config, base_predictions=3), SIZES)
+    preserved = training_flops(components, changed(config, slider=["a|b"]), SIZES)
     assert preserved.model == alone.model
     assert alone.base.of_samples([100]) == 0
     forward = trace(WAN_1_3B).flops.forward
@@ -108,7 +110,7 @@ def test_torch_counts_as_many_operations_in_a_real_pass(tiny_folder: Callable[[s
     step = TracedStep(
         transformer=components.transformer,
         latent_sizes=(spec.latent_size(size),),
-        text_length=components.recipe.text_length(CONFIG.max_sequence_length),
+        text_length=components.recipe.text_length(CONFIG.run.max_sequence_length),
     )
     model = components.transformer.model_class.from_config(components.transformer.config)
     inputs = {
@@ -122,7 +124,7 @@ def test_torch_counts_as_many_operations_in_a_real_pass(tiny_folder: Callable[[s
 
 def test_checkpoints_change_recomputation_alone(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("qwen-image")))
-    checkpointed = dataclasses.replace(CONFIG, memory=MemoryConfig(gradient_checkpointing=True))
+    checkpointed = changed(CONFIG, gradient_checkpointing=True)
     sizes = [components.spec.snap(size._replace(frames=1)) for size in SIZES]
     plain, again = (training_flops(components, config, sizes) for config in (CONFIG, checkpointed))
     assert again.model == plain.model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,29 +9,30 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters import AdapterConfig
-from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import MemoryPlan, PlanConfig, plan_memory
 from hf_bucketing.planner.host import CUDA_PROCESS, PROCESS, WORKER, check_host, plan_disk, plan_host
 from hf_bucketing.planner.trace import pinned_bytes
+from hf_bucketing.settings import changed
 from tests.conftest import ROOT
 
-FULL = PlanConfig(sample_size=[9, 64, 64], mixed_precision="no", cached="all", max_sequence_length=16)
-LORA = dataclasses.replace(FULL, adapters=AdapterConfig(lora_rank=4), memory=MemoryConfig(gradient_checkpointing=True))
+FULL = PlanConfig.from_flat(
+    sample_size=[9, 64, 64], mixed_precision="no", cached="all", max_sequence_length=16, train_batch_size=1
+)
+LORA = changed(FULL, lora_rank=4, gradient_checkpointing=True)
 
 
 def planned(pipeline: Path, config: PlanConfig, **memory: object) -> tuple[MemoryPlan, PlanConfig]:
-    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, **memory))
+    config = changed(config, **memory)
     return plan_memory(str(pipeline), config), config
 
 
 def test_each_process_loads_all_that_it_calls_at_once(pipeline_dir: Path) -> None:
-    one, config = planned(pipeline_dir, dataclasses.replace(FULL, cached="nothing"))
+    one, config = planned(pipeline_dir, changed(FULL, cached="nothing"))
     step = one.phases["optimizer"]
     loading = plan_host(one, config, num_workers=0).phases["loading"]
     assert loading.weights == round(one.experts[0].weights) + step.text_encoder + step.vae
     assert loading.processes == PROCESS + CUDA_PROCESS
-    config = dataclasses.replace(config, num_processes=4)
+    config = changed(config, num_processes=4)
     four = plan_host(plan_memory(str(pipeline_dir), config), config, num_workers=0).phases["loading"]
     assert (four.weights, four.processes) == (4 * loading.weights, 4 * loading.processes)
 
@@ -53,12 +53,12 @@ def test_what_waits_lies_in_page_locked_memory(pipeline_dir: Path) -> None:
     activations, config = planned(pipeline_dir, LORA, offload_activations=True)
     there = plan_host(activations, config, num_workers=0).phases["training"].activations
     assert there > stays.phases["forward"].activations - activations.phases["forward"].activations > 0
-    twice, config = planned(pipeline_dir, dataclasses.replace(LORA, train_batch_size=2), offload_activations=True)
+    twice, config = planned(pipeline_dir, changed(LORA, train_batch_size=2), offload_activations=True)
     assert plan_host(twice, config, num_workers=0).phases["training"].activations == pytest.approx(2 * there, rel=0.1)
 
 
 def test_workers_hold_batches_and_cached_runs_hold_none_of_pixels(pipeline_dir: Path) -> None:
-    plan, config = planned(pipeline_dir, dataclasses.replace(FULL, cached="nothing"))
+    plan, config = planned(pipeline_dir, changed(FULL, cached="nothing"))
     none, two = (plan_host(plan, config, num_workers=count).phases["training"] for count in (0, 2))
     assert (none.workers, two.workers) == (0, 3 * WORKER)
     assert two.batches == 4 * none.batches == 2 * 4 * 12 * plan.shape.pixels
@@ -67,7 +67,7 @@ def test_workers_hold_batches_and_cached_runs_hold_none_of_pixels(pipeline_dir: 
 
 
 def test_a_run_on_the_cpu_holds_there_what_a_device_would(pipeline_dir: Path) -> None:
-    plan, config = planned(pipeline_dir, dataclasses.replace(FULL, device="cpu"))
+    plan, config = planned(pipeline_dir, changed(FULL, device="cpu"))
     host = plan_host(plan, config, num_workers=0)
     assert host.highest == "training"
     assert host.total == PROCESS + plan.total
@@ -83,7 +83,7 @@ def test_a_machine_with_too_little_memory_is_refused_by_name(pipeline_dir: Path)
 
 
 def test_disks_hold_one_checkpoint_more_than_are_kept(pipeline_dir: Path) -> None:
-    plan, config = planned(pipeline_dir, dataclasses.replace(FULL, ema_decay=0.9))
+    plan, config = planned(pipeline_dir, changed(FULL, ema_decay=0.9))
     expert = plan.experts[0]
     disk = plan_disk(plan, config, checkpoints=2, cache=7)
     assert disk.checkpoint == 4 * expert.trained_bytes, "weights, two moments, and averages"

@@ -18,10 +18,10 @@ from hf_bucketing.adapters.files import loads_lora
 from hf_bucketing.adapters.lora import add_lora
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import MemoryParts, PlanConfig, encoding, memory as planner, options, plan_memory
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.options import plan_options
+from hf_bucketing.settings import changed, flatten
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline, tiny_pipelines
 from hf_bucketing.synthetic.published import write_published_configs
 from tests.models.families import RECIPES
@@ -42,7 +42,7 @@ def settings(name: str, folder: Path) -> PlanConfig:
     frames = 1 if components.recipe.family.images_only else int(case.bucket_frames.split(",")[-1])
     height, width = (int(side) for side in case.buckets.split(";")[0].split(","))
     size = components.spec.snap(Size(frames, height, width))
-    return PlanConfig(
+    return PlanConfig.from_flat(
         sample_size=list(size),
         train_batch_size=2,
         device="cpu",
@@ -70,7 +70,7 @@ def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
     assert plan.phases["text encoding"].text_encoder > plan.phases["optimizer"].text_encoder
     assert plan.phases["media encoding"].vae > plan.phases["optimizer"].vae + 12 * plan.shape.pixels
     adapters = AdapterConfig(lora_rank=4)
-    with_adapters = dataclasses.replace(config, cached="all", adapters=adapters)
+    with_adapters = changed(config, cached="all", **flatten(adapters))
     if not loads_lora(recipe.pipeline_type()):
         with pytest.raises(BucketingError, match="cannot load LoRA weights"):
             plan_memory(str(tmp_path / "configs"), with_adapters)
@@ -94,17 +94,15 @@ def check_holds(plan: planner.MemoryPlan, recipe: Recipe) -> None:
 @pytest.mark.slow
 def test_a_longer_text_takes_more_where_the_forward_reads_its_mask(tmp_path: Path) -> None:
     make_tiny_pipeline(tmp_path, family="mochi")
-    config = dataclasses.replace(settings("mochi", tmp_path), cached="all", max_sequence_length=64)
-    plans = [
-        plan_memory(str(tmp_path), dataclasses.replace(config, max_sequence_length=length)) for length in (64, 128)
-    ]
+    config = changed(settings("mochi", tmp_path), cached="all", max_sequence_length=64)
+    plans = [plan_memory(str(tmp_path), changed(config, max_sequence_length=length)) for length in (64, 128)]
     assert plans[0].peak.activations < plans[1].peak.activations
 
 
 @pytest.mark.slow
 def test_a_plan_of_wan_animate_counts_the_character_and_the_size_of_faces(tmp_path: Path) -> None:
     make_tiny_pipeline(tmp_path, family="wan-animate")
-    config = dataclasses.replace(settings("wan-animate", tmp_path), cached="all")
+    config = changed(settings("wan-animate", tmp_path), cached="all")
     plan, file = plan_memory(str(tmp_path), config), tmp_path / "transformer" / "config.json"
     assert plan.shape.tokens == 2 * (3 + 1) * 2 * 3, "two samples of nine frames"
     model = json.loads(file.read_text())
@@ -120,13 +118,14 @@ def test_several_samples_are_planned_where_the_forward_asks_whether_all_images_a
     tmp_path: Path,
 ) -> None:
     write_published_configs(tmp_path, "hunyuan-video-1.5")
-    config = PlanConfig(
+    config = PlanConfig.from_flat(
         sample_size=[1, 480, 848],
         cached="all",
-        memory=MemoryConfig(gradient_checkpointing=True),
+        gradient_checkpointing=True,
         mixed_precision="bf16",
+        train_batch_size=1,
     )
-    one, three = (plan_memory(str(tmp_path), dataclasses.replace(config, train_batch_size=count)) for count in (1, 3))
+    one, three = (plan_memory(str(tmp_path), changed(config, train_batch_size=count)) for count in (1, 3))
     assert one.phases["optimizer"].weights == pytest.approx(4 * 8.3e9, rel=0.01)
     assert three.phases["backward"].activations > 2 * one.phases["backward"].activations > 0
 
@@ -168,11 +167,10 @@ def test_a_published_model_with_several_kinds_of_blocks_has_its_published_weight
     name: str, billions: float, tmp_path: Path
 ) -> None:
     write_published_configs(tmp_path, name)
-    config = PlanConfig(
-        cached="all", adapters=AdapterConfig(lora_rank=16), memory=MemoryConfig(gradient_checkpointing=True)
+    config = PlanConfig.from_flat(
+        cached="all", lora_rank=16, gradient_checkpointing=True, mixed_precision="bf16", train_batch_size=1
     )
     plan = plan_memory(str(tmp_path), config)
     assert plan.phases["optimizer"].weights == pytest.approx(2e9 * billions, rel=0.01)
-    memory = dataclasses.replace(config.memory, offload_blocks=plan.blocks)
-    offloaded = plan_memory(str(tmp_path), dataclasses.replace(config, memory=memory)).phases["optimizer"].weights
+    offloaded = plan_memory(str(tmp_path), changed(config, offload_blocks=plan.blocks)).phases["optimizer"].weights
     assert 0 < offloaded < 0.15 * plan.phases["optimizer"].weights, "the largest block, and what is outside of blocks"

@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, Size
-from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.commands.script_settings import commands_of
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.optimizers import OptimizerConfig
 from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import PlanConfig, memory as planner, options, plan_memory, trace
@@ -41,15 +39,22 @@ from hf_bucketing.planner.options import (
     format_options,
     plan_options,
 )
-from hf_bucketing.settings import flatten
+from hf_bucketing.settings import changed, flatten
 from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig, estimate
 from tests.conftest import ROOT, run_script, run_script_here
 
 PLANS = ROOT / "scripts" / "benchmarks" / "results" / "plans.json"
 MIB = 2**20
-CPU = PlanConfig(sample_size=[9, 64, 64], device="cpu", mixed_precision="no", cached="all", max_sequence_length=16)
-LORA = dataclasses.replace(CPU, adapters=AdapterConfig(lora_rank=4))
+CPU = PlanConfig.from_flat(
+    sample_size=[9, 64, 64],
+    device="cpu",
+    mixed_precision="no",
+    cached="all",
+    max_sequence_length=16,
+    train_batch_size=1,
+)
+LORA = changed(CPU, lora_rank=4)
 CHECKPOINTS = MemoryConfig(gradient_checkpointing=True)
 
 
@@ -70,7 +75,7 @@ def numbers(pipeline: Path, name: str) -> int:
 @pytest.mark.parametrize("family", ["wan", "ltx", "latte"])
 def test_a_plan_counts_every_kind_from_configurations_alone(family: str, configs, pipeline_dirs) -> None:
     size = [16 if family == "latte" else 9, 64, 64]
-    config = dataclasses.replace(CPU, sample_size=size, cached="nothing")
+    config = changed(CPU, sample_size=size, cached="nothing")
     plan = plan_memory(str(configs[family]), config)
     trained = numbers(pipeline_dirs[family], "transformer")
     step = plan.phases["optimizer"]
@@ -81,7 +86,7 @@ def test_a_plan_counts_every_kind_from_configurations_alone(family: str, configs
     assert plan.phases["text encoding"].text_encoder > step.text_encoder + 4 * plan.shape.samples * 32
     assert plan.phases["media encoding"].vae > step.vae + 4 * plan.shape.pixels
     assert plan.total == max(sum(dataclasses.asdict(parts).values()) for parts in plan.phases.values())
-    cached = plan_memory(str(configs[family]), dataclasses.replace(config, cached="all"))
+    cached = plan_memory(str(configs[family]), changed(config, cached="all"))
     assert (cached.peak.text_encoder, cached.peak.vae) == (0, 0)
     assert plan.phases["backward"].activations - cached.phases["backward"].activations == 12 * plan.shape.pixels
 
@@ -99,9 +104,9 @@ def two_experts(configs, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_plan_of_both_experts_counts_the_one_that_is_idle(two_experts: str) -> None:
-    config = dataclasses.replace(CPU, ema_decay=0.9)
+    config = changed(CPU, ema_decay=0.9)
     one = plan_memory(two_experts, config)
-    both = plan_memory(two_experts, dataclasses.replace(config, trained_component="both"))
+    both = plan_memory(two_experts, changed(config, trained_component="both"))
     step = one.phases["optimizer"]
     for name, parts in one.phases.items():
         more = both.phases[name]
@@ -113,10 +118,9 @@ def test_a_plan_of_both_experts_counts_the_one_that_is_idle(two_experts: str) ->
 
 @pytest.mark.parametrize(("memory", "kept"), [({}, 1.0), ({"offload_blocks": 4}, None)])
 def test_an_expert_that_waits_takes_its_adapters_alone(two_experts: str, memory: dict, kept: float | None) -> None:
-    config = dataclasses.replace(LORA, trained_component="both", memory=dataclasses.replace(CHECKPOINTS, **memory))
-    waits = dataclasses.replace(config.memory, offload_idle_expert=True)
-    one = plan_memory(two_experts, dataclasses.replace(config, trained_component="transformer_2"))
-    stay, wait = (plan_memory(two_experts, each) for each in (config, dataclasses.replace(config, memory=waits)))
+    config = changed(LORA, trained_component="both", gradient_checkpointing=True, **memory)
+    one = plan_memory(two_experts, changed(config, trained_component="transformer_2"))
+    stay, wait = (plan_memory(two_experts, each) for each in (config, changed(config, offload_idle_expert=True)))
     adapters = one.phases["optimizer"].gradients
     for name, parts in one.phases.items():
         assert wait.phases[name].weights == parts.weights + adapters
@@ -128,57 +132,57 @@ def test_an_expert_that_waits_takes_its_adapters_alone(two_experts: str, memory:
 
 @pytest.mark.slow
 def test_options_for_both_experts_let_the_idle_one_wait_and_shard_nothing(two_experts: str) -> None:
-    config = dataclasses.replace(LORA, trained_component="both", num_processes=2)
+    config = changed(LORA, trained_component="both", num_processes=2)
     rows = plan_options(two_experts, config, gpu_memory=1e-3)
     assert "--offload_idle_expert" in [row.name for row in rows]
-    assert all(row.config.sharding == "ddp" for row in rows)
-    assert all(row.config.memory.quantize_base != "nf4" or not row.config.memory.offload_idle_expert for row in rows)
+    assert all(row.config.launch.sharding == "ddp" for row in rows)
+    assert all(
+        row.config.run.memory.quantize_base != "nf4" or not row.config.run.memory.offload_idle_expert for row in rows
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"sharding": "fsdp2", "num_processes": 2}, "under FSDP accelerate prepares one model"),
-        ({"memory": MemoryConfig(context_parallel_degree=2), "num_processes": 2}, "share the samples of one model"),
-        ({"memory": MemoryConfig(offload_idle_expert=True), "adapters": AdapterConfig()}, "needs frozen weights"),
-        (
-            {"memory": MemoryConfig(offload_idle_expert=True, quantize_base="nf4")},
-            'use `quantize_base="int8"` or `"float8"`',
-        ),
+        ({"context_parallel_degree": 2, "num_processes": 2}, "share the samples of one model"),
+        ({"offload_idle_expert": True, "lora_rank": None}, "needs frozen weights"),
+        ({"offload_idle_expert": True, "quantize_base": "nf4"}, 'use `quantize_base="int8"` or `"float8"`'),
     ],
 )
 def test_what_both_experts_cannot_be_combined_with_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(BucketingError, match=message):
-        dataclasses.replace(LORA, trained_component="both", **settings)
+        changed(LORA, trained_component="both", **settings)
 
 
 def test_predictions_of_the_base_model_add_less_than_the_activations_of_a_block(configs, monkeypatch) -> None:
     wan, calls, switch = str(configs["wan"]), [], trace.base_model
     monkeypatch.setattr(trace, "base_model", lambda model: calls.append(model) or switch(model))
-    config = dataclasses.replace(LORA, sample_size=[9, 64, 64], cached="all", memory=CHECKPOINTS)
+    config = changed(LORA, sample_size=[9, 64, 64], cached="all", gradient_checkpointing=True)
     plain, preserved, slid = (
-        plan_memory(wan, dataclasses.replace(config, base_predictions=count)) for count in (0, 1, 3)
+        plan_memory(wan, changed(config, **preserved))
+        for preserved in ({}, {"preservation": "prior"}, {"slider": ["a|b"]})
     )
     latents = 4 * preserved.shape.tokens * 4 * 16
     for phase, parts in plain.phases.items():
         assert 0 <= preserved.phases[phase].total - parts.total <= latents, "the target has its room in any case"
         assert 0 <= slid.phases[phase].total - parts.total <= 4 * latents
     assert calls, "they run"
-    with pytest.raises(BucketingError, match=r"`base_predictions` are made below adapters"):
-        dataclasses.replace(CPU, base_predictions=1)
+    with pytest.raises(BucketingError, match=r"`preservation` and `slider` ask the base model"):
+        changed(CPU, preservation="prior")
 
 
 @pytest.mark.slow
 def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
     components = read_components(str(configs["wan"]))
-    for config in (CPU, dataclasses.replace(LORA, memory=CHECKPOINTS, mixed_precision="bf16")):
+    for config in (CPU, changed(LORA, gradient_checkpointing=True, mixed_precision="bf16")):
         step = trace.TracedStep(
             transformer=components.transformer,
             latent_sizes=((3, 8, 8),),
             text_length=16,
-            mixed_precision=config.mixed_precision,
-            adapters=config.adapters,
-            gradient_checkpointing=config.memory.gradient_checkpointing,
+            mixed_precision=config.precision,
+            adapters=config.run.adapters,
+            gradient_checkpointing=config.run.memory.gradient_checkpointing,
         )
         whole, extrapolated = trace._traced(step, (("num_layers", 4),)), trace.trace(step)
         for phase, kinds in whole.peaks.items():
@@ -190,15 +194,15 @@ def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
 def test_each_option_saves_what_it_says(configs) -> None:
     wan = str(configs["wan"])
     full, lora = plan_memory(wan, CPU), plan_memory(wan, LORA)
-    half = dataclasses.replace(LORA, mixed_precision="bf16")
-    checkpointed = dataclasses.replace(half, memory=CHECKPOINTS)
+    half = changed(LORA, mixed_precision="bf16")
+    checkpointed = changed(half, gradient_checkpointing=True)
     plans = {
-        "8 bit": plan_memory(wan, dataclasses.replace(CPU, optimizer=OptimizerConfig(optimizer="adamw_8bit"))),
-        "average": plan_memory(wan, dataclasses.replace(CPU, ema_decay=0.9)),
+        "8 bit": plan_memory(wan, changed(CPU, optimizer="adamw_8bit")),
+        "average": plan_memory(wan, changed(CPU, ema_decay=0.9)),
         "half": plan_memory(wan, half),
         "checkpointed": plan_memory(wan, checkpointed),
-        "ddp": plan_memory(wan, dataclasses.replace(CPU, num_processes=4)),
-        "accumulated": plan_memory(wan, dataclasses.replace(CPU, gradient_accumulation_steps=2)),
+        "ddp": plan_memory(wan, changed(CPU, num_processes=4)),
+        "accumulated": plan_memory(wan, changed(CPU, gradient_accumulation_steps=2)),
     }
     weights = full.phases["forward"].optimizer // 2
     assert plans["8 bit"].phases["forward"].optimizer == pytest.approx(weights / 2, rel=0.05)
@@ -210,26 +214,21 @@ def test_each_option_saves_what_it_says(configs) -> None:
     assert plans["half"].peak.activations < 0.9 * lora.peak.activations
     assert plans["checkpointed"].peak.activations < 0.8 * plans["half"].peak.activations
     for kind, largest in {"int8": 0.85, "float8": 0.85, "nf4": 0.7}.items():
-        memory = dataclasses.replace(CHECKPOINTS, quantize_base=kind)
-        plan = plan_memory(wan, dataclasses.replace(checkpointed, memory=memory))
+        plan = plan_memory(wan, changed(checkpointed, quantize_base=kind))
         assert plan.peak.weights < largest * plans["checkpointed"].peak.weights
-    memory = dataclasses.replace(CHECKPOINTS, offload_activations=True)
-    offloaded = plan_memory(wan, dataclasses.replace(checkpointed, memory=memory))
+    offloaded = plan_memory(wan, changed(checkpointed, offload_activations=True))
     assert offloaded.phases["forward"].activations < plans["checkpointed"].phases["forward"].activations
-    memory = dataclasses.replace(CHECKPOINTS, offload_blocks=4)
-    waiting = plan_memory(wan, dataclasses.replace(checkpointed, memory=memory))
+    waiting = plan_memory(wan, changed(checkpointed, offload_blocks=4))
     assert waiting.peak.weights < 0.5 * plans["checkpointed"].peak.weights
-    parallel = dataclasses.replace(
-        checkpointed, num_processes=2, memory=dataclasses.replace(CHECKPOINTS, context_parallel_degree=2)
-    )
+    parallel = changed(checkpointed, num_processes=2, gradient_checkpointing=True, context_parallel_degree=2)
     assert plan_memory(wan, parallel).peak.activations < 0.7 * plans["checkpointed"].peak.activations
 
 
 @pytest.mark.slow
 def test_fsdp_shards_weights_gradients_and_moments(configs) -> None:
     ltx = str(configs["ltx"])
-    whole = plan_memory(ltx, dataclasses.replace(CPU, memory=CHECKPOINTS))
-    sharded = plan_memory(ltx, dataclasses.replace(CPU, memory=CHECKPOINTS, num_processes=4, sharding="fsdp2"))
+    whole = plan_memory(ltx, changed(CPU, gradient_checkpointing=True))
+    sharded = plan_memory(ltx, changed(CPU, gradient_checkpointing=True, num_processes=4, sharding="fsdp2"))
     assert sharded.phases["forward"].optimizer == pytest.approx(whole.phases["forward"].optimizer / 4, rel=0.01)
     assert sharded.phases["optimizer"].weights == pytest.approx(whole.phases["optimizer"].weights / 4, rel=0.01)
     assert sharded.phases["backward"].weights > whole.peak.weights / 4, "what is gathered counts"
@@ -241,16 +240,16 @@ def test_the_largest_number_of_tokens_is_the_last_that_fits(configs) -> None:
     components = read_components(str(configs["wan"]))
     memory = 20 * MIB
     tokens = largest_tokens(components, CPU, memory=memory)
-    fits = plan_components(components, dataclasses.replace(CPU, max_tokens=tokens))
-    more = plan_components(components, dataclasses.replace(CPU, train_batch_size=fits.shape.samples + 1))
+    fits = plan_components(components, changed(CPU, max_tokens=tokens))
+    more = plan_components(components, changed(CPU, train_batch_size=fits.shape.samples + 1))
     assert fits.total <= memory < more.total
     assert largest_tokens(components, CPU, memory=memory, at_most=50) == 50
     assert largest_tokens(components, CPU, memory=MIB) == 0
 
 
 def test_the_largest_number_is_found_where_the_highest_phase_does_not_grow(configs, monkeypatch) -> None:
-    def plan(_: Components, config: PlanConfig) -> planner.MemoryPlan:
-        samples = config.train_batch_size
+    def plan(_: Components, config: PlanConfig, asked: StepShape) -> planner.MemoryPlan:
+        samples = asked.samples
         shape = StepShape.of([Size(1, 16, 16)] * samples, tokens=4 * samples)
         forward = MemoryParts(activations=10 * samples + samples**2 // 10)  # the line through one and two is too low
         phases = {"forward": forward, "optimizer": MemoryParts(optimizer=100)}
@@ -272,9 +271,9 @@ def plan_of(total: int, *, samples: int = 1) -> MemoryPlan:
 def test_the_search_for_the_most_tokens_has_an_end(grown, configs, monkeypatch) -> None:
     planned = []
 
-    def plan(_: Components, config: PlanConfig) -> MemoryPlan:
-        planned.append(config.train_batch_size)
-        return plan_of(grown(config.train_batch_size), samples=config.train_batch_size)
+    def plan(_: Components, config: PlanConfig, shape: StepShape) -> MemoryPlan:
+        planned.append(shape.samples)
+        return plan_of(grown(shape.samples), samples=shape.samples)
 
     monkeypatch.setattr(planner, "plan_components", plan)
     components = read_components(str(configs["wan"]))
@@ -288,16 +287,17 @@ def test_the_search_for_the_most_tokens_has_an_end(grown, configs, monkeypatch) 
 
 @pytest.mark.parametrize("rank", [None, 4])
 def test_options_train_the_same_and_end_where_a_step_holds_the_most_tokens(rank, configs, monkeypatch) -> None:
-    def plan(_: Components, config: PlanConfig) -> MemoryPlan:
+    def plan(_: Components, config: PlanConfig, shape: StepShape | None = None) -> MemoryPlan:
         saved = 2 ** sum(value != flatten(CPU)[name] for name, value in flatten(config).items())
-        return plan_of(2**31 // saved * config.train_batch_size, samples=config.train_batch_size)
+        samples = 1 if shape is None else shape.samples
+        return plan_of(2**31 // saved * samples, samples=samples)
 
     for module in (planner, options):
         monkeypatch.setattr(module, "plan_components", plan)
     seen: list[MemoryOption] = []
-    given = dataclasses.replace(CPU, cached="nothing", adapters=AdapterConfig(lora_rank=rank))
+    given = changed(CPU, cached="nothing", lora_rank=rank)
     rows = plan_options(str(configs["wan"]), given, gpu_memory=1, progress=seen.append)
-    assert {row.config.adapters for row in rows} == {given.adapters}
+    assert {row.config.run.adapters for row in rows} == {given.run.adapters}
     assert [row.name for row in seen if row in rows] == [row.name for row in rows]
     assert len(rows) > 3
     rows = plan_options(str(configs["wan"]), given, gpu_memory=2**20)
@@ -321,7 +321,7 @@ def test_the_verdict_is_that_of_the_first_options_that_fit() -> None:
         check_fits(rows[:2], gpu_memory=20)
 
 
-PACKS = dataclasses.replace(LORA, batching="pack", cached="nothing", mixed_precision="bf16", ema_decay=0.9)
+PACKS = changed(LORA, batching="pack", max_tokens=512, cached="nothing", mixed_precision="bf16", ema_decay=0.9)
 
 
 @pytest.mark.parametrize(
@@ -329,26 +329,20 @@ PACKS = dataclasses.replace(LORA, batching="pack", cached="nothing", mixed_preci
     [
         CPU,
         PACKS,
-        dataclasses.replace(CPU, num_processes=8, sharding="fsdp2", max_tokens=4096),
-        dataclasses.replace(
-            LORA, memory=MemoryConfig(gradient_checkpointing=True, quantize_base="int8", offload_blocks=3)
-        ),
+        changed(CPU, num_processes=8, sharding="fsdp2", max_tokens=4096),
+        changed(LORA, gradient_checkpointing=True, quantize_base="int8", offload_blocks=3),
     ],
 )
 def test_the_command_of_an_option_has_its_settings(config: PlanConfig) -> None:
     row = MemoryOption(name="as given", config=config, plan=plan_of(1, samples=3), saved=0, max_tokens=0)
     *cache, train = map(shlex.split, commands_of("a b/wan", row))
-    assert ["cache" in line for line in cache] == [True] * (config.cached == "all")
+    assert ["cache" in line for line in cache] == [True] * (config.samples.cached == "all")
     script = train.index("train")
-    assert train[script - 2 : script] == ["--num_processes", str(config.num_processes)]
+    assert train[script - 2 : script] == ["--num_processes", str(config.launch.num_processes)]
     assert train[:2] == ["hf_bucketing", "launch"]
-    assert ("scripts/accelerate_configs/fsdp2.yaml" in train) == (config.sharding == "fsdp2")
+    assert ("scripts/accelerate_configs/fsdp2.yaml" in train) == (config.launch.sharding == "fsdp2")
     typed = flatten(from_flags(TrainingConfig, FlagParser(None, TrainingConfig).parse_args(train[script + 1 :])))
     shared = {name: value for name, value in flatten(config).items() if name in typed}
-    if config.batching == "pack":
-        shared["max_tokens"] = 12
-    if shared["max_tokens"] is not None:
-        del shared["train_batch_size"]
     assert {name: typed[name] for name in shared} == shared
     assert typed["pretrained_model_name_or_path"] == "a b/wan"
 
@@ -367,7 +361,7 @@ def test_a_dry_run_ends_with_the_planners_verdict(total: int, line: str, monkeyp
 
 def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monkeypatch) -> None:
     components = read_components(str(configs["wan"]))
-    config = dataclasses.replace(CPU, max_tokens=200)  # samples of 48 tokens, and 16 of text
+    config = changed(CPU, max_tokens=200)  # samples of 48 tokens, and 16 of text
     apart = plan_components(components, config)
     assert (apart.shape.samples, apart.shape.length) == (4, 4 * 48)
     alone = largest_tokens(components, CPU, memory=apart.total, at_most=480)
@@ -379,7 +373,7 @@ def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monke
 
 def test_a_step_of_samples_of_several_sizes_is_planned_by_its_tokens(configs) -> None:
     components = read_components(str(configs["wan"]))
-    packs = dataclasses.replace(CPU, batching="pack", cached="nothing")
+    packs = changed(CPU, batching="pack", max_tokens=512, cached="nothing")
     sizes = [Size(9, 64, 64), Size(1, 96, 64), Size(5, 32, 96)]
     tokens = sum(map(components.spec.num_tokens, sizes))
     pack = plan_components(components, packs, StepShape.of(sizes, tokens=tokens))
@@ -390,32 +384,33 @@ def test_a_step_of_samples_of_several_sizes_is_planned_by_its_tokens(configs) ->
 
 def test_combinations_that_cannot_be_are_refused_with_one_that_can(configs) -> None:
     def memory(**options: object) -> PlanConfig:
-        return dataclasses.replace(LORA, memory=MemoryConfig(**options))
+        return changed(LORA, **options)
 
     with pytest.raises(BucketingError, match=r'quantize_base="int8".* needs frozen weights.*lora_rank=16'):
-        dataclasses.replace(CPU, memory=MemoryConfig(quantize_base="int8", gradient_checkpointing=True))
+        changed(CPU, quantize_base="int8", gradient_checkpointing=True)
     with pytest.raises(BucketingError, match=r"offload_blocks=2.*without `gradient_checkpointing=True`"):
         memory(offload_blocks=2)
     with pytest.raises(BucketingError, match=r"nf4.*use `quantize_base=.int8."):
         memory(offload_blocks=2, quantize_base="nf4", gradient_checkpointing=True)
     with pytest.raises(BucketingError, match=r"fsdp2.*needs several processes"):
-        dataclasses.replace(CPU, sharding="fsdp2")
+        changed(CPU, sharding="fsdp2")
     with pytest.raises(BucketingError, match=r"trained_dtype.*needs `mixed_precision="):
         memory(trained_dtype="bf16")
     with pytest.raises(BucketingError, match=r"context_parallel_degree=2. needs .* it divides, got 3"):
-        dataclasses.replace(CPU, num_processes=3, memory=MemoryConfig(context_parallel_degree=2))
+        changed(CPU, num_processes=3, context_parallel_degree=2)
     with pytest.raises(BucketingError, match=r"offload_blocks=9. is more than the 4 blocks"):
         plan_memory(str(configs["wan"]), memory(offload_blocks=9, gradient_checkpointing=True))
     with pytest.raises(BucketingError, match="does not divide into whole tokens"):
-        plan_memory(str(configs["wan"]), dataclasses.replace(CPU, sample_size=[8, 64, 64]))
+        plan_memory(str(configs["wan"]), changed(CPU, sample_size=[8, 64, 64]))
 
 
 @pytest.mark.slow
 def test_the_script_shows_the_way_to_what_fits(configs, tmp_path: Path) -> None:
     size = ("--sample_size", 17, 128, 128, "--device", "cpu", "--mixed_precision", "no", "--max_sequence_length", 16)
+    size += ("--train_batch_size", 1)
     figure, gib = tmp_path / "options.png", 0.015
     done = run_script_here("plan_memory.py", configs["ltx"], "--gpu_memory", gib, *size, "--figure", figure)
-    given = dataclasses.replace(CPU, sample_size=[17, 128, 128], cached="nothing")
+    given = changed(CPU, sample_size=[17, 128, 128], cached="nothing")
     rows = plan_options(str(configs["ltx"]), given, gpu_memory=gib)
     assert format_options(rows, gpu_memory=gib) in done.stdout
     assert [row.saved > 0 for row in rows] == [False, *[True] * (len(rows) - 1)]
@@ -457,7 +452,7 @@ def test_a_model_that_cannot_be_traced_gets_a_line_that_says_why(monkeypatch) ->
 
 @pytest.mark.slow
 def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
-    sharded = dataclasses.replace(CPU, num_processes=2, sharding="fsdp2")
+    sharded = changed(CPU, num_processes=2, sharding="fsdp2")
     expected = plan_memory(str(configs["ltx"]), sharded)
     trace._traced.cache_clear()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -547,16 +542,13 @@ def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_plans_count_each_kind_of_adapter_and_what_each_optimizer_holds(configs) -> None:
     wan = str(configs["wan"])
-    plans = {
-        kind: plan_memory(wan, dataclasses.replace(LORA, adapters=dataclasses.replace(LORA.adapters, adapter=kind)))
-        for kind in ("lora", "dora", "loha", "lokr")
-    }
+    plans = {kind: plan_memory(wan, changed(LORA, adapter=kind)) for kind in ("lora", "dora", "loha", "lokr")}
     held = {kind: plan.phases["forward"].optimizer for kind, plan in plans.items()}
     assert held["lokr"] < held["lora"] < held["dora"] < held["loha"], "two pairs of matrices"
     assert plans["dora"].peak.activations > plans["lora"].peak.activations, "the change of each layer"
     optimizers = {"torch.optim:Adagrad": 0.5, "torch.optim:SGD": 0, "bitsandbytes.optim:AdamW8bit": 0.26}
     for name, share in optimizers.items():
-        plan = plan_memory(wan, dataclasses.replace(LORA, optimizer=OptimizerConfig(optimizer=name)))
+        plan = plan_memory(wan, changed(LORA, optimizer=name))
         assert plan.phases["forward"].optimizer == pytest.approx(share * held["lora"], rel=0.05)
     with pytest.raises(BucketingError, match="is not written for ComfyUI"):
-        dataclasses.replace(LORA, adapters=AdapterConfig(lora_rank=2, adapter="dora", lora_format="comfyui"))
+        changed(LORA, lora_rank=2, adapter="dora", lora_format="comfyui")

@@ -11,11 +11,11 @@ import pytest
 
 from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import from_flags
-from hf_bucketing.commands.script_settings import launcher, training_settings
+from hf_bucketing.commands.script_settings import launcher
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components, verdict_on
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.settings import build, flatten
+from hf_bucketing.settings import build, flatten, given_settings
 from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
         file = CONFIGS / model / f"{name}.yaml"
         args = parsed("train", "--config", file, "--dataset_dir", "cached", "--output_dir", "trained")
         training = flatten(from_flags(TrainingConfig, args))
-        planned = training_settings(config, length=config.max_tokens or 0)
+        planned = given_settings(config.run)
         assert {key: training[key] for key in planned} == planned
         args = parsed("prepare", "--config", file, "--dataset", "clips", "--output_dir", "prepared")
         (source,) = sources_from(vars(args), args.config)
@@ -58,7 +58,7 @@ def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
         assert source.table.bucket_frames
         folders = ("--dataset_dir", "prepared", "--cache_dir", "cache", "--output_dir", "cached")
         parsed("cache", "--config", file, *folders)
-        assert f"# {launcher(config)} train --config configs/{model}/" in file.read_text()
+        assert f"# {launcher(config.launch)} train --config configs/{model}/" in file.read_text()
 
 
 def planned_again() -> dict[str, list[str]]:

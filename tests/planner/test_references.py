@@ -18,11 +18,12 @@ from hf_bucketing.planner import MemoryPlan, PlanConfig, memory as planner, plan
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import StepShape, plan_components
 from hf_bucketing.planner.trackers import PeakTracker
+from hf_bucketing.settings import changed
 
-CONFIG = PlanConfig(
+CONFIG = PlanConfig.from_flat(
     sample_size=[1, 64, 64], train_batch_size=2, device="cpu", mixed_precision="no", max_sequence_length=16
 )
-ONE, TWO = (replace(CONFIG, reference_sizes=sizes) for sizes in ("64,96", "64,96;1,32,64"))
+ONE, TWO = (changed(CONFIG, reference_sizes=sizes) for sizes in ("64,96", "64,96;1,32,64"))
 
 
 def rows_of(model: Any, step: trace.TracedStep, family: Any) -> Rows:
@@ -83,11 +84,11 @@ def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder:
         for shape in shapes
     ]
     assert texts == sorted({*texts})
-    packs = replace(TWO, batching="pack", strip_length=32, max_tokens=1100)
+    packs = changed(TWO, batching="pack", strip_length=32, max_tokens=1100)
     packed = planner.step_shape(components, packs)
     assert (packed.samples, packed.tokens) == (2, 2 * 64)
     small, large = (
-        plan(folder, replace(CONFIG, reference_sizes=sizes, cached="nothing")) for sizes in ("32,32", "96,192")
+        plan(folder, changed(CONFIG, reference_sizes=sizes, cached="nothing")) for sizes in ("32,32", "96,192")
     )
     assert large.phases["media encoding"].vae > small.phases["media encoding"].vae
     assert large.phases["optimizer"].activations > small.phases["optimizer"].activations > 0, "pixels"
@@ -107,7 +108,7 @@ def test_the_references_of_mixed_samples_count_once(tiny_folder: Callable[[str],
     sizes, shown = [Size(1, 64, 64)] * 2, Size(1, 64, 96)
     mixed = StepShape.of(sizes, tokens=2 * 16 + 3 * 24, text_tokens=32, references=[(), (shown,) * 3])
     assert (mixed.references, mixed.pixels) == ((shown,) * 3, 2 * 64 * 64 + 3 * 64 * 96)
-    config = replace(CONFIG, cached="all", batching="pack", strip_length=8)
+    config = changed(CONFIG, cached="all", batching="pack", max_tokens=512, strip_length=8)
     activations = plan_components(components, config, mixed).peak.activations
     tokens = replace(mixed, references=(), pixels=0)
     assert activations == pytest.approx(plan_components(components, config, tokens).peak.activations, rel=0.2)
@@ -125,10 +126,10 @@ def test_references_that_a_model_does_not_take_are_refused(
     name: str, sizes: str, message: str, tiny_folder: Callable[[str], Path]
 ) -> None:
     with pytest.raises(BucketingError, match=message):
-        plan(tiny_folder(name), replace(CONFIG, reference_sizes=sizes))
+        plan(tiny_folder(name), changed(CONFIG, reference_sizes=sizes))
 
 
 @pytest.mark.parametrize("sizes", ["64", "64,0", "64,64;", "a,b", "1,1,64,64"])
 def test_sizes_of_references_are_two_or_three_numbers(sizes: str) -> None:
     with pytest.raises(BucketingError, match=r"`reference_sizes` must be sizes .* got"):
-        replace(CONFIG, reference_sizes=sizes)
+        changed(CONFIG, reference_sizes=sizes)

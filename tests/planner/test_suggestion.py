@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, BucketTable
-from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.buckets.assignment import AssignmentRule, has_bucket
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.columns.preparation import prepare
@@ -33,10 +32,11 @@ from hf_bucketing.report import ReportConfig, SizeColumns, make_report
 from hf_bucketing.report.measure import Sizes
 from hf_bucketing.report.page import render_page
 from hf_bucketing.report.verdict import choose_way
+from hf_bucketing.settings import changed
 from tests.conftest import run_script_here
 from tests.training.test_reference_runs import CLIPS, make_samples
 
-BASE = PlanConfig(device="cpu", mixed_precision="no", max_sequence_length=16, adapters=AdapterConfig(lora_rank=4))
+BASE = PlanConfig.from_flat(device="cpu", mixed_precision="no", max_sequence_length=16, lora_rank=4)
 MACHINE = MachineConfig(gpu_memory=1.0)
 ROOMY = MachineConfig(gpu_memory=0.2)
 
@@ -133,7 +133,7 @@ def test_a_report_of_the_same_rows_says_why_it_recommends_another_way(components
     """Buckets that enlarge images lose nothing of them, but compute more for each of their pixels."""
     rows, table = rows_of((1, 48, 64)), BucketTable.parse("96,128", frames=[1])
     rule = AssignmentRule(max_upscale=2.0)
-    base, speed = dataclasses.replace(BASE, strip_length=4), Speed.of(TimeConfig(), gpu_memory=24)
+    base, speed = changed(BASE, strip_length=4), Speed.of(TimeConfig(), gpu_memory=24)
     found = ways_of({"table": (None, table)}, rows.sizes, spec=components.spec, rule=rule)
     best = Suggester(components, rows, machine=MACHINE, base=base, speed=speed).suggest(found).candidates[0]
     assert best.way.batching == "pack"
@@ -161,7 +161,7 @@ def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> 
         assert run.time.least < run.time.seconds < run.time.most
         assert 0 < run.fill <= 1
         assert 0 < run.kept <= 1
-        assert run.config.max_tokens >= run.way.targets.num_tokens.max()
+        assert run.config.run.batches.max_tokens >= run.way.targets.num_tokens.max()
         assert run.once is not None, "ten epochs are worth a cache"
     pack = next(run for run in runs if run.way.batching == "pack")
     assert pack.kept == 1, "whole files at their own size"
@@ -177,17 +177,17 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
         return dataclasses.replace(plan, phases={**plan.phases, "late": late})
 
     rows = dataclasses.replace(MIXED, total=10**6)
-    flat = max(run.config.max_tokens for run in suggest(components, rows, ROOMY, names="packs").candidates)
+    flat = max(run.config.run.batches.max_tokens for run in suggest(components, rows, ROOMY, names="packs").candidates)
     for module in (options, suggestion_module):
         monkeypatch.setattr(module, "plan_components", steeper)
     runs = suggest(components, rows, ROOMY, names="packs").candidates
-    assert 500 < max(run.config.max_tokens for run in runs) < flat
+    assert 500 < max(run.config.run.batches.max_tokens for run in runs) < flat
     assert all(run.memory.total * (1 + PLAN_ERROR) <= ROOMY.gpu_memory * 2**30 for run in runs)
     packs = [run for run in runs if run.way.batching == "pack"]
     assert packs
     for run in packs:
         shape, strips = run.memory.shape, -(-components.spec.num_tokens(run.memory.shape.size) // 64)
-        assert run.config.strip_length == 64
+        assert run.config.run.batches.strip_length == 64
         assert shape.tokens == shape.samples * 64 * strips, "whole strips, as packs hold them"
 
 
@@ -236,14 +236,14 @@ def test_a_sample_of_rows_says_the_steps_of_all(components: Components) -> None:
 def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) -> None:
     once = suggest(components, MIXED, dataclasses.replace(MACHINE, num_train_epochs=1, cpus=3)).candidates[0]
     cached = suggest(components, MIXED).candidates[0]
-    assert (once.once, once.config.cached, once.disk.cache) == (None, "nothing", 0)
+    assert (once.once, once.config.samples.cached, once.disk.cache) == (None, "nothing", 0)
     assert once.time.seconds > cached.time.seconds
     assert once.workers > 3 == once.num_workers
     of_step = cached.disk.cache / MIXED.total * cached.memory.shape.samples
     assert cached.host.phases["training"].batches == pytest.approx(4 * of_step, rel=1e-3), "two of each of two workers"
     stream = dataclasses.replace(MIXED, total=None, decoding=None)
     run = suggest(components, stream).candidates[0]
-    assert (run.config.cached, run.workers, run.num_workers) == ("nothing", None, 2)
+    assert (run.config.samples.cached, run.workers, run.num_workers) == ("nothing", None, 2)
 
 
 @pytest.mark.slow
@@ -264,8 +264,8 @@ def test_references_count_in_tokens_memory_and_time(tiny_folder: Callable[[str],
     without, with_references = (
         suggest(components, found, names="data") for found in (rows, dataclasses.replace(rows, references=shown))
     )
-    assert {run.config.reference_sizes for run in without.candidates} == {None}
-    assert {run.config.reference_sizes for run in with_references.candidates} == {"1,64,32;1,32,32"}
+    assert {run.config.samples.reference_sizes for run in without.candidates} == {None}
+    assert {run.config.samples.reference_sizes for run in with_references.candidates} == {"1,64,32;1,32,32"}
     tokens = sum(spec.num_tokens(Size(1, *sides)) for sides in ((64, 32), (32, 32)))
     for alone, beside in zip(
         *(sorted(run.candidates, key=by_way) for run in (without, with_references)), strict=False
@@ -277,7 +277,7 @@ def test_references_count_in_tokens_memory_and_time(tiny_folder: Callable[[str],
 
 
 def by_way(run: Candidate) -> tuple[str, int]:
-    return run.way.name, run.config.max_tokens or 0
+    return run.way.name, run.config.run.batches.token_limit or 0
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, Size
-from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.buckets.calibration import CostFit
 from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import PlanConfig
@@ -28,10 +26,13 @@ from hf_bucketing.planner.time import (
     training_flops,
 )
 from hf_bucketing.plans import EpochPlan
+from hf_bucketing.settings import changed
 
-CONFIG = PlanConfig(device="cpu", mixed_precision="no", cached="all", max_sequence_length=16)
+CONFIG = PlanConfig.from_flat(
+    device="cpu", mixed_precision="no", cached="all", max_sequence_length=16, train_batch_size=1
+)
 CHECKPOINTS = MemoryConfig(gradient_checkpointing=True)
-CHECKPOINTED_LORA = dataclasses.replace(CONFIG, adapters=AdapterConfig(lora_rank=4), memory=CHECKPOINTS)
+CHECKPOINTED_LORA = changed(CONFIG, lora_rank=4, gradient_checkpointing=True)
 TinyFolder = Callable[[str], Path]
 
 
@@ -40,7 +41,7 @@ def components_of(tiny_folder: TinyFolder, name: str) -> Components:
 
 
 def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
-    text = components.recipe.text_tokens(config.max_sequence_length) * len(sizes)
+    text = components.recipe.text_tokens(config.run.max_sequence_length) * len(sizes)
     tokens = sum(map(components.spec.num_tokens, sizes))
     return plan_components(components, config, StepShape.of(sizes, tokens=tokens, text_tokens=text)).flops.hardware
 
@@ -61,7 +62,7 @@ def test_three_traced_sizes_say_the_operations_of_all_others(name: str, config: 
     sizes = [components.spec.snap(Size(*size)) for size in ((1, 32, 96), (1, 64, 64), (frames, 96, 128))]
     flops = training_flops(components, config, sizes).total
     other = components.spec.snap(Size(frames, 64, 160))
-    length = components.spec.num_tokens(other) + components.recipe.text_tokens(config.max_sequence_length)
+    length = components.spec.num_tokens(other) + components.recipe.text_tokens(config.run.max_sequence_length)
     (predicted,) = flops.of_samples([length])
     assert predicted == pytest.approx(flops_of(components, config, other), rel=1e-9)
     assert flops_of(components, config, other, other) == pytest.approx(2 * predicted, rel=1e-9)
@@ -72,7 +73,7 @@ def test_attention_is_counted_by_its_formula_with_and_without_recomputation(tiny
     config = components.transformer.config
     width, blocks = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     sizes = [Size(1, 32, 96), Size(1, 64, 64), Size(9, 96, 128)]
-    checkpointed = dataclasses.replace(CONFIG, memory=CHECKPOINTS)
+    checkpointed = changed(CONFIG, gradient_checkpointing=True)
     forward, backward = 2 * 2 * width, 5 * 2 * width  # products of scores, two forward and five backward
     assert training_flops(components, CONFIG, sizes).total.quadratic == pytest.approx(blocks * (forward + backward))
     again = training_flops(components, checkpointed, sizes).total.quadratic
@@ -81,7 +82,7 @@ def test_attention_is_counted_by_its_formula_with_and_without_recomputation(tiny
 
 def test_processes_that_share_samples_take_a_share_of_the_operations(tiny_folder) -> None:
     components, sizes = components_of(tiny_folder, "wan"), [Size(1, 64, 64), Size(9, 64, 64)]
-    shared = dataclasses.replace(CONFIG, num_processes=2, memory=MemoryConfig(context_parallel_degree=2))
+    shared = changed(CONFIG, num_processes=2, context_parallel_degree=2)
     alone = training_flops(components, CONFIG, sizes).total
     assert training_flops(components, shared, sizes).total == alone.times(0.5)
     assert alone.quadratic == 0, "two sizes give a line"
@@ -93,7 +94,7 @@ def test_encoding_counts_texts_once_and_media_by_their_tokens_in_float32(tiny_fo
     small, large = (encoding_flops(components, CONFIG, Size(9, side, side)) for side in (32, 64))
     assert small.per_sample == large.per_sample > 0
     assert small.linear == pytest.approx(large.linear, rel=0.25), "but for attention within frames"
-    longer = encoding_flops(components, dataclasses.replace(CONFIG, max_sequence_length=32), Size(9, 32, 32))
+    longer = encoding_flops(components, changed(CONFIG, max_sequence_length=32), Size(9, 32, 32))
     assert longer.per_sample > 1.9 * small.per_sample
     counted = encode_media(components, CONFIG, size=Size(9, 32, 32), samples=1).flops
     assert small.linear * components.spec.num_tokens(Size(9, 32, 32)) == pytest.approx(2 * counted)

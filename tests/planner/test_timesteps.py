@@ -15,9 +15,10 @@ from hf_bucketing.models.samples import SHOWN_LATENTS
 from hf_bucketing.planner import PlanConfig, memory as planner, trace
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.trackers import PeakTracker
+from hf_bucketing.settings import changed
 from tests.models.recipe_cases import samples_of
 
-CONFIG = PlanConfig(
+CONFIG = PlanConfig.from_flat(
     sample_size=[17, 128, 128], train_batch_size=2, device="cpu", mixed_precision="no", max_sequence_length=16
 )
 
@@ -29,7 +30,7 @@ def test_a_step_with_clean_parts_takes_what_is_planned(
     name: str, condition: str | None, tiny_folder: Callable[[str], Path]
 ) -> None:
     folder = str(tiny_folder(name))
-    components, config = read_components(folder), replace(CONFIG, condition=condition)
+    components, config = read_components(folder), changed(CONFIG, condition=condition)
     step = planner._step(components, config, planner.step_shape(components, config))
     recipe = recipe_of(folder).load(folder, max_sequence_length=16)
     model, (size, *_) = recipe.transformer, step.latent_sizes
@@ -67,7 +68,7 @@ def test_a_step_with_clean_parts_takes_what_is_planned(
 def test_tokens_have_timesteps_where_the_recipe_gives_them_some(
     name: str, condition: str | None, expected: bool, tiny_folder: Callable[[str], Path]
 ) -> None:
-    components, config = read_components(str(tiny_folder(name))), replace(CONFIG, condition=condition)
+    components, config = read_components(str(tiny_folder(name))), changed(CONFIG, condition=condition)
     step = planner._step(components, config, planner.step_shape(components, config))
     assert step.token_timesteps is expected
     if expected:
@@ -76,4 +77,4 @@ def test_tokens_have_timesteps_where_the_recipe_gives_them_some(
 
 def test_a_condition_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(BucketingError, match="`condition` must be conditions with their shares"):
-        replace(CONFIG, condition="last")
+        changed(CONFIG, condition="last")

@@ -152,4 +152,4 @@ def test_the_memory_of_the_page_is_planned_with_the_references_of_the_row_that_h
         flags = {"html": tmp_path / "page.html", "pretrained_model_name_or_path": "a/model"}
         run_script_here("report_buckets.py", folder, num_processes=1, **flags)
     assert "tokens, and references of 16×32, 16×32), in bf16" in (tmp_path / "page.html").read_text()
-    assert [config.reference_sizes for config in planned] == [None] * 3 + ["1,16,32;1,16,32"] * 3
+    assert [config.samples.reference_sizes for config in planned] == [None] * 3 + ["1,16,32;1,16,32"] * 3

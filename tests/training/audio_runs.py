@@ -14,6 +14,9 @@ import torch
 
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.batching.base_targets import TARGETS
+from hf_bucketing.batching.steps import Step, media_of, text_of
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.media.audio import read_audio
 from hf_bucketing.media.row_audio import AUDIO
@@ -21,8 +24,6 @@ from hf_bucketing.media.write import Sound
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.synthetic.media import Clip, render
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.base_targets import TARGETS
-from hf_bucketing.training.steps import Step, make_step, media_of, text_of
 from tests.conftest import run_script_here
 
 SILENT = 1

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from accelerate import Accelerator
 
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.loaders.resume import resume
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process
 

@@ -13,7 +13,9 @@ import torch
 from accelerate import Accelerator
 
 from hf_bucketing import BucketingError, Size
-from hf_bucketing.adapters import AdapterConfig
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.steps import latent_frames_of
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.row_references import appended_tokens
@@ -31,9 +33,6 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import latent_frames_of
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import run_script_here
 from tests.models.test_shown_parts import step_of
 from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
@@ -96,7 +95,12 @@ def test_appended_frames_count_in_limits_and_in_the_largest_step(mode: str, runs
 def test_the_memory_of_a_sample_is_planned_with_the_most_appended_frames(runs: ConditionRuns) -> None:
     components = read_components(str(runs.pipeline))
     with_, without = (
-        sample_shape(components, PlanConfig(condition=condition), Size(9, 64, 96)) for condition in (CONDITION, None)
+        sample_shape(
+            components,
+            PlanConfig.from_flat(condition=condition, mixed_precision="bf16", train_batch_size=1),
+            Size(9, 64, 96),
+        )
+        for condition in (CONDITION, None)
     )
     assert with_.tokens == TOKENS[9]
     assert with_.tokens - without.tokens == 2 * 8 * 12
@@ -145,17 +149,17 @@ def test_a_suggested_run_counts_appended_frames_in_plans_memory_time_and_cache(r
     machine, speed = MachineConfig(gpu_memory=1.0), Speed.of(TimeConfig(), gpu_memory=24)
     found = []
     for condition in ("first_frame", CONDITION):
-        base = PlanConfig(
-            device="cpu", mixed_precision="no", max_sequence_length=16, adapters=AdapterConfig(lora_rank=4),
+        base = PlanConfig.from_flat(
+            device="cpu", mixed_precision="no", max_sequence_length=16, lora_rank=4,
             condition=condition,
         )  # fmt: skip
         buckets = next(ways_of({"table": (None, table)}, rows.sizes, spec=components.spec))
         suggested = Suggester(components, rows, machine=machine, base=base, speed=speed).suggest([buckets])
-        found.append(sorted(suggested.candidates, key=lambda run: run.config.max_tokens or 0))
+        found.append(sorted(suggested.candidates, key=lambda run: run.config.run.batches.token_limit or 0))
     for alone, appending in zip(*found, strict=True):
         assert appending.way.targets.all_tokens.tolist() == [TOKENS[frames] for frames in rows.sizes.frames]
         assert appending.memory.shape.length == TOKENS[9] == alone.memory.shape.length + 2 * 8 * 12
-        assert appending.config.reference_sizes is None
+        assert appending.config.samples.reference_sizes is None
         assert appending.time.seconds > alone.time.seconds
         assert appending.once.seconds > alone.once.seconds
         own, frames = 2 * (3 * 8 * 12 + 2 * 8 * 8 + 8 * 8), 2 * (2 * 8 * 12 + 8 * 8)
@@ -217,7 +221,9 @@ def test_frames_that_the_text_encoder_sees_count_twice(tiny_folder: Callable[[st
     components, size = read_components(str(tiny_folder("minimax-h3"))), Size(5, 64, 96)
     both = "appended_first_frame+appended_last_frame:0.1,none:0.9"
     shapes = {
-        condition: sample_shape(components, PlanConfig(condition=condition), size)
+        condition: sample_shape(
+            components, PlanConfig.from_flat(condition=condition, mixed_precision="bf16", train_batch_size=1), size
+        )
         for condition in (None, "appended_last_frame", both)
     }
     none, one, two = shapes.values()

@@ -19,6 +19,11 @@ from diffusers import Kandinsky6TI2VAPipeline, ModularPipeline
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media.row_audio import AudioRule
@@ -28,11 +33,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.synthetic.media import Clip
-from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import BucketStep, make_step
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.models.families.kandinsky6 import with_audio
 from tests.models.families.minimax_h3 import minimax_h3_with_audio, text_of

@@ -18,6 +18,10 @@ from safetensors.torch import load_file
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset, preparation
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
@@ -29,10 +33,6 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.context_parallel import check_audio
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.synthetic.media import Clip
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import make_step
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.training.audio_runs import (
     BASE_PREDICTIONS,

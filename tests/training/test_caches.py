@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.caching.encoders import describe_encoders, differences
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import MANIFEST
@@ -26,7 +27,6 @@ from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from hf_bucketing.training.caches import sequence_length, settle_caches
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run
 

@@ -45,6 +45,7 @@ RUNS = {
     "packs": {**PACKS, **LORA},
     "packs bf16": {**PACKS, **LORA, "mixed_precision": "bf16"},
     "bf16": {**LORA, "mixed_precision": "bf16"},
+    "padded": {"batching": "length", "max_tokens": 640, **LORA},
     "some checkpointed": {**PACKS, "gradient_checkpointing": 2},
     "dora": {**LORA, "adapter": "dora"},
     "loha": {**LORA, "adapter": "loha"},

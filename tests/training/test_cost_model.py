@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, PlanError
+from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets import CostFit
 from hf_bucketing.runs.review import read_log
 from hf_bucketing.runs.run_log import COST_MODEL
@@ -22,7 +23,6 @@ from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.step_metrics import StepMetrics
-from hf_bucketing.training.steps import PackStep
 from tests.training.training_cases import in_process, run
 
 PACKED = {"batching": "pack", "max_tokens": 400, "strip_length": 1}
@@ -43,7 +43,7 @@ def measured(monkeypatch) -> None:
     def media(recipe, batch):  # in place of the VAE, which takes most of the time of so small a model
         return {"latents": [torch.ones(4, *np.multiply(step_grid(size), (1, 2, 2))) for size in batch["size"]]}
 
-    monkeypatch.setattr("hf_bucketing.training.steps.media_of", media)
+    monkeypatch.setattr("hf_bucketing.batching.steps.media_of", media)
     monkeypatch.setattr(PackStep, "__call__", timed)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

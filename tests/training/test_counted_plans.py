@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_bucketing.adapters import AdapterConfig
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.planner import PlanConfig
@@ -21,16 +22,12 @@ from hf_bucketing.planner.suggestion import Candidate, Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.plans import EpochPlan
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.run_data import ModelTokens
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run as losses_of_run
 
 PACK = {"batching": "pack", "max_tokens": 640, "strip_length": 16, "train_batch_size": 1}
 MACHINE = MachineConfig(gpu_memory=1.0, num_train_epochs=2)
-BASE = PlanConfig(
-    device="cpu", mixed_precision="no", max_sequence_length=16, strip_length=16, adapters=AdapterConfig(lora_rank=4)
-)
+BASE = PlanConfig.from_flat(device="cpu", mixed_precision="no", max_sequence_length=16, strip_length=16, lora_rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +86,11 @@ def test_suggested_runs_count_the_samples_and_steps_that_training_plans(
 ) -> None:
     runs = candidates_of(weighted_dir, pipeline_dir)
     for run in runs:
-        settings = {"batching": run.way.batching, "max_tokens": run.config.max_tokens, "train_batch_size": 1}
+        settings = {
+            "batching": run.way.batching,
+            "max_tokens": run.config.run.batches.max_tokens,
+            "train_batch_size": 1,
+        }
         settings |= {"strip_length": 16} if run.way.batching == "pack" else {}
         plan, once = (trained_plan(folder, tmp_path, **settings) for folder in (weighted_dir, prepared_dir))
         assert (run.num_rows - run.num_dropped, run.time.steps) == (len(plan.indices), plan.num_steps)

@@ -22,6 +22,8 @@ from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, PEFT_FILE
 from hf_bucketing.adapters.kinds import adapters_of as adapters_in
 from hf_bucketing.adapters.lora import add_lora, check_component, save_lora, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.batching.experts import make_experts
+from hf_bucketing.batching.steps import Step
 from hf_bucketing.models.experts import TrainedComponent, transformers_of
 from hf_bucketing.models.objectives import FlowMatching
 from hf_bucketing.models.wan.recipe import WanRecipe
@@ -31,9 +33,7 @@ from hf_bucketing.runs.page import run_page
 from hf_bucketing.runs.review import losses_of, review_experts, review_run
 from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
-from hf_bucketing.training.experts import make_experts
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.steps import Step
 from hf_bucketing.training.trained import TrainedModel
 from tests.conftest import run_script_here
 from tests.training.test_kinds_and_optimizers import check_resume

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_bucketing import LatentSpec, Size
+from hf_bucketing.batching.steps import Computed, Prediction
 from hf_bucketing.planner.time import BatchCost, TrainingFlops
 from hf_bucketing.planner.trackers import FlopCounter
 from hf_bucketing.report.page import render_page
@@ -18,7 +19,6 @@ from hf_bucketing.runs.run_log import read_log
 from hf_bucketing.training import flops as flops_module
 from hf_bucketing.training.flops import StepFlops, traced_sizes
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.steps import Computed, Prediction
 from tests.training.training_cases import in_process, run
 
 TFLOPS = {"model_tflops", "hardware_tflops"}

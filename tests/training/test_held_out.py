@@ -18,8 +18,10 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError, MediaError
+from hf_bucketing.batching.rows import make_data, make_held_out_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import CacheInfo
+from hf_bucketing.columns.split import check_apart, files_of, split_rows
 from hf_bucketing.media import MediaSource, View
 from hf_bucketing.media.sample import load_sample
 from hf_bucketing.models import disable_packing
@@ -28,8 +30,6 @@ from hf_bucketing.runs.held_out import describe_held_out, held_out_changes
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data, make_held_out_data
-from hf_bucketing.training.held_out import check_apart, files_of, split_rows
 from hf_bucketing.training.held_out_loss import ReadableRows, unreadable_message
 from hf_bucketing.training.loop import Trainer
 from tests.placement.test_sharding import DDP, train_all

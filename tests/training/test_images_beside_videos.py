@@ -11,13 +11,13 @@ import pytest
 from datasets import Dataset
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, OpenTable, ViewRule, open_table
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.loaders import PackCollator, RandomResize
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.streaming import PackGrouping, StreamingBucketBatcher
-from hf_bucketing.training.data import make_data
 from tests.buckets.test_image_sizes import WAN, shape_of
 from tests.conftest import run_script_here
 from tests.training.training_cases import TINY_WAN, in_process, run

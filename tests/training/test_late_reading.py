@@ -19,13 +19,13 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.steps import StepLosses
 from hf_bucketing.errors import Interrupted
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.runs.run_log import log_path, read_log, read_status
 from hf_bucketing.training import TrainingConfig, loop
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.steps import StepLosses
 from hf_bucketing.training.trained import TrainedModel, add_trained_parts
 from tests.conftest import as_flags
 from tests.devices import Device

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, TokenDrop
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import loss_weights, media_of
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_image, write_video
@@ -20,7 +23,6 @@ from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK, latent_mask
 from hf_bucketing.models.samples import ModelInputs, Samples
 from hf_bucketing.training.loop import Trainer, train
-from hf_bucketing.training.steps import BucketStep, PackStep, loss_weights, media_of
 from tests.caching.test_caching import load_recipe
 from tests.conftest import run_script_here
 from tests.training.test_steps import OPTIONS, make_batch

@@ -15,13 +15,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hf_bucketing import BucketingError, open_table
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.checks import check_cached
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.steps import Step, text_of
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.ideogram4.packing import TEXT as IDEOGRAM_TEXT
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.models.texts import TextEmbeddings
-from hf_bucketing.training.data import make_data
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, check_cached, text_of
 from tests.caching.test_caching import OPTIONS, cached, collator_of, first, prepared
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin

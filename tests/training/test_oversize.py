@@ -12,12 +12,12 @@ import pytest
 from datasets import Dataset
 
 from hf_bucketing import BucketTable, LatentSpec, Size
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data, make_held_out_data
 from hf_bucketing.buckets.open_table import open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.errors import BucketingError, OversizeError
-from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
 from tests.training.training_cases import in_process
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))

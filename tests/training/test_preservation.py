@@ -16,6 +16,12 @@ from hf_bucketing import BucketingError, CacheError, ColumnError
 from hf_bucketing.adapters.base import base_model
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.batching.base_targets import base_targets
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.steps import Step, media_of, text_of
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.preparation import with_marks
 from hf_bucketing.columns.prepared_stream import PreparedStream
@@ -28,10 +34,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_log, read_sample_logs
-from hf_bucketing.training.base_targets import base_targets
-from hf_bucketing.training.data import make_data
 from hf_bucketing.training.loop import Trainer, train
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, make_step, media_of, text_of
 from tests.caching.test_caching import cached, collator_of, first, load_recipe, prepared
 from tests.conftest import run_script_here
 from tests.training.conftest import reset

@@ -15,6 +15,7 @@ from datasets import Dataset
 from PIL import Image
 
 from hf_bucketing import BucketingError, LatentSpec, PackCollator
+from hf_bucketing.batching import checks as data_checks
 from hf_bucketing.caching import CacheConfig
 from hf_bucketing.caching.columns import LatentColumns
 from hf_bucketing.columns.preparation import prepare
@@ -25,7 +26,6 @@ from hf_bucketing.media import ViewRule
 from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.flux2.recipe import Flux2Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training import data_checks
 from hf_bucketing.training.opened import open_run
 from tests.training.training_cases import in_process
 

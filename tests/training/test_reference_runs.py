@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.streamed import open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.media import write_video
 from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
@@ -22,7 +23,6 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
-from hf_bucketing.training.streamed import open_stream
 from tests.conftest import as_flags, run_script_here
 from tests.models.families import RECIPES
 from tests.models.families.qwen_image import of_small_pictures

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import Step, media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import REFERENCES
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, media_of
 
 OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 

@@ -20,6 +20,11 @@ from accelerate import Accelerator
 from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.streamed import make_streamed_data, open_stream
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
@@ -31,12 +36,8 @@ from hf_bucketing.packing.texts import marked_places
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.settings import changed
 from hf_bucketing.training import estimate
-from hf_bucketing.training.data import make_data
 from hf_bucketing.training.estimate import _random_batch, plan_of_run
 from hf_bucketing.training.opened import _stacked_sizes, open_run
-from hf_bucketing.training.run_data import LargestStep, ModelTokens
-from hf_bucketing.training.steps import make_step
-from hf_bucketing.training.streamed import make_streamed_data, open_stream
 from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
@@ -294,15 +295,15 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
 
 def test_the_search_for_max_tokens_starts_from_a_plan_with_references(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[PlanConfig] = []
-    config = PlanConfig(device="cpu", mixed_precision="no")
-    monkeypatch.setattr(estimate, "config_of_run", lambda opened: config)
+    config = PlanConfig.from_flat(device="cpu", mixed_precision="no", train_batch_size=1)
+    monkeypatch.setattr(estimate, "planned_run", lambda opened, **sample: changed(config, **sample))
     monkeypatch.setattr(estimate, "components_of", lambda opened: None)
     monkeypatch.setattr(estimate, "largest_tokens", lambda parts, config, **limits: planned.append(config) or 7)
     opened: Any = SimpleNamespace(accelerator=Accelerator(cpu=True))
     shown, recipe = (Size(1, 32, 64), Size(9, 32, 32)), SimpleNamespace(experts=())
     assert estimate._planned_tokens(opened, Size(1, 64, 64), shown, at_most=9, recipe=recipe) == 7
     assert estimate._planned_tokens(opened, Size(1, 64, 64), (), at_most=9, recipe=recipe) == 7
-    assert [config.references() for config in planned] == [shown, ()]
+    assert [config.samples.references() for config in planned] == [shown, ()]
 
 
 @pytest.mark.slow

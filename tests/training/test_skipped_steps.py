@@ -15,13 +15,13 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.steps import StepLosses
 from hf_bucketing.runs.logs import StepLog
 from hf_bucketing.runs.review import losses_of, running_mean, summarise_losses
 from hf_bucketing.runs.run_log import read_log, read_status
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.skipped import SkippedSteps, check_finite
 from hf_bucketing.training.step_metrics import StepMetrics
-from hf_bucketing.training.steps import StepLosses
 from tests.training.training_cases import in_process
 
 ADAPTERS = {"lora_rank": 2, "ema_decay": 0.5, "checkpointing_steps": 1, "checkpoints_total_limit": 1}

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.rows import make_data, make_held_out_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
-from hf_bucketing.training.data import make_data, make_held_out_data
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
 from tests.conftest import as_flags
 from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
 from tests.training.training_cases import run, train

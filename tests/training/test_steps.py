@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.steps import text_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.texts import TextEmbeddings
-from hf_bucketing.training.steps import BucketStep, PackStep, text_of
 from tests.caching.test_caching import cached, collator_of, load_recipe, prepared
 
 __all__ = ["prepared"]

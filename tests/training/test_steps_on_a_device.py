@@ -17,6 +17,10 @@ from accelerate.utils import DistributedType
 from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
+from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.step_rows import StepRows
+from hf_bucketing.batching.steps import Step, latent_frames_of, media_of, text_of
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.configuration import BatchConfig, TrainingConfig
 from hf_bucketing.configuration.preservation import PreservationConfig
@@ -31,8 +35,6 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
 from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.reporting import RunReport
-from hf_bucketing.training.run_data import StepRows
-from hf_bucketing.training.steps import BucketStep, PackStep, Step, latent_frames_of, media_of, text_of
 from tests.devices import Device, assert_same_gradients, on_cpu
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin

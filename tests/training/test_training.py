@@ -123,7 +123,7 @@ def test_more_processes_than_samples_are_an_error(pipeline_dir, prepared_dir, tm
 
 
 def test_a_data_set_of_another_model_is_refused(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
-    from hf_bucketing.training.data import make_data
+    from hf_bucketing.batching.rows import make_data
 
     config = in_process(pipeline_dir, prepared_dir, tmp_path)
     with pytest.raises(BucketingError, match="prepare it again"):

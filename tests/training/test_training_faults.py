@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing import MediaError
+from hf_bucketing.batching.rows import make_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.loaders import FaultRule
 from hf_bucketing.runs.logs import Logs
@@ -18,7 +19,6 @@ from hf_bucketing.runs.recount import recount
 from hf_bucketing.runs.review import review_run
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import make_data
 from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 
 

@@ -13,8 +13,8 @@ from hf_bucketing.training.loop import Trainer
 from tests.training.training_cases import BATCHING, in_process, run, train, train_until
 
 STEPS = 4
-EVERY_VALUE = [("bucket", "full", 1), ("pack", "adapters", 2)]
-"""Every value of batching, trained weights and number of processes occurs once."""
+EVERY_VALUE = [("bucket", "full", 1), ("pack", "adapters", 2), ("length", "adapters", 2)]
+"""Every value of batching, trained weights and number of processes occurs."""
 
 
 @pytest.mark.slow

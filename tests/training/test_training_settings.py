@@ -16,6 +16,10 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, CostModel, Size
+from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.rows import TrainingData, make_data
+from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
 from hf_bucketing.errors import OversizeError
@@ -26,10 +30,7 @@ from hf_bucketing.packing.texts import TextTokens
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
 from hf_bucketing.training import TrainingConfig
-from hf_bucketing.training.data import TrainingData, make_data
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
-from hf_bucketing.training.steps import PackStep, make_step
 from tests.conftest import run_script_here
 from tests.training.training_cases import TINY_WAN, in_process, run
 
@@ -240,7 +241,7 @@ def packed_step(pipeline_dirs, prepared_dir, tmp_path: Path, monkeypatch) -> Cal
         recipe = recipe_of(str(folder)).load(str(folder))
         step = make_step(in_process(folder, prepared_dir, tmp_path, **PACKED, **settings), recipe)
         lengths: list[int] = []
-        monkeypatch.setattr("hf_bucketing.training.steps.packed_forward", lambda transformer, pack: lengths.extend(
+        monkeypatch.setattr("hf_bucketing.batching.own_sizes.packed_forward", lambda transformer, pack: lengths.extend(
             pack.layout.lengths) or packed_forward(transformer, pack))  # fmt: skip
         recipe.transformer.train()
         pixels = torch.rand(2, 3, 1, 64, 64, generator=torch.Generator().manual_seed(0))

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 
+from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_sample_logs
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.run_data import ModelTokens
 from tests.conftest import as_flags, kill_training_when, launch_training
 
 BATCHING = {
     "bucket": ("--batching", "bucket", "--train_batch_size", 2),
     "pack": ("--batching", "pack", "--max_tokens", 640, "--strip_length", 16),
+    "length": ("--batching", "length", "--max_tokens", 640),
 }
 batching = pytest.mark.parametrize("flags", BATCHING.values(), ids=BATCHING)
 

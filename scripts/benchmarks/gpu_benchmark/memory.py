@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 
-from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.placement.quantization import quantization_of
-from hf_bucketing.placement.settings import MemoryConfig
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.synthetic.published import write_published_configs
@@ -85,18 +83,17 @@ def plan(scale: Scale, folder: Path, setting: Setting) -> float:
     """Return the planned peak in GiB, without the constant for the CUDA context, which torch does not count."""
     planned = plan_memory(
         str(folder),
-        PlanConfig(
+        PlanConfig.from_flat(
+            mixed_precision="bf16",
             sample_size=list(setting.size(scale)),
             train_batch_size=setting.samples,
             cached="all",
             max_sequence_length=scale.text_length,
-            device=scale.device,  # type: ignore[arg-type]
-            memory=MemoryConfig(
-                gradient_checkpointing=setting.checkpointing,
-                trained_dtype=setting.trained_dtype,  # type: ignore[arg-type]
-                quantize_base=setting.quantize_base,  # type: ignore[arg-type]
-            ),
-            adapters=AdapterConfig(lora_rank=RANK if setting.lora else None),
+            device=scale.device,
+            gradient_checkpointing=setting.checkpointing,
+            trained_dtype=setting.trained_dtype,
+            quantize_base=setting.quantize_base,
+            lora_rank=RANK if setting.lora else None,
         ),
     )
     return (planned.total - planned.peak.context) / 2**30

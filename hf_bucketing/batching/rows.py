@@ -17,45 +17,36 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from ..buckets.assignment import REJECTED_BUCKET
-from ..buckets.calibration import read_cost_model
-from ..buckets.cost import CostModel
-from ..buckets.open_table import OpenTable
+from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec, Size
-from ..buckets.table import BucketTable
 from ..caching.collator import CachedCollator
 from ..caching.columns import NULL_TEXT_KEY
 from ..caching.views import CACHED_VIEW, OF_VIEWS, resize_of_views, views_as_rows, views_in_turn
 from ..columns.apply import map_columns, with_columns
 from ..columns.arrays import column_array
-from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import holds_stream
+from ..columns.split import check_apart, split_rows
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import weights_of_sources
-from ..errors import BucketingError, OversizeError, quoted
-from ..loaders.bucket_sampler import BucketBatchSampler
+from ..errors import BucketingError, quoted
+from ..loaders.agreement import check_same
 from ..loaders.captions import CaptionRule
-from ..loaders.collators import BUCKET_PART
 from ..loaders.occurrences import NumberedRows
-from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
 from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences, appended_frames, sample_sizes
+from ..media.row_references import RowReferences, appended_frames
 from ..models.texts import TextEmbeddings
-from ..packing.token_drop import TokenDrop
 from ..placement.context_parallel import prepare_in_groups
-from ..plans.buckets import BucketPlanConfig
 from ..plans.epoch import EpochPlan
-from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
+from ..plans.rows import EpochConfig
 from ..randomness import ROW
 from ..settings import changed, flatten, marked, not_default
 from ..streaming.config import StreamConfig
-from .agreement import check_same
-from .collation import make_collator
-from .data_checks import (
+from . import Batching, way_of
+from .checks import (
     check_audio,
     check_cached_rows,
     check_marks,
@@ -63,9 +54,11 @@ from .data_checks import (
     check_prepared,
     check_reference_dropout,
 )
-from .held_out import check_apart, split_rows
-from .oversize import beyond_positions, exceeding, with_file, without_rows
-from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
+from .collation import make_collator
+from .counting import ModelTokens
+from .run_data import RunData, make_cost_model, unreadable_log
+from .sample_rows import SampleRows
+from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)
 
@@ -80,6 +73,8 @@ class TrainingData(RunData):
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's, with those
             of its references and of its audio.
+        planned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The same, of sizes that are drawn at
+            random where some are.
         learned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): Tokens of each row that enter the
             loss: those of its own grid.
         references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
@@ -92,27 +87,31 @@ class TrainingData(RunData):
 
     dataset: Dataset
     sampler: PlannedBatchSampler
-    bucket_ids: npt.NDArray[np.int64]
-    num_tokens: npt.NDArray[np.int64]
-    learned_tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]]
+    bucket_ids: IntArray
+    num_tokens: IntArray
+    planned_tokens: IntArray | Callable[[int], IntArray]
+    learned_tokens: IntArray | Callable[[int], IntArray]
     references: RowReferences | None = None
     audio: RowAudio | None = None
-    source_ids: npt.NDArray[np.int64] | None = None
+    source_ids: IntArray | None = None
     file_names: Callable[[Sequence[int]], list[str]]
 
     def counts_by_source(self, plan: EpochPlan) -> dict[str, dict[str, int]]:
         """Return the counts of each source in a plan, by name; none without several sources."""
         return {} if self.source_ids is None else plan.counts_by_group(self.source_ids, self.sources)
 
-    def tokens_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
+    def tokens_of(self, rows: IntArray, *, epoch: int) -> IntArray:
         """Return the tokens of rows, `(n,)`; they change with the epoch where sizes are drawn at random."""
-        if isinstance(self.sampler, PackBatchSampler):
-            return self.sampler.tokens_in(epoch)[rows]
-        return self.num_tokens[rows]
+        return _in_epoch(self.planned_tokens, epoch)[rows]
 
-    def lengths_of(self, rows: npt.NDArray[np.int64], *, epoch: int) -> npt.NDArray[np.int64]:
+    def lengths_of(self, rows: IntArray, *, epoch: int) -> IntArray:
         """Return the tokens of rows and of the text in their sequence, `(n,)`: what a step of them takes."""
         return self.tokens_of(rows, epoch=epoch) + self.text_tokens
+
+    def costs_of(self, plan: EpochPlan, *, epoch: int) -> npt.NDArray[np.float64]:
+        """Return the cost of each batch of a plan, `(b,)`, padding included."""
+        lengths = self.way.computed_lengths(self.lengths_of(plan.indices, epoch=epoch), plan.offsets)
+        return self.cost_model.pack_cost(lengths, plan.offsets)
 
     def rows_of(self, loader: Any, batch: Mapping[str, Any], *, epoch: int) -> StepRows:
         """Return what a batch of the plan counts for."""
@@ -124,10 +123,10 @@ class TrainingData(RunData):
             sources=None if self.source_ids is None else self.source_ids[rows],
         )
 
-    def loss_weights(self, rows: npt.NDArray[np.int64], *, epoch: int) -> torch.Tensor:
+    def loss_weights(self, rows: IntArray, *, epoch: int) -> torch.Tensor:
         """Return the weights of the losses of rows, `(n,)`."""
-        learned = self.learned_tokens(epoch) if callable(self.learned_tokens) else self.learned_tokens
-        weights = reduction_weights(torch.from_numpy(learned[rows]), self.reduction)
+        learned = _in_epoch(self.learned_tokens, epoch)[rows]
+        weights = reduction_weights(torch.from_numpy(learned), self.reduction)
         return weights if self.source_ids is None else self.weigh_sources(weights, self.source_ids[rows])
 
     def bucket_counts(self) -> dict[int, int]:
@@ -153,12 +152,16 @@ class TrainingData(RunData):
     def largest_step(self) -> LargestStep:
         """Return the largest step of the present epoch."""
         plan = self.sampler.plan()
-        lengths = np.add.reduceat(self.lengths_of(plan.indices, epoch=self.sampler.epoch), plan.offsets[:-1])
-        most = int(lengths.argmax())
-        rows = plan.batch(most)
-        return self.step_of(rows, tokens=int(lengths[most]))
+        lengths = self.lengths_of(plan.indices, epoch=self.sampler.epoch)
+        computed = self.way.computed_lengths(lengths, plan.offsets)
+        of_batches = np.add.reduceat(computed, plan.offsets[:-1])
+        most = int(of_batches.argmax())
+        batch, rows = slice(*plan.offsets[most : most + 2]), plan.batch(most)
+        if (lengths[batch] < computed[batch]).any():  # padded to the longest
+            rows = np.full_like(rows, rows[lengths[batch].argmax()])
+        return self.step_of(rows, tokens=int(of_batches[most]))
 
-    def step_of(self, rows: npt.NDArray[np.int64], *, tokens: int) -> LargestStep:
+    def step_of(self, rows: IntArray, *, tokens: int) -> LargestStep:
         """Return the step that some rows make, which takes as many tokens."""
         sizes, appended = self.sizes(rows), []
         if self.references is not None:
@@ -174,37 +177,42 @@ class TrainingData(RunData):
         """Return no line of text: the plan said all of an epoch."""
         return []
 
-    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
-        """Return the plan of the first epoch and its cost, as lines of text."""
-        plan, batches, epoch = self.sampler.plan(), config.batches, self.sampler.epoch
-        if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
-            epoch += 1
-            plan = self.sampler.plan(epoch)
-        of_samples = self.lengths_of(plan.indices, epoch=epoch)
-        tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
-        costs = self.cost_model.pack_cost(of_samples, plan.offsets).reshape(plan.num_steps, -1)
-        degree = config.memory.context_parallel_degree
-        mixed = f", {plan.num_mixed_steps} of them mixed" if batches.batching == "bucket" else ""
+    def describe_samples(self, config: TrainingConfig) -> list[str]:
+        """Return which samples the plan of the first epoch keeps, and in which views."""
+        plan, epoch = self._first_plan()
         dropped = ", ".join(f"{count} {reason}" for reason, count in plan.drop_reasons.items()) or "none"
-        limit = batches.token_limit
-        fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
-        period = f"left of epoch {epoch}" if plan.consumed else "per epoch"
-        groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
         return [
-            f"  Num processes = {accelerator.num_processes}{groups}",
-            f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
-            f"  Samples {period} = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
+            f"  Samples {_period(plan, epoch)} = {plan.kept} kept, {plan.repeated} repeated, dropped: {dropped}",
             *(
                 f"    of {name} = {counts['kept']} kept, {counts['repeated']} repeated, {counts['dropped']} dropped"
                 for name, counts in self.counts_by_source(plan).items()
             ),
             *_describe_views(self.loader.collate_fn, config),
-            *describe_conditions(self.conditions),
-            f"  Steps {period} = {plan.num_steps} on each process{mixed}",
+        ]
+
+    def describe_steps(self, config: TrainingConfig) -> list[str]:
+        """Return the steps of the plan of the first epoch, and their cost."""
+        plan, epoch = self._first_plan()
+        of_samples = self.lengths_of(plan.indices, epoch=epoch)
+        tokens = np.add.reduceat(of_samples, plan.offsets[:-1])
+        costs = self.costs_of(plan, epoch=epoch).reshape(plan.num_steps, -1)
+        padding = 1 - of_samples.sum() / self.way.computed_lengths(of_samples, plan.offsets).sum()
+        limit = config.batches.token_limit
+        fill = "" if limit is None else f", {tokens.mean() / limit:.1%} of {limit} filled"
+        fill += f", at most {padding:.1%} padding" if padding else ""
+        return [
+            f"  Steps {_period(plan, epoch)} = {plan.num_steps} on each process{self.way.describe_plan(plan)}",
             f"  Tokens per step and process = {tokens.mean():.0f} on average, {tokens.max()} at most{fill}",
             f"  Efficiency over processes = {costs.mean(1).sum() / costs.max(1).sum():.1%} (mean ÷ largest cost)",
-            f"  Optimizer steps = {max_train_steps}",
         ]
+
+    def _first_plan(self) -> tuple[EpochPlan, int]:
+        """Return the plan of the epoch that comes first, and the number of that epoch."""
+        plan, epoch = self.sampler.plan(), self.sampler.epoch
+        if not plan.num_steps:  # resumed on another number of processes at the end of an epoch
+            epoch += 1
+            plan = self.sampler.plan(epoch)
+        return plan, epoch
 
     def prepare(self, accelerator: Accelerator, model: Any, optimizer: Any, *, degree: int) -> tuple[Any, Any, Any]:
         """Let accelerate prepare a model, its optimizer and the loader, of which `degree` processes share batches."""
@@ -247,23 +255,23 @@ class TrainingData(RunData):
         """Reason why each row has no bucket, `(n,)`."""
         return column_array(self.dataset, "rejection")
 
-    def sizes(self, rows: npt.NDArray[np.int64]) -> list[Size]:
+    def sizes(self, rows: IntArray) -> list[Size]:
         """Return the target size of each row."""
         return [self.table.size(int(self.bucket_ids[row])) for row in rows]
 
-    def reference_sizes(self, rows: npt.NDArray[np.int64]) -> list[tuple[Size, ...]]:
+    def reference_sizes(self, rows: IntArray) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are counted."""
         if self.references is None:
             return [()] * len(rows)
         return self.references.select(rows).sizes(self.sizes(rows))
 
-    def audio_tokens(self, rows: npt.NDArray[np.int64]) -> list[int]:
+    def audio_tokens(self, rows: IntArray) -> list[int]:
         """Return the tokens of the audio of each row; an empty list where none is trained."""
         if self.audio is None:
             return []
         return self.audio.select(rows).num_tokens([size.frames for size in self.sizes(rows)]).tolist()
 
-    def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
+    def check_references(self, check: Callable[[IntArray, Sequence[Any]], None]) -> None:
         """Call a function with the numbers of references of the usable rows, and the numbers of these rows."""
         if self.references is not None:
             rows = np.flatnonzero(self.num_tokens > 0)
@@ -343,131 +351,123 @@ def _rows_of(
     check_prepared(config, prepared, spec, folder=folder)
     if prepared.cache is not None:
         check_cached_rows(config, prepared.cache, folder=folder)
-    if config.batches.batching == "bucket":
+    columns = way_of(config.batches).columns(prepared)
+    if columns is None:
         return prepared
-    columns = BucketColumns(prepared.open_table, spec)
     return dataclasses.replace(prepared, dataset=map_columns(prepared.dataset, columns, overwrite=True))
 
 
 def _data_of(
-    config: TrainingConfig,
-    prepared: PreparedDataset,
-    counting: ModelTokens,
-    *,
-    evaluation: bool = False,
+    config: TrainingConfig, prepared: PreparedDataset, counting: ModelTokens, *, evaluation: bool = False
 ) -> TrainingData:
-    batches, dataset = config.batches, prepared.dataset
+    """Count the rows, plan them, and make their loader."""
     check_reference_dropout(config, prepared, in_front=counting.references_in_front, evaluation=evaluation)
-    spec = prepared.spec
-    rule = counting.rule_of(prepared, condition=config.objective.condition)
-    references = None if rule is None else prepared.row_references(rule)
-    table: BucketTable | OpenTable = prepared.table if batches.batching == "bucket" else prepared.open_table
-    bucket_ids, num_tokens = (column_array(dataset, name).astype(np.int64) for name in ("bucket_id", "num_tokens"))
-    own_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=batches.token_drop)
-    num_tokens = own_tokens
-    if references is not None:
-        num_tokens = own_tokens + references.num_tokens(sample_sizes(bucket_ids, table), spec=spec)
     check_audio(config, prepared)
-    audio = prepared.row_audio
-    if audio is not None:
-        num_tokens = num_tokens + audio.num_tokens(sample_sizes(bucket_ids, table)[:, 0])
+    batches, way = config.batches, way_of(config.batches)
     cost_model = make_cost_model(config, width=counting.width)
-    resize, views = None, None
-    if batches.random_resize is not None:
-        resize = RandomResize(spec=spec, min_side=batches.random_resize, seed=config.seed)
-    elif prepared.cache is not None and batches.cached_views == "draw":
-        resize = resize_of_views(prepared)
-        views = partial(views_in_turn, count=prepared.cache.views_per_sample, seed=config.seed)
-    order: dict[str, Any] = {"seed": config.seed, "evaluation": evaluation, "shuffle": not evaluation}
-    packs = _pack_plan(config, cost_model, order)
-    if packs is not None:
-        prepared, rejected = _without_oversize(
-            config, prepared, None if resize is not None else packs, num_tokens, counting=counting
-        )
-        dataset, bucket_ids = prepared.dataset, np.where(rejected, REJECTED_BUCKET, bucket_ids)
-        own_tokens, num_tokens = np.where(rejected, 0, own_tokens), np.where(rejected, 0, num_tokens)
-    learned: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = own_tokens
-    sampler: PlannedBatchSampler
+    order = EpochConfig(seed=config.seed, evaluation=evaluation, shuffle=not evaluation)
+    plan = way.plan(order, cost_model=cost_model, accumulation_steps=config.gradient_accumulation_steps)
+    rows = way.fitting(_counted(config, prepared, counting, way=way), plan)
     weights = None if evaluation else _weights(prepared, views=batches.cached_views)
-    common: dict[str, Any] = {
-        "rejection": dataset["rejection"],
-        "weights": weights,
-        "text_tokens": counting.text_tokens,
-        "longest_first": batches.longest_first,
-    }
-    if packs is None:
-        buckets = BucketPlanConfig(**vars(batches.bucket_limits), remainder=batches.remainder, **order)
-        sampler = BucketBatchSampler(
-            bucket_ids, table=table, config=buckets, spec=spec, references=references, audio=audio, **common
-        )
-    else:
-        sides = ("num_frames", "height", "width")
-        sizes: dict[str, Any] = {name: np.where(rejected, -1, column_array(dataset, name)) for name in sides}
-        sizes["index"] = column_array(dataset, ROW)
-        sizes["num_frames"] = prepared.open_table.cut(sizes["num_frames"])
-        tokens: npt.NDArray[np.int64] | Callable[[int], npt.NDArray[np.int64]] = num_tokens
-        if resize is not None:
-            tokens = resize.token_counter(**sizes, references=references, audio=audio, views=views)
-            learned = resize.token_counter(**sizes, views=views)
-        try:
-            sampler = PackBatchSampler(tokens, config=packs, **common)
-        except OversizeError as error:
-            advice = _frames_that_fit(
-                prepared, packs, references=references, drop=batches.token_drop, text_tokens=counting.text_tokens
-            )
-            raise with_file(error, prepared, advice=advice) from error
-    if (references is not None or audio is not None) and config.faults.on_error == "replace":
-        counted = {"num_tokens": num_tokens}  # by which replacements are chosen
-        if isinstance(sampler, BucketBatchSampler) and sampler.parts is not None:
-            counted[BUCKET_PART] = sampler.parts.ids
-        dataset = with_columns(dataset, counted)
-        prepared = dataclasses.replace(prepared, dataset=dataset)
-    collator = make_collator(config, prepared, table=table, resize=resize)
-    texts = {}
-    if isinstance(collator, CachedCollator) and not evaluation:
-        captions = {*config.preservation.captions, *([""] if config.objective.caption_dropout else [])}
-        if NULL_TEXT_KEY in dataset.column_names:
-            captions -= {""}  # batches hold one of each row
-        if NULL_TEXT_KEY in dataset.column_names and captions:
-            raise BucketingError(
-                f"No cache holds the captions {quoted(sorted(captions))} of `preservation_caption` or `slider`: this "
-                "model's text encoder sees the references of a sample. Train from the folder that "
-                "hf_bucketing prepare wrote."
-            )
-        texts = {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
+    sampler = way.sampler(rows, plan, weights=weights, longest_first=batches.longest_first)
+    prepared = _for_replacements(config, rows, way.replacement_columns(sampler))
+    collator = make_collator(way, config, prepared, resize=rows.resize, log=unreadable_log(config))
     repeats = weights is not None or (batches.remainder == "repeat" and not evaluation)
-    rows: Any = dataset
-    if CACHED_VIEW in dataset.column_names:
-        rows = rows.remove_columns([*OF_VIEWS])  # in memory, so that each worker would be sent them
-    rows = NumberedRows(rows) if repeats else rows
-    loader: DataLoader[Any] = DataLoader(
-        rows,
-        batch_sampler=sampler,
-        collate_fn=collator,
-        persistent_workers=config.loader.dataloader_num_workers > 0,
-        **config.loader.options(),
-    )
     return TrainingData(
-        loader=loader,
-        dataset=dataset,
+        loader=_make_loader(config, prepared.dataset, sampler, collator, repeats=repeats),
+        way=way,
+        dataset=prepared.dataset,
         sampler=sampler,
-        bucket_ids=bucket_ids,
-        table=table,
-        spec=spec,
-        num_tokens=num_tokens,
-        learned_tokens=learned,
-        references=references,
-        audio=audio,
+        bucket_ids=rows.bucket_ids,
+        table=rows.table,
+        spec=prepared.spec,
+        num_tokens=rows.num_tokens,
+        planned_tokens=rows.tokens_to_plan,
+        learned_tokens=rows.learned_tokens,
+        references=rows.references,
+        audio=rows.audio,
         text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
-        texts=texts,
+        texts={} if evaluation else _texts_of(config, collator, prepared),
         conditions=prepared.shown,
         sources=prepared.sources,
         source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
         source_ids=prepared.source_ids,
         file_names=prepared.file_names,
     )
+
+
+def _counted(
+    config: TrainingConfig, prepared: PreparedDataset, counting: ModelTokens, *, way: Batching[Any]
+) -> SampleRows:
+    """Return the rows with their tokens, and with the sizes that an epoch draws of them or of their cached views."""
+    batches, resize, views = config.batches, None, None
+    if batches.random_resize is not None:
+        resize = RandomResize(spec=prepared.spec, min_side=batches.random_resize, seed=config.seed)
+    elif prepared.cache is not None and batches.cached_views == "draw":
+        resize = resize_of_views(prepared)
+        views = partial(views_in_turn, count=prepared.cache.views_per_sample, seed=config.seed)
+    return SampleRows.of(
+        prepared,
+        way.table(prepared),
+        counting=counting,
+        rule=counting.rule_of(prepared, condition=config.objective.condition),
+        drop=batches.token_drop,
+        resize=resize,
+        views=views,
+    )
+
+
+def _for_replacements(config: TrainingConfig, rows: SampleRows, columns: Mapping[str, IntArray]) -> PreparedDataset:
+    """Return the rows with the columns by which unreadable ones are replaced, where conditions add to their tokens."""
+    prepared = rows.prepared
+    if config.faults.on_error != "replace" or (rows.references is None and rows.audio is None):
+        return prepared
+    dataset = with_columns(prepared.dataset, {"num_tokens": rows.num_tokens, **columns})
+    return dataclasses.replace(prepared, dataset=dataset)
+
+
+def _make_loader(
+    config: TrainingConfig, dataset: Dataset, sampler: PlannedBatchSampler, collator: Any, *, repeats: bool
+) -> DataLoader[Any]:
+    """Return the loader of rows, some of which come more than once in an epoch if it `repeats` them."""
+    if CACHED_VIEW in dataset.column_names:
+        dataset = dataset.remove_columns([*OF_VIEWS])  # in memory, so that each worker would be sent them
+    rows: Any = NumberedRows(dataset) if repeats else dataset
+    return DataLoader(
+        rows,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        persistent_workers=config.loader.dataloader_num_workers > 0,
+        **config.loader.options(),
+    )
+
+
+def _texts_of(config: TrainingConfig, collator: Any, prepared: PreparedDataset) -> dict[str, TextEmbeddings]:
+    """Return the texts that a run needs beside those of its rows, where they come from a cache."""
+    if not isinstance(collator, CachedCollator):
+        return {}
+    captions = {*config.preservation.captions, *([""] if config.objective.caption_dropout else [])}
+    if NULL_TEXT_KEY in prepared.dataset.column_names:
+        captions -= {""}  # batches hold one of each row
+        if captions:
+            raise BucketingError(
+                f"No cache holds the captions {quoted(sorted(captions))} of `preservation_caption` or `slider`: this "
+                "model's text encoder sees the references of a sample. Train from the folder that "
+                "hf_bucketing prepare wrote."
+            )
+    return {caption: TextEmbeddings.of_batch(collator.text_of(caption)) for caption in sorted(captions)}
+
+
+def _in_epoch(tokens: IntArray | Callable[[int], IntArray], epoch: int) -> IntArray:
+    """Return the tokens of rows in an epoch, `(n,)`."""
+    return tokens(epoch) if callable(tokens) else tokens
+
+
+def _period(plan: EpochPlan, epoch: int) -> str:
+    """Return which part of an epoch a plan covers, in words."""
+    return f"left of epoch {epoch}" if plan.consumed else "per epoch"
 
 
 def _views_of(prepared: PreparedDataset) -> int:
@@ -492,123 +492,3 @@ def _weights(prepared: PreparedDataset, *, views: Literal["draw", "all", "first"
     if weights is None:
         return None if times == 1 else np.full(len(prepared.dataset), times, np.float64)
     return times * weights
-
-
-def _pack_plan(config: TrainingConfig, cost_model: CostModel, order: Mapping[str, Any]) -> PackPlanConfig | None:
-    """Return the settings of the plan of packs; None for buckets."""
-    batches = config.batches
-    if batches.batching == "bucket":
-        return None
-    return PackPlanConfig(
-        **vars(batches.pack_limits),
-        strategy=batches.pack_strategy,
-        balance=batches.balance,
-        cost_model=cost_model if batches.balance == "cost" else None,
-        accumulation_steps=config.gradient_accumulation_steps,
-        oversize="own_batch" if order["evaluation"] else "error",  # without gradients, it takes less memory
-        **order,
-    )
-
-
-def _without_oversize(
-    config: TrainingConfig,
-    prepared: PreparedDataset,
-    packs: PackPlanConfig | None,
-    num_tokens: npt.NDArray[np.int64],
-    *,
-    counting: ModelTokens,
-) -> tuple[PreparedDataset, npt.NDArray[np.bool_]]:
-    """Reject the few rows that fit no pack, by the model's positions or, where they are given, by the limits of packs.
-
-    Many are left as they are, so that the checks which follow refuse them.
-
-    Returns:
-        The data set, and which rows are rejected now, `(n,)`.
-    """
-    rejected = np.zeros(len(num_tokens), np.bool_)
-    if counting.refuse is not None and config.batches.base_size is None:  # stretched positions fit any sample
-        ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
-        beyond = beyond_positions(ids, prepared.open_table, counting.refuse) & (num_tokens > 0)
-        if are_few(beyond, num_tokens):
-            first = prepared.open_table.size(int(ids[beyond.argmax()]))
-            why = f"{counting.refuse(prepared.spec.grid(first))} Make the files smaller, or train in buckets."
-            prepared, rejected = without_rows(prepared, beyond, why=why), beyond
-            num_tokens = np.where(rejected, 0, num_tokens)
-    if packs is not None and packs.oversize == "error":
-        over = exceeding(num_tokens, packs, text_tokens=counting.text_tokens)
-        if are_few(over, num_tokens):
-            most = strip_tokens(int(num_tokens.max()), packs.strip_length) + counting.text_tokens
-            why = f"The largest takes {most:,} tokens, and a pack {packs.max_tokens:,}; raise --max_tokens, or cut "
-            why += "videos with --max_frames of hf_bucketing prepare."
-            prepared, rejected = without_rows(prepared, over, why=why), rejected | over
-    return prepared, rejected
-
-
-def _frames_that_fit(
-    prepared: PreparedDataset,
-    packs: PackPlanConfig,
-    *,
-    references: RowReferences | None,
-    drop: TokenDrop | None,
-    text_tokens: int,
-) -> list[str]:
-    """Return advice on rows whose tokens exceed `max_tokens`: numbers of frames, with the rows that each keeps."""
-    rows = np.stack([column_array(prepared.dataset, name) for name in ("num_frames", "height", "width")])
-    limits = dataclasses.replace(packs, oversize="own_batch")
-    sizes, of_row = np.unique(rows, axis=1, return_inverse=True)
-    spec, audio = prepared.spec, prepared.row_audio
-
-    def fitting(max_frames: int) -> int:
-        table = dataclasses.replace(prepared.open_table, max_frames=max_frames)
-        ids = table.assign(*sizes).bucket_id.astype(np.int64)
-        own = table.num_tokens(ids, spec=spec)
-        tokens = counted_tokens(ids, own, table=table, spec=spec, drop=drop)[of_row.ravel()]
-        if references is not None:
-            tokens = tokens + references.num_tokens(sample_sizes(ids, table)[of_row.ravel()], spec=spec)
-        if audio is not None:
-            tokens = tokens + audio.num_tokens(sample_sizes(ids[of_row.ravel()], table)[:, 0])
-        _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
-        return int(np.count_nonzero((tokens > 0) & ~over))
-
-    longest = int(prepared.open_table.cut(rows[0]).max())
-    valid = sorted({spec.snap(Size(frames, 1, 1)).frames for frames in range(1, longest + 1)}, reverse=True)
-    most_frames: dict[int, int] = {}
-    for frames in valid:
-        most_frames.setdefault(fitting(frames), frames)
-    most_frames.pop(fitting(longest))  # as many rows as now
-    if not most_frames:
-        return ["use smaller files", "train in buckets, which crop them (--batching bucket)"]
-    fewest, most = min(most_frames), max(most_frames)
-    options = [f"--max_frames {most_frames[rows]} (keeps {rows:,} rows)" for rows in dict.fromkeys((fewest, most))]
-    return [
-        f"prepare again with {' or '.join(options)}",
-        f"with --clips all --clip_frames {most_frames[most]} beside it, which makes several samples of a long video",
-    ]
-
-
-def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
-    """Return the cost of tokens in a model of a width, or as a run measured it."""
-    measured = config.batches.cost_model
-    return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
-
-
-def counted_tokens(
-    bucket_ids: npt.NDArray[np.int64],
-    num_tokens: npt.NDArray[np.int64],
-    *,
-    table: BucketTable | OpenTable,
-    spec: LatentSpec,
-    drop: TokenDrop | None,
-) -> npt.NDArray[np.int64]:
-    """Return the tokens of each row's own grid to plan with: those that token drop keeps.
-
-    A fixed rate keeps as many whatever the seed. Rows of 0 `num_tokens` keep 0.
-    """
-    if drop is None:
-        return num_tokens
-    usable = num_tokens > 0
-    ids, buckets = np.unique(bucket_ids[usable], return_inverse=True)
-    kept = num_tokens.copy()
-    grids = [spec.grid(table.size(bucket_id)) for bucket_id in ids.tolist()]
-    kept[usable] = np.array(drop.num_kept(grids, seeds=[0] * len(grids)), np.int64)[buckets]
-    return kept

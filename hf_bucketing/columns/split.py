@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from ..buckets.arrays import IntArray, stored_column
-from ..columns.arrays import column_array
-from ..columns.faults import NAMED_ROWS
-from ..columns.prepared import CacheInfo, PreparedDataset
 from ..errors import BucketingError
 from ..randomness import Purpose, generator
+from .arrays import column_array
+from .faults import NAMED_ROWS
+from .prepared import CacheInfo, PreparedDataset
 
 _MAY_BE_SPELLED_OTHERWISE = r"^/|^$|/$|//|(^|/)\.\.?(/|$)"
 """Paths that are not below the root as they are written: absolute ones, and those with `.`, `..` or `//`."""

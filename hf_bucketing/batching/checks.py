@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 from accelerate.logging import get_logger
 
 from ..buckets.sizes import LatentSpec
@@ -15,13 +16,18 @@ from ..columns.prepared_stream import PreparedStream
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import read_loss_weight
 from ..errors import BucketingError, quoted
-from ..media.conditions import REFERENCE
+from ..media.conditions import MASK, REFERENCE
+from ..media.row_audio import AUDIO
 from ..media.rows import REGULARIZATION, check_flips
 from ..media.views import ViewRule
 from ..models.conditioning import read_conditions
 from ..models.index import read_index
+from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
+from ..models.samples import REFERENCES
 from ..settings import marked, not_default
+from . import Step, way_of
+from .run_data import RunData
 
 logger = get_logger(__name__)
 
@@ -150,11 +156,11 @@ def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStre
 
 def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) -> None:
     """Raise BucketingError if a cache is of another way of batching, or settings change what it encoded."""
-    batching = config.batches.batching
+    batching = way_of(config.batches).cached_as
     if cache.batching != batching:
         raise BucketingError(
             f"{folder} caches latents for --batching {cache.batching}, not {batching}; run "
-            "hf_bucketing cache with the same --batching."
+            f"hf_bucketing cache with --batching {batching}."
         )
     condition = config.objective.condition
     appended = None if condition is None else read_conditions(condition).appended_frames
@@ -179,4 +185,68 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
         raise BucketingError(
             f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
             "from the folder that hf_bucketing prepare wrote."
+        )
+
+
+def check_data(step: Step, data: RunData) -> None:
+    """Raise BucketingError if the model cannot take samples of the data, or their cache lacks what it is shown."""
+
+    def check(counts: Mapping[int, int]) -> None:
+        check_positions(step, data, counts)
+        step.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
+
+    data.check_buckets(check)
+    step.recipe.check_conditions(data.conditions)
+    if step.condition is not None:
+        step.condition.check_sources(data.sources)
+        for shares in step.condition.all:
+            step.recipe.check_drawn(shares, data.conditions, cached=data.cached_batch() is not None)
+    data.check_references(step.recipe.check_references)
+    data.check_audio_rates(step.recipe.check_audio_rates)
+    check_cached(step.recipe, data)
+
+
+def check_positions(step: Step, data: RunData, counts: Mapping[int, int]) -> None:
+    """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images.
+
+    `counts` are the buckets of samples in the table of the data, each with its number of samples.
+    """
+    for bucket_id, count in counts.items():
+        size = data.table.size(bucket_id)
+        refusal = step.refusal(data.spec.grid(size))
+        if refusal is not None:
+            raise BucketingError(
+                f"The model cannot take the {count} samples of {size}{data.example_of(bucket_id)}: {refusal} "
+                "--max_frames of hf_bucketing prepare cuts samples that are too long."
+            )
+
+
+def check_cached(recipe: Recipe, data: RunData) -> None:
+    """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
+
+    All entries of a cache are made by one encoder, so one row is read.
+    """
+    batch = data.cached_batch()
+    if batch is None:
+        return
+    if recipe.null_as_long and "" in data.texts and data.texts[""].mask is not None:
+        raise BucketingError(
+            f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
+            "holds the empty caption alone; run hf_bucketing cache again."
+        )
+    latent = batch["latents"][0]
+    if len(latent) != recipe.latent_channels:
+        raise BucketingError(
+            f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
+            f"{recipe.latent_channels}; run hf_bucketing cache again with this pipeline."
+        )
+    needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
+    if REFERENCE in data.conditions and not recipe.references_in_front:
+        needed.add(REFERENCES)
+    if recipe.audio:
+        needed.add(AUDIO)
+    if missing := needed - batch.get("conditions", {}).keys():
+        raise BucketingError(
+            f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
+            "hf_bucketing cache again with this pipeline."
         )

@@ -13,8 +13,8 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.loaders import agreement
 from hf_bucketing.runs.review import losses_of
-from hf_bucketing.training import agreement
 from tests.conftest import ROOT, TRAINING_SCRIPT, launch_flags
 from tests.processes import launched_environments, run_forked
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,135 +15,19 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..buckets.arrays import FloatArray
+from ..buckets.calibration import read_cost_model
 from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
-from ..buckets.sizes import LatentSpec, Size
+from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..columns.prepared import PreparedDataset
-from ..columns.prepared_stream import PreparedStream
 from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
-from ..media.conditions import MASK, REFERENCE
-from ..media.references import Appended, ReferenceRule
-from ..models.conditioning import appended_by
-from ..models.recipe import Recipe
+from ..media.conditions import MASK
 from ..models.texts import TextEmbeddings
-from ..packing.names import Grid
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTokens:
-    """What a model adds to the tokens of a sample, and how much they cost.
-
-    Args:
-        width (`int`): Channels of a token, which decide the cost of attention relative to all else.
-        text_tokens (`int`): Tokens that a caption adds to the sequence of its sample, as a
-            [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
-        references_in_front (`bool`): Whether references are latent frames in front of a sample.
-        reference_text_tokens (`int`): Tokens that each reference of a sample adds to its text.
-        keyframe_text_tokens (`int`, *optional*): Where the text encoder sees appended frames, tokens that each adds to
-            its text beside as many as it has itself.
-        reference_text_factor (`int`): How many further ones each reference adds for each token that it has itself.
-        refuse (callable, *optional*): Returns why the model cannot take a sample of a token grid, or None if it can.
-    """
-
-    width: int
-    text_tokens: int = 0
-    references_in_front: bool = False
-    reference_text_tokens: int = 0
-    keyframe_text_tokens: int | None = None
-    reference_text_factor: int = 0
-    refuse: Callable[[Grid], str | None] | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> ModelTokens:
-        """Return those of the model of a loaded recipe."""
-        return cls(
-            width=recipe.family.width(recipe.transformer),
-            text_tokens=recipe.text_tokens(recipe.max_sequence_length),
-            references_in_front=recipe.references_in_front,
-            reference_text_tokens=recipe.reference_text_tokens,
-            keyframe_text_tokens=recipe.keyframe_text_tokens,
-            reference_text_factor=recipe.reference_text_factor,
-            refuse=lambda grid: recipe.family.refusal(recipe.transformer, grid),
-        )
-
-    def rule_of(
-        self, prepared: PreparedDataset | PreparedStream, *, condition: str | None = None
-    ) -> ReferenceRule | None:
-        """Return the [`counting_rule`] of a data set in a run with a `condition`."""
-        return counting_rule(
-            prepared,
-            in_front=self.references_in_front,
-            text_tokens=self.reference_text_tokens,
-            text_factor=self.reference_text_factor,
-            frames=appended_by(condition, seen=self.keyframe_text_tokens),
-        )
-
-
-def counting_rule(
-    prepared: PreparedDataset | PreparedStream,
-    *,
-    in_front: bool,
-    text_tokens: int = 0,
-    text_factor: int = 0,
-    frames: Appended,
-) -> ReferenceRule | None:
-    """Return the rule that counts what samples are shown beside themselves, whatever model they were prepared for.
-
-    A reference in front of a sample has the sample's size; one that the text encoder sees adds `text_tokens`, and
-    `text_factor` times its own. `frames` that a run appends are counted as if each sample had the most of them. None
-    if nothing is shown.
-    """
-    if REFERENCE not in prepared.conditions and not frames.most:
-        return None
-    rule = replace(prepared.references, in_front=in_front, text_tokens=text_tokens, text_factor=text_factor)
-    return rule.appending(frames).counted
-
-
-class StepRows(NamedTuple):
-    """What a batch counts for in its step.
-
-    Attributes:
-        tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
-        weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
-        total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
-            where it is not known before the window ends.
-        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, as a position in the names of the
-            sources, where there are several.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    weights: torch.Tensor
-    total: float | None
-    sources: npt.NDArray[np.int64] | None = None
-
-
-class LargestStep(NamedTuple):
-    """The step of one process that takes the most tokens.
-
-    Attributes:
-        sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
-        tokens (`int`): Tokens of its samples, their references, audio and texts.
-        references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
-        audio (sequence of `int`): Tokens of each sample's audio, which are among `tokens`; none where none is trained.
-        appended (sequence of `int`): Frames that are appended to each sample, whose tokens are among `tokens` too;
-            none where none is.
-    """
-
-    sizes: list[Size]
-    tokens: int
-    references: list[tuple[Size, ...]]
-    audio: Sequence[int] = ()
-    appended: Sequence[int] = ()
-
-    @property
-    def shown(self) -> list[tuple[Size, ...]]:
-        """Sizes of each sample's references, and behind them of the frames that are appended to it."""
-        counts = self.appended or [0] * len(self.sizes)
-        of_samples = zip(self.sizes, self.references, counts, strict=True)
-        return [(*own, *(size._replace(frames=1),) * count) for size, own, count in of_samples]
+from ..runs.run_log import log_path
+from . import Batching
+from .step_rows import LargestStep, StepRows
 
 
 @dataclass(kw_only=True)
@@ -151,6 +36,7 @@ class RunData(ABC):
 
     Attributes:
         loader (`DataLoader`): Loader, not yet prepared by accelerate.
+        way ([`Batching`][hf_bucketing.batching.Batching]): Way of batching.
         table ([`BucketTable`] or [`OpenTable`]): Table of the buckets.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its row.
@@ -165,6 +51,7 @@ class RunData(ABC):
     """
 
     loader: DataLoader[Any]
+    way: Batching[Any]
     table: BucketTable | OpenTable
     spec: LatentSpec
     text_tokens: int
@@ -206,9 +93,31 @@ class RunData(ABC):
     def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
         """Return what came of an epoch that ended, as lines of text; all processes call it together."""
 
-    @abstractmethod
     def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
         """Return what is known of the run before it starts, as lines of text."""
+        degree = config.memory.context_parallel_degree
+        groups = f", in groups of {degree} that share their samples" if degree > 1 else ""
+        return [
+            f"  Num processes = {accelerator.num_processes}{groups}",
+            f"  Batching = {config.batches.batching}, mixed precision = {accelerator.mixed_precision}",
+            *self.describe_samples(config),
+            *describe_conditions(self.conditions),
+            *self.describe_steps(config),
+            f"  Optimizer steps = {max_train_steps}",
+            *self.describe_limits(config),
+        ]
+
+    @abstractmethod
+    def describe_samples(self, config: TrainingConfig) -> list[str]:
+        """Return what is known of the samples of an epoch, as lines of text."""
+
+    @abstractmethod
+    def describe_steps(self, config: TrainingConfig) -> list[str]:
+        """Return what is known of the steps of an epoch, as lines of text."""
+
+    def describe_limits(self, config: TrainingConfig) -> list[str]:
+        """Return what such data cannot do, as lines of text."""
+        return []
 
     @abstractmethod
     def prepare(self, accelerator: Accelerator, model: Any, optimizer: Any, *, degree: int) -> tuple[Any, Any, Any]:
@@ -262,3 +171,14 @@ def describe_conditions(conditions: Sequence[str]) -> list[str]:
     """Return a line of text on what samples are shown beside their text; none if it is nothing."""
     words = [f"{name} (weighs the loss)" if name == MASK else name for name in conditions]
     return [f"  Conditions = {', '.join(words)}"] if words else []
+
+
+def make_cost_model(config: TrainingConfig, *, width: int) -> CostModel:
+    """Return the cost of tokens in a model of a width, or as a run measured it."""
+    measured = config.batches.cost_model
+    return CostModel.for_transformer(width) if measured is None else read_cost_model(measured)
+
+
+def unreadable_log(config: TrainingConfig) -> Path:
+    """Return the path of the log of a run's unreadable samples."""
+    return log_path(Path(config.output_dir), "unreadable")

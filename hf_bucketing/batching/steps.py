@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,31 +15,26 @@ from ..adapters.base import base_model
 from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec
 from ..configuration.preservation import PreservationConfig
-from ..configuration.run import TrainingConfig
 from ..devices import to_device
-from ..errors import BucketingError, PackingError
 from ..loaders.occurrences import OCCURRENCE
-from ..media.conditions import MASK, REFERENCE
+from ..media.conditions import REFERENCE
 from ..media.row_audio import AUDIO
 from ..media.rows import SOURCE
 from ..media.sample import frame_rates
-from ..models.conditioning import NOTHING_DRAWN, Drawn, SourceConditions, read_conditions
-from ..models.enable import enable_packing, packing_disabled
+from ..models.conditioning import NOTHING_DRAWN, Drawn, SourceConditions
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
 from ..models.recipe import Recipe
 from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES, SHOWN_FRAMES, SHOWN_LATENTS, ModelInputs, Samples
 from ..models.shown_parts import shown_part
 from ..models.texts import TextEmbeddings
-from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.layout import PackedLayout
 from ..packing.names import Grid
-from ..packing.pack import Packing
-from ..packing.token_drop import Seed, TokenDrop
+from ..packing.token_drop import Seed
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
 from .base_targets import TARGETS, BaseTarget, base_targets
-from .run_data import RunData, StepRows
+from .step_rows import StepRows
 
 
 class Computed(NamedTuple):
@@ -74,7 +68,7 @@ class StepLosses(NamedTuple):
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
         targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
-            [`TARGETS`][hf_bucketing.training.base_targets.TARGETS].
+            [`TARGETS`][hf_bucketing.batching.base_targets.TARGETS].
         drawn (sequence of [`Drawn`][hf_bucketing.models.conditioning.Drawn]): What each sample was shown.
         encoded (`torch.Tensor` of shape `(n,)`, *optional*): Whether all that was encoded of each sample is finite;
             None from a cache, whose entries are.
@@ -342,6 +336,10 @@ class Step(ABC):
         There is a seed for each sample, from which tokens to drop are drawn; without seeds, none are dropped.
         """
 
+    def refusal(self, grid: Grid) -> str | None:
+        """Return why the step cannot run a sample of a token grid; None if it can."""
+        return self.recipe.family.refusal(self.recipe.transformer, grid)
+
     def _losses(self, prediction: Prediction, noised: Noised, audio: NoisedAudio | None) -> torch.Tensor:
         """Return the loss of each sample, `(n,)`: of its video, and of the audio that was predicted beside it."""
         values = prediction.losses(noised)
@@ -351,138 +349,6 @@ class Step(ABC):
     def unpacked(self) -> Iterator[None]:
         """Make the transformer usable by its pipeline inside a `with` block."""
         yield
-
-
-class BucketStep(Step):
-    """Run one forward over a stack of samples of one size."""
-
-    stacks = True
-
-    def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
-        inputs = self.recipe.model_inputs(samples)
-        weights = loss_weights(inputs, samples)
-        if samples.audio is None:
-            output = self.recipe.predict(transformer, samples, inputs)
-            return Prediction(partial(list, output), partial(self.objective.losses, output, weights=weights))
-        output, heard = self.recipe.predict_with_audio(transformer, samples, inputs)
-        losses = partial(self.objective.losses, output, weights=weights)
-        return Prediction(partial(list, output), losses, heard)
-
-
-@dataclass(kw_only=True)
-class PackStep(Step):
-    """Run one forward over a pack of samples, each of its own size, with the packing of the recipe's transformer."""
-
-    packing: Packing
-    token_drop: TokenDrop | None = None
-
-    @contextmanager
-    def unpacked(self) -> Iterator[None]:
-        """Switch packing off inside a `with` block."""
-        with packing_disabled(self.recipe.transformer):
-            yield
-
-    def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
-        inputs = self.recipe.model_inputs(samples)
-        pack = self.packing.pack(
-            inputs.latents,
-            timesteps=inputs.timesteps,
-            references=inputs.references,
-            conditioning=inputs.conditioning,
-            audio=inputs.audio,
-            token_drop=None if seeds is None else self.token_drop,
-            seeds=seeds,
-            **samples.text.pack_kwargs(),
-        )
-        weights, computed = loss_weights(inputs, samples), Computed.of_pack(pack.layout)
-        heard: Sequence[torch.Tensor] = ()
-        if samples.audio is None:
-            output = packed_forward(transformer, pack)
-        else:
-            output, heard = packed_forward_with_audio(transformer, pack)
-        losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
-        return Prediction(partial(pack.unpack, output), losses, heard, computed)
-
-
-def make_step(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Step:
-    """Return the step of a run, whose weights may be sharded over processes; for packs, enable packing."""
-    recipe = recipe.guided(config.objective.guidance)
-    objective = recipe.objective(
-        weighting_scheme=config.objective.weighting_scheme,
-        snr_gamma=config.objective.snr_gamma,
-        shift=config.objective.shift,
-        seed=config.seed,
-    )
-    common: dict[str, Any] = {
-        "recipe": recipe,
-        "objective": objective,
-        "caption_dropout": config.objective.caption_dropout,
-        "reference_dropout": config.objective.reference_dropout,
-        "condition": None if config.objective.condition is None else read_conditions(config.objective.condition),
-        "seed": config.seed,
-        "offload_activations": config.memory.offload_activations,
-        "preservation": config.preservation,
-        "sharded": sharded,
-        "leaves_out": config.faults.on_error == "replace",
-        "audio_weight": config.objective.audio_weight,
-    }
-    if config.batches.batching == "bucket":
-        return BucketStep(**common)
-    batches = config.batches
-    if batches.token_drop is not None:
-        _check_token_drop(recipe)
-    packing = enable_packing(
-        recipe.transformer,
-        backend=batches.attention_backend,
-        strip_length=batches.strip_length,
-        positions=batches.positions,
-        base_size=None if batches.base_size is None else cast("Grid", tuple(batches.base_size)),
-    )
-    return PackStep(packing=packing, token_drop=batches.token_drop, **common)
-
-
-def _check_token_drop(recipe: Recipe) -> None:
-    """Raise BucketingError if the model needs all tokens of a sample."""
-    family, transformer = recipe.family, recipe.transformer
-    try:
-        family.check_grid(transformer, family.trial_grids(transformer)[0], kept=torch.tensor([0]))
-    except PackingError as error:
-        raise BucketingError(f"Omit `token_drop_rate`: {error}") from error
-
-
-def check_data(step: Step, data: RunData) -> None:
-    """Raise BucketingError if the model cannot take samples of the data, or their cache lacks what it is shown."""
-
-    def check(counts: Mapping[int, int]) -> None:
-        check_positions(step, data, counts)
-        step.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
-
-    data.check_buckets(check)
-    step.recipe.check_conditions(data.conditions)
-    if step.condition is not None:
-        step.condition.check_sources(data.sources)
-        for shares in step.condition.all:
-            step.recipe.check_drawn(shares, data.conditions, cached=data.cached_batch() is not None)
-    data.check_references(step.recipe.check_references)
-    data.check_audio_rates(step.recipe.check_audio_rates)
-    check_cached(step.recipe, data)
-
-
-def check_positions(step: Step, data: RunData, counts: Mapping[int, int]) -> None:
-    """Raise BucketingError if a sample lies beyond the positions that the model has, such as a video for images.
-
-    `counts` are the buckets of samples in the table of the data, each with its number of samples.
-    """
-    if isinstance(step, PackStep) and step.packing.base_size is not None:
-        return  # stretched positions fit any sample
-    for bucket_id, count in counts.items():
-        size = data.table.size(bucket_id)
-        refusal = step.recipe.family.refusal(step.recipe.transformer, data.spec.grid(size))
-        if refusal is not None:
-            raise BucketingError(
-                f"The model cannot take the {count} samples of {size}{data.example_of(bucket_id)}: {refusal} "
-                "--max_frames of hf_bucketing prepare cuts samples that are too long."
-            )
 
 
 def _replaced(values: torch.Tensor, of_base: torch.Tensor, targets: Sequence[BaseTarget | None]) -> torch.Tensor:
@@ -643,34 +509,3 @@ def _finite(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return values.nan_to_num(0.0, 0.0, 0.0) if values.is_floating_point() else values
     return type(values)(map(_finite, values)) if isinstance(values, list | tuple) else values
-
-
-def check_cached(recipe: Recipe, data: RunData) -> None:
-    """Raise BucketingError if a cache lacks what the model is shown of a sample, such as its first frame.
-
-    All entries of a cache are made by one encoder, so one row is read.
-    """
-    batch = data.cached_batch()
-    if batch is None:
-        return
-    if recipe.null_as_long and "" in data.texts and data.texts[""].mask is not None:
-        raise BucketingError(
-            f"The null text of a {recipe.pipeline_class} is as long as the caption that it replaces, but the cache "
-            "holds the empty caption alone; run hf_bucketing cache again."
-        )
-    latent = batch["latents"][0]
-    if len(latent) != recipe.latent_channels:
-        raise BucketingError(
-            f"The cache holds latents of {len(latent)} channels, but a {recipe.pipeline_class} is trained on "
-            f"{recipe.latent_channels}; run hf_bucketing cache again with this pipeline."
-        )
-    needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
-    if REFERENCE in data.conditions and not recipe.references_in_front:
-        needed.add(REFERENCES)
-    if recipe.audio:
-        needed.add(AUDIO)
-    if missing := needed - batch.get("conditions", {}).keys():
-        raise BucketingError(
-            f"A {recipe.pipeline_class} is also shown {', '.join(sorted(missing))}, which the cache lacks; run "
-            "hf_bucketing cache again with this pipeline."
-        )

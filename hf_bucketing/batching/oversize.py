@@ -1,4 +1,4 @@
-"""Rows that fit no pack: a few are rejected by name, as rows without a bucket are, and more are an error."""
+"""Rows that fit no batch: a few are rejected by name, as rows without a bucket are, and more are an error."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def exceeding(num_tokens: IntArray, packs: PackPlanConfig, *, text_tokens: int) 
     return sample_spans(num_tokens, dataclasses.replace(packs, oversize="own_batch"), text_tokens=text_tokens)[1]
 
 
-def without_rows(prepared: PreparedDataset, rows: BoolArray, *, why: str) -> PreparedDataset:
-    """Reject rows of a data set as too large for packs, and log from the main process how many, which and why."""
+def without_rows(prepared: PreparedDataset, rows: BoolArray, *, batch: str, why: str) -> PreparedDataset:
+    """Reject rows of a data set as too large for a `batch`, and log from the main process how many, which and why."""
     dataset, label = prepared.dataset, Rejection.TOO_LARGE.label
     numbers = np.flatnonzero(rows)
     names = listed(prepared.file_names(numbers[:NAMED_ROWS].tolist()), total=len(numbers), separator=", ")
-    kind = "row fits no pack and is" if len(numbers) == 1 else "rows fit no pack and are"
+    kind = f"row fits no {batch} and is" if len(numbers) == 1 else f"rows fit no {batch} and are"
     if not PartialState._shared_state or PartialState().is_main_process:
         logger.warning(f"{len(numbers):,} {kind} rejected as {label}: {names}. {why}")
     columns = {

@@ -12,7 +12,8 @@ from ..buckets.sizes import Size
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.recipe import Recipe
-from .steps import Step, make_step
+from .steps import Step
+from .ways import make_step
 
 _FRAMES = 81
 """Frames of the clip, of the model's own size, for which a shift that depends on the size is taken."""
@@ -26,7 +27,7 @@ class Experts:
     agree. Every sample is trained once per epoch, by the expert of its step.
 
     Args:
-        steps (tuple of [`Step`][hf_bucketing.training.steps.Step]): One for each transformer.
+        steps (tuple of [`Step`][hf_bucketing.batching.steps.Step]): One for each transformer.
 
     Raises:
         BucketingError: If two transformers do not share the noise levels among them.
@@ -89,5 +90,5 @@ class Experts:
 
 
 def make_experts(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Experts:
-    """Return the experts of a run with their steps, see [`make_step`][hf_bucketing.training.steps.make_step]."""
+    """Return the experts of a run with their steps, see [`make_step`][hf_bucketing.batching.ways.make_step]."""
     return Experts(tuple(make_step(config, expert, sharded=sharded) for expert in recipe.experts))

@@ -16,10 +16,8 @@ from datasets import IterableDataset
 
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
-from ..buckets.table import BucketTable
 from ..columns.apply import map_columns
 from ..columns.arrays import column_array
-from ..columns.buckets import BucketColumns
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
@@ -31,19 +29,20 @@ from ..losses.reduction import reduction_weights
 from ..media.conditions import REFERENCE
 from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences, appended_frames, sample_sizes
+from ..media.row_references import RowReferences, appended_frames
 from ..media.rows import SOURCE
 from ..packing.token_drop import TokenDrop
-from ..plans.packs import strip_tokens
 from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
-from ..streaming.grouping import BucketGrouping, Grouping, PackGrouping
 from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
-from .collation import media_collator, unreadable_log
-from .data import counted_tokens, make_cost_model
-from .data_checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
-from .run_data import LargestStep, ModelTokens, RunData, StepRows, describe_conditions
+from . import way_of
+from .checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
+from .collation import media_collator
+from .counting import ModelTokens
+from .run_data import RunData, make_cost_model, unreadable_log
+from .sample_rows import counted_tokens, with_shown
+from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)
 
@@ -84,7 +83,8 @@ def open_stream(
             "Omit `streaming` under DeepSpeed, or train with DDP or FSDP: the weights of a window's samples are known "
             "when it ends, but DeepSpeed then has applied its gradients."
         )
-    stream, packed = config.stream, config.batches.batching == "pack"
+    stream, way = config.stream, way_of(config.batches)
+    way.check_stream()
     num_workers = config.loader.dataloader_num_workers
     if holds_stream(config.dataset_dir):
         prepared = PreparedStream.load(config.dataset_dir)
@@ -92,7 +92,9 @@ def open_stream(
             numbers = {name: getattr(taken, name) for name in ("least", "most", "min_side", "max_ratio")}
             prepared = replace(prepared, references=replace(prepared.references, **numbers))
         reject = config.faults.on_error == "replace"
-        rows = prepared.open(packed=packed, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject)
+        rows = prepared.open(
+            packed=not way.stacks, shuffle_buffer=stream.shuffle_buffer, seed=config.seed, reject=reject
+        )
         for warning in warn_of_shards(
             rows.num_shards, num_processes=accelerator.num_processes, num_workers=num_workers
         ):
@@ -112,8 +114,8 @@ def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_sh
     if config.stream.shuffle_buffer:
         seed = integer_seed(Purpose.STREAM, config.seed)
         rows = rows.shuffle(seed=seed, buffer_size=config.stream.shuffle_buffer)
-    if config.batches.batching == "pack":
-        columns = BucketColumns(prepared.open_table, prepared.spec)
+    columns = way_of(config.batches).columns(prepared)
+    if columns is not None:
         rows = map_columns(rows, columns, batch_size=_MAPPED_ROWS, overwrite=True)
     return rows
 
@@ -183,9 +185,7 @@ class StreamedData(RunData):
 
     def bucket_counts(self) -> dict[int, int]:
         """Return the buckets of the first rows, each with its number of rows."""
-        if isinstance(self.table, BucketTable):
-            return dict(self.sample.buckets)
-        return dict.fromkeys(self._buckets_of([Size(*size) for size in self.sample.sizes]), 1)
+        return self.way.buckets_of(self.sample, self.table)
 
     def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> StepCount:
         """Return the optimizer steps that are left of those of all epochs, however many rows each epoch had."""
@@ -206,12 +206,11 @@ class StreamedData(RunData):
 
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
-        grouping = self.stream.grouping
         largest = LargestStep([], 0, [])
         seen = None
         if self.references is not None:
             seen = RowReferences.of_lists(self.sample.references or [[]], rule=self.references)
-        for bucket in range(len(self.table)) if isinstance(self.table, BucketTable) else self.bucket_counts():
+        for bucket in self.way.possible_buckets(self.sample, self.table):
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
             references: tuple[Size, ...] = ()
@@ -223,16 +222,13 @@ class StreamedData(RunData):
             if self.audio is not None and self.sample.audio_fps is not None:
                 heard = int(self.audio.num_tokens(size.frames, self.sample.audio_fps))
             shown += heard
-            each = tokens + shown + self.text_tokens
-            if isinstance(grouping, PackGrouping):
-                span = strip_tokens(tokens + shown, grouping.strip_length) + self.text_tokens
-                count = max(1, grouping.max_tokens // span)
-            elif grouping.max_tokens is not None and each > grouping.max_tokens:
-                continue  # an error if such a row comes
-            else:
-                count = grouping.size_of(bucket, shown=shown)
+            count = self.way.largest_batch(self.stream.grouping, bucket, tokens=tokens, shown=shown)
             step = LargestStep(
-                [size] * count, count * each, [references] * count, audio=[heard] * count, appended=[appended] * count
+                [size] * count,
+                count * (tokens + shown + self.text_tokens),
+                [references] * count,
+                audio=[heard] * count,
+                appended=[appended] * count,
             )
             largest = max(largest, step, key=lambda step: step.tokens)
         return largest
@@ -242,34 +238,40 @@ class StreamedData(RunData):
         summary = {"num_processes": self.stream.num_processes, "pass_began": loader.began}
         return {**summary, "sources": {name: {} for name in self.sources}} if self.sources else summary
 
-    def describe(self, config: TrainingConfig, *, accelerator: Accelerator, max_train_steps: str) -> list[str]:
-        """Return what is known of the run before it starts, and its limits, as lines of text."""
-        stream, batches = config.stream, config.batches
-        shards, processes = self.stream.num_shards, accelerator.num_processes
+    def describe_samples(self, config: TrainingConfig) -> list[str]:
+        """Return what is known of the shards, the rows and the sources before they come."""
+        shards, processes = self.stream.num_shards, self.stream.num_processes
         each = f"{shards // processes} per process" if shards % processes == 0 else "all read by every process"
         assigned = sum(self.sample.buckets.values())
         rows = f"not known before they come; of the first {self.sample.rows}, {assigned} have a bucket"
+        return [
+            f"  Stream = {shards} shards, {each}; {self._order(config.stream.shuffle_buffer)}",
+            f"  Samples per epoch = {rows}",
+            *([f"  Sources = {', '.join(self.sources)}"] if self.sources else []),
+        ]
+
+    def describe_steps(self, config: TrainingConfig) -> list[str]:
+        """Return how many steps an epoch has, what is most in each, and how many rows wait for one."""
+        stream, batches = config.stream, config.batches
         steps = "those of one pass over all rows"
         if stream.steps_per_epoch is not None:
             steps = f"{stream.steps_per_epoch} on each process, fewer where the rows end"
         most = f"{batches.train_batch_size} samples" if batches.max_tokens is None else f"{batches.token_limit} tokens"
-        lines = [
-            f"  Num processes = {processes}",
-            f"  Batching = {batches.batching}, mixed precision = {accelerator.mixed_precision}",
-            f"  Stream = {shards} shards, {each}; {self._order(stream.shuffle_buffer)}",
-            f"  Samples per epoch = {rows}",
-            *([f"  Sources = {', '.join(self.sources)}"] if self.sources else []),
-            *describe_conditions(self.conditions),
+        return [
             f"  Steps per epoch = {steps}",
             f"  Most per step and process = {most}",
             f"  Rows that wait in each worker = at most {stream.max_buffered}, or "
             f"{format_bytes(stream.max_buffered_bytes)}",
-            f"  Optimizer steps = {max_train_steps}",
+        ]
+
+    def describe_limits(self, config: TrainingConfig) -> list[str]:
+        """Return what a stream cannot do."""
+        lines = [
             "  Limits of a stream = processes may take other buckets in one step; a process whose rows end first "
             "repeats its last batch with weight 0; it resumes on as many processes and workers only",
         ]
-        if stream.shuffle_buffer:
-            when = "resuming" if stream.steps_per_epoch is None else "resuming, and each further epoch,"
+        if config.stream.shuffle_buffer:
+            when = "resuming" if config.stream.steps_per_epoch is None else "resuming, and each further epoch,"
             lines.append(f"  Limit of the shuffle buffer = {when} reads all rows since the start of the pass again")
         return lines
 
@@ -310,7 +312,7 @@ class StreamedData(RunData):
 def make_streamed_data(
     config: TrainingConfig, spec: LatentSpec, tokens: ModelTokens, *, opened: OpenedStream
 ) -> StreamedData:
-    """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.training.data.make_data].
+    """Make the loader of an opened stream; arguments as in [`make_data`][hf_bucketing.batching.rows.make_data].
 
     Raises:
         BucketingError: If the stream was prepared for another model, or a sample of it exceeds `max_tokens`.
@@ -321,38 +323,21 @@ def make_streamed_data(
     check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
     check_audio(config, prepared)
     audio, references = prepared.audio, tokens.rule_of(prepared, condition=config.objective.condition)
-    batches, stream = config.batches, config.stream
-    table: BucketTable | OpenTable = prepared.table
-    grouping: Grouping
-    if batches.batching == "pack":
-        table = prepared.open_table
-        if batches.token_drop is not None or references is not None or audio is not None:
-            counted = _CountedTokens(
-                drop=batches.token_drop, table=table, spec=spec, references=references, audio=audio
-            )
-            rows = rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
-        grouping = PackGrouping(**vars(batches.pack_limits), text_tokens=tokens.text_tokens)
-    else:
-        grouping = BucketGrouping(
-            **vars(batches.bucket_limits),
-            table=prepared.table,
-            spec=spec,
-            text_tokens=tokens.text_tokens,
-            references=references,
-            audio=audio,
-        )
-        for bucket in sample.buckets:
-            grouping.size_of(bucket)
+    way = way_of(config.batches)
+    table = way.table(prepared)
+    grouping = way.grouping(prepared, text_tokens=tokens.text_tokens, references=references, audio=audio)
+    way.check_grouping(grouping, sample)
     batcher = StreamingBucketBatcher(
-        rows,
+        rows if way.stacks else _counted(config, rows, prepared, references=references),
         grouping,
-        collate_fn=media_collator(config, prepared, table=table),
-        config=stream,
+        collate_fn=media_collator(way, config, prepared),
+        config=config.stream,
         faults=config.faults.log(unreadable_log(config)),
         kept=[REFERENCE_SIZES] if REFERENCE in prepared.conditions else [],
     )
     return StreamedData(
         loader=batcher.make_loader(**config.loader.options()),
+        way=way,
         stream=batcher,
         table=table,
         spec=spec,
@@ -360,7 +345,7 @@ def make_streamed_data(
         text_tokens=tokens.text_tokens,
         cost_model=make_cost_model(config, width=tokens.width),
         reduction=config.objective.loss_reduction,
-        token_drop=batches.token_drop,
+        token_drop=config.batches.token_drop,
         references=references,
         audio=audio,
         conditions=prepared.shown,
@@ -374,9 +359,29 @@ def references_of_rows(batch: Mapping[str, Any], count: int, *, rule: ReferenceR
     return RowReferences.of_lists(batch.get(REFERENCE_SIZES, [[]] * count), rule=rule)
 
 
+def _counted(
+    config: TrainingConfig,
+    rows: IterableDataset,
+    prepared: PreparedDataset | PreparedStream,
+    *,
+    references: ReferenceRule | None,
+) -> IterableDataset:
+    """Return the rows of a stream with the tokens that they are grouped by, where these are not those of the rows."""
+    drop, audio = config.batches.token_drop, prepared.audio
+    if drop is None and references is None and audio is None:
+        return rows
+    counted = _CountedTokens(
+        drop=drop, table=prepared.open_table, spec=prepared.spec, references=references, audio=audio
+    )
+    return rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CountedTokens:
-    """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function."""
+    """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function.
+
+    Checkpoints of streams name it by its module, which must stay.
+    """
 
     drop: TokenDrop | None
     table: OpenTable
@@ -386,11 +391,10 @@ class _CountedTokens:
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
-        counted = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
+        references = None
         if self.references is not None:
-            shown = references_of_rows(batch, len(ids), rule=self.references)
-            counted = counted + shown.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
-        if self.audio is not None:
-            audio = RowAudio.of_columns(batch, rule=self.audio)
-            counted = counted + audio.num_tokens(sample_sizes(ids, self.table)[:, 0])
+            references = references_of_rows(batch, len(ids), rule=self.references)
+        audio = None if self.audio is None else RowAudio.of_columns(batch, rule=self.audio)
+        own = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
+        counted = with_shown(own, ids, table=self.table, spec=self.spec, references=references, audio=audio)
         return {"num_tokens": counted.tolist()}
