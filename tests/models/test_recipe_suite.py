@@ -18,7 +18,7 @@ from hf_bucketing.batching.steps import Step
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.registry import recipe_of, recipes
+from hf_bucketing.models.registry import families, find_family, find_recipe, recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
 from tests.models.families import RECIPES
 from tests.models.kin import KIN
@@ -180,3 +180,10 @@ def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_every_recipe_has_a_case(folder_of) -> None:
     assert {recipe_of(str(folder_of(case))).pipeline_class for case in RECIPES.values()} == set(recipes())
+
+
+def test_a_recipe_and_a_family_are_found_by_the_name_of_their_class() -> None:
+    """Only the modules whose text names the class are imported for that."""
+    assert {name: find_recipe(name) for name in recipes()} == recipes()
+    assert {name: find_family(name) for name in families()} == families()
+    assert find_recipe("NoPipeline") is find_family("NoModel") is None
