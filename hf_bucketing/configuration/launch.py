@@ -54,12 +54,13 @@ def configured_precision() -> Precision:
     return cast("Precision", str(os.environ.get("ACCELERATE_MIXED_PRECISION") or configured or "no").lower())
 
 
-def check_run(run: RunConfig, launch: LaunchConfig, *, planned: bool = False) -> None:
+def check_run(run: RunConfig, launch: LaunchConfig, *, precision: str, planned: bool = False) -> None:
     """Raise BucketingError for settings that cannot be combined with each other or with the launch.
 
     Args:
-        run ([`RunConfig`]): Settings of the run; accelerate's own precision is `"no"` unless they name it.
+        run ([`RunConfig`]): Settings of the run.
         launch ([`LaunchConfig`]): Its processes.
+        precision (`str`): Mixed precision, theirs or that of accelerate's configuration.
         planned (`bool`): Whether only memory is planned. A plan for the CPU is made for GPUs all the same.
     """
     flat, batches, condition = run.flat(), run.batches, run.objective.condition
@@ -72,7 +73,7 @@ def check_run(run: RunConfig, launch: LaunchConfig, *, planned: bool = False) ->
             lora_format=run.adapters.lora_format,
             optimizer=run.optimizer.optimizer,
             lora_plus=run.optimizer.lora_plus_ratio is not None,
-            mixed_precision=run.mixed_precision or "no",
+            mixed_precision=precision,
             sharding=launch.sharding,
             num_processes=launch.num_processes,
             on_cpu=launch.device == "cpu" and not planned,

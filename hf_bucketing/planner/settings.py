@@ -89,7 +89,7 @@ class PlanConfig:
             raise BucketingError(
                 f'memory under `sharding="{self.launch.sharding}"` is not planned, only under DDP and FSDP2.'
             )
-        check_run(self.run, self.launch, planned=True)
+        check_run(self.run, self.launch, precision=self.precision, planned=True)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> PlanConfig:

@@ -40,7 +40,6 @@ from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wraps_blocks
 from ..placement.shards import SHARDED
-from ..settings import changed
 from .caches import settle_caches
 
 logger = get_logger(__name__)
@@ -157,7 +156,7 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
 
 def check_settings(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Raise BucketingError for settings that cannot be combined on the processes and devices of an accelerator."""
-    check_run(changed(config.run, mixed_precision=accelerator.mixed_precision), launch_of(accelerator))
+    check_run(config, launch_of(accelerator), precision=accelerator.mixed_precision)
 
 
 def launch_of(accelerator: Accelerator) -> LaunchConfig:

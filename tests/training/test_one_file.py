@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.commands import plan
+from hf_bucketing.commands.script_settings import plan_of_flags
 from hf_bucketing.configuration.launch import configured_precision
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.settings import settings_in
 from hf_bucketing.training import TrainingConfig
-from tests.conftest import run_script_here
+from tests.conftest import run_command_here
 
-PHASE = re.compile(r"^ +(?:as given, )?([a-z ]+: weights .+)$", re.MULTILINE)
+PHASE = re.compile(r"^ +([a-z ]+: weights .+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("settings", ["", "mixed_precision: bf16\ntrain_batch_size: 2\nema_decay: 0.9\n"])
@@ -30,8 +32,7 @@ def test_a_plan_and_a_dry_run_of_one_file_say_the_same(
         f"pretrained_model_name_or_path: {pipeline_dir}\ndataset_dir: {prepared_dir}\noutput_dir: {tmp_path}/out\n"
     )
     file.write_text(f"{folders}lora_rank: 16\ngradient_checkpointing: true\n{settings}")
-    trained = run_script_here("train_text_to_video.py", "--config", file, "--dry_run").stdout
-    of_run = sorted(PHASE.findall(trained))
+    trained = run_command_here("train", "--config", file, "--dry_run").stdout
     prepared = PreparedDataset.load(prepared_dir)
     counts = Counter(prepared.dataset["bucket_id"])
     samples = 2 if "size: 2" in settings else 4
@@ -40,13 +41,12 @@ def test_a_plan_and_a_dry_run_of_one_file_say_the_same(
         for bucket, count in counts.items()
     }
     size = prepared.table.size(max(tokens, key=tokens.get))
-    sample_size = ["--sample_size", *size]
-    planned = run_script_here(
-        "plan_memory.py", pipeline_dir, "--config", file, *sample_size, device="cpu", gpu_memory=1
-    )
-    assert f"{samples} x {size}" in planned.stdout
-    assert sorted(PHASE.findall(planned.stdout)) == of_run
-    assert len(of_run) == 5
+    flags = [pipeline_dir, "--config", file, "--sample_size", *size, "--device", "cpu", "--gpu_memory", 1]
+    args = plan.make_parser().parse_args([*map(str, flags)])
+    planned = plan_memory(str(pipeline_dir), plan_of_flags(args, mixed_precision=args.mixed_precision or "no"))
+    assert (planned.shape.samples, planned.shape.size) == (samples, size)
+    assert [f"{phase}: {parts}" for phase, parts in planned.phases.items()] == PHASE.findall(trained)
+    assert len(planned.phases) == 5
 
 
 def test_a_plan_has_the_defaults_of_a_run() -> None:
