@@ -179,7 +179,7 @@ def _ended(
     if code is None:
         pytest.fail(f"{' '.join(arguments)} hung:\n{stdout[-4000:]}\n{stderr[-16000:]}")
     if check and code:
-        pytest.fail(f"{' '.join(arguments)} exited with {code}:\n{stderr[-4000:]}")
+        pytest.fail(f"{' '.join(arguments)} exited with {code}:\n{stderr[-16000:]}")
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
