@@ -373,7 +373,7 @@ class PackedRowAttnProcessor(PackedJointAttnProcessor):
         return torch.cat([text, tokens] if self.text_first else [tokens, text], 1)
 
     def _tokens_and_text(self, rows: torch.Tensor, layout: PackedLayout) -> Sequence[torch.Tensor]:
-        sizes = [layout.text_slots, layout.strip_length]
+        sizes = [*layout.row_sizes]
         return rows.split(sizes, 1)[::-1] if self.text_first else rows.split(sizes[::-1], 1)
 
     def rotate(self, tokens: torch.Tensor, rotary: Sequence[torch.Tensor]) -> torch.Tensor:

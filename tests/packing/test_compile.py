@@ -172,6 +172,14 @@ def test_twenty_packs_share_a_graph_for_each_kind_of_block(name: str) -> None:
     assert counts[-1] == counts[1] <= 2 * kinds_of_blocks(CASES[name].model())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("name", ["flux.2", "flux.3", "hunyuan-image", "hunyuan-1.5", "ideogram4", "qwen-image-2.1"])
+def test_packs_of_other_families_need_no_graph_after_the_second(name: str) -> None:
+    counts = graphs_of_packs(CASES[name], backend="varlen:fa4", packs=8, compiler=Graphs())
+    assert counts[-1] == counts[1] <= 8
+
+
 @pytest.mark.usefixtures("any_device")
 def test_packs_share_one_graph_of_a_block() -> None:
     assert graphs_of_packs(CASES["wan"], backend="varlen:fa4", packs=3, compiler=Graphs()) == [1, 1, 1]

@@ -61,7 +61,7 @@ class PackedFlux3AttnProcessor(PackedRowAttnProcessor):
         """Attend inside each sample, given cosines and sines of all text slots and then of all tokens."""
         assert image_rotary_emb is not None, "the model always makes them"
         table, strips = torch.stack(image_rotary_emb, -1), len(hidden_states)
-        sizes = [strips * active_layout().text_slots] if self.scope == "joint" else []
+        sizes = [strips * active_layout().row_sizes[0]] if self.scope == "joint" else []
         sides = table.split([*sizes, len(table) - sum(sizes)])
         rows = torch.cat([side.unflatten(0, (strips, -1)) for side in sides], 1)
         return super().__call__(attn, hidden_states, image_rotary_emb=rows)

@@ -136,7 +136,7 @@ def _modulate_row(
 ) -> torch.Tensor | ModulatedRows | None:
     """Modulate the text before each row's tokens as its own sample."""
     layout, text = active_layout(), of_text(output)
-    return None if text is output else _Modulation([text, output], [layout.text_slots, layout.strip_length])
+    return None if text is output else _Modulation([text, output], [*layout.row_sizes])
 
 
 FAMILY = Ideogram4Family()

@@ -135,7 +135,7 @@ class PackedQwenImage21AttnProcessor(PackedRowAttnProcessor):
         """Attend inside each sample; the layout takes the place of masks and segments, and caches are not used."""
         assert rotary_emb is not None, "the model rotates all rows"
         layout = active_layout()
-        sizes = [layout.text_slots, layout.strip_length]
+        sizes = [*layout.row_sizes]
         sides = zip(hidden_states.split(sizes, 1), rotary_emb.split(sizes, 1), strict=True)
         text, tokens = (self.heads(attn, states, [table]) for states, table in sides)
         if layout.shown is None:
