@@ -1,4 +1,4 @@
-"""Samples held out of training: their settings, and which rows of a data set they are."""
+"""Rows held out of training: a share of the files of a data set, or those of another."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--json", type=Path, help="JSON file to write the table's rows into.")
     parser.add_settings(PlanConfig, skip=sorted(NOT_PLANNED))
     parser.add_settings(TimeConfig, skip=["price_per_hour"])
-    named = {*names_of(PlanConfig)} - NOT_PLANNED - {"max_tokens"}  # which is a number here
+    named = {*names_of(PlanConfig)} - NOT_PLANNED - {"max_tokens"}  # whose "auto" alone conflicts, and is no plan
     parser.name_conflicts(conflicting_settings(named))
     parser.add_config("plan_memory", others=settings_of_scripts)
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..errors import BucketingError, quoted
 from ..packing.names import Backend
@@ -13,10 +13,10 @@ from ..plans.buckets import BucketLimits, BucketPlanConfig
 from ..plans.deal import Remainder
 from ..plans.lengths import LengthPlanConfig, LengthStrategy
 from ..plans.packs import Balance, PackLimits, PackPlanConfig
-from ..plans.ways import WayName
+from ..plans.ways import WayName, stacks
 from ..settings import check_at_least, check_literals, check_shares, marked, not_default, setting
 
-_OWN_SIZES = ("pack", "length")
+_OWN_SIZES = tuple(name for name in get_args(WayName) if not stacks(name))
 """Ways of batching whose samples keep their own size."""
 
 

@@ -27,6 +27,7 @@ from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import FEW, PackPlanConfig, are_few, plan_packs, strip_tokens
 from ..plans.rows import EpochConfig, epoch_occurrences
+from ..plans.ways import stacks
 from ..report.measure import Targets, kept_pixels
 from ..settings import changed
 from ..units import format_bytes
@@ -227,7 +228,7 @@ class Suggester:
 
         A few rows that fit no pack are rejected, as training rejects them, where no run would be possible otherwise.
         """
-        if way.batching == "bucket":
+        if stacks(way.batching):
             return [*self._planned(way)]
         way = self._within_positions(way)
         try:
@@ -281,7 +282,7 @@ class Suggester:
             more = self._memory(changed(config, max_tokens=int(most)), plan.shape.size)
             if more.total > room:  # another moment of the step is its highest, and each token adds more to it
                 most = min(_tokens_that_fit(plan, more, room), most)
-        if way.batching == "bucket":
+        if stacks(way.batching):
             most -= most % length  # more hold no further sample of the largest bucket
         return [length, int(most)] if most >= _MORE_TOKENS * length else [length]
 
@@ -304,7 +305,7 @@ class Suggester:
         while degree <= self.machine.num_gpus and not self.machine.num_gpus % degree:
             if degree > 1:
                 transformer = self.components.transformer.config
-                check_model(degree, self.components.recipe, transformer, packed=way.batching == "pack")
+                check_model(degree, self.components.recipe, transformer, packed=not stacks(way.batching))
             for name, config, plan in iter_plans(self.components, changed(base, context_parallel_degree=degree)):
                 if not self.rows.total and config.samples.cached != "nothing":
                     continue  # a stream has no cache
@@ -377,7 +378,7 @@ class Suggester:
         """Return the plan of an epoch, and the tokens that are computed for each of its samples."""
         tokens, text = way.targets.all_tokens, self.text_tokens
         batches = config.run.batches
-        if way.batching == "pack":
+        if not stacks(way.batching):
             packs = PackPlanConfig(**asdict(batches.pack_limits))
             plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text, weights=weights)
             return plan, strip_tokens(tokens[plan.indices], batches.strip_length) + text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ..buckets.assignment import REJECTED_BUCKET, AssignmentRule, Rejection, has
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.settings import TableConfig
+from ..plans.ways import WayName
 from ..report.measure import AssignedColumns, Sizes, Targets, assigned_targets, bucket_targets, own_targets
 from .components import Components
 
@@ -20,8 +21,6 @@ _FRAMES = 81
 _QUANTILES = (0, 0.25, 0.5, 0.75)
 _SMALLER = 4
 """Factor between the two budgets of a table of the model's own sizes, see docs/choosing-a-table.md."""
-
-Batching = Literal["bucket", "pack"]
 
 
 def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
@@ -80,7 +79,7 @@ class Way(NamedTuple):
     name: str
     settings: TableConfig | None
     table: BucketTable
-    batching: Batching
+    batching: WayName
     targets: Targets
 
     def without(self, rows: BoolArray) -> Way:

@@ -2,19 +2,8 @@
 
 import lazy_loader
 
-from ..configuration import (
-    BatchConfig,
-    CheckpointConfig,
-    HubConfig,
-    LoaderConfig,
-    ObjectiveConfig,
-    ReportingConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from .. import configuration
+from ..configuration import *  # noqa: F403
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"loop": ["train"]})
-__all__ += [
-    "BatchConfig", "CheckpointConfig", "HubConfig", "LoaderConfig", "ObjectiveConfig", "ReportingConfig",
-    "TrainingConfig", "ValidationConfig",
-]  # fmt: skip
+__all__ += configuration.__all__

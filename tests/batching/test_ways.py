@@ -19,7 +19,6 @@ KINDS = "(?:Bucket|Pack|Length)(?:Step|Grouping|BatchSampler)"
 ASKS = re.compile(rf'batching (?:==|!=|in) [("]|[!=]= "(?:{NAMES})"|isinstance\([^)]*\b{KINDS}\b')
 NAMED_BY = {
     "configuration/batches.py",  # strips are those of packs
-    "planner/suggestion.py",  # which tries buckets and packs
     "plans/ways.py",  # the names themselves
 }
 
