@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ...conditions.audio import AudioRule
+from ...conditions.shares import APPENDED_FIRST
 from ...errors import BucketingError
-from ...media.row_audio import AudioRule
-from ..conditioning import APPENDED_FIRST
 from ..index import read_index
 from ..kandinsky5.recipe import KandinskyRecipe
 from ..loading import read_config

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...conditions.shares import APPENDED, BLACK, FRAMES
 from ...media.sample import frame_rates
 from ...packing.family import UNLIMITED, Family
-from ..conditioning import APPENDED, BLACK, FRAMES
 from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe
 from ..samples import KEYFRAME_PLACES, REFERENCES, Samples

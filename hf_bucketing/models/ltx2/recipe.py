@@ -11,12 +11,12 @@ from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNS
 from transformers.audio_utils import mel_filter_bank
 
 from ...buckets.sizes import Size
+from ...conditions.audio import AudioRule
+from ...conditions.shares import APPENDED
 from ...devices import to_device
 from ...errors import BucketingError
-from ...media.row_audio import AudioRule
 from ...media.sample import frame_rates
 from ...packing.family import UNLIMITED
-from ..conditioning import APPENDED
 from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..ltx.packing import reference_factors

@@ -12,14 +12,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec, Size
+from ...conditions.audio import AudioRule
+from ...conditions.names import REFERENCE
+from ...conditions.references import ReferenceRule
+from ...conditions.shares import APPENDED, APPENDED_FIRST
 from ...devices import to_device
 from ...errors import BucketingError
-from ...media.conditions import REFERENCE
-from ...media.references import ReferenceRule
-from ...media.row_audio import AudioRule
 from ...packing.texts import pad_texts
 from ...randomness import Purpose, integer_seed
-from ..conditioning import APPENDED, APPENDED_FIRST
 from ..experts import TrainedComponent
 from ..first_frame import pictures
 from ..loading import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..conditioning import FRAMES
+from ...conditions.shares import FRAMES
 from ..objectives import DiffusionForcing
 from ..samples import Samples
 from ..wan.recipe import WanImageToVideoRecipe, WanRecipe

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from ...conditions.shares import BLACK, FRAMES, ConditionShares
 from ...devices import to_device
 from ...errors import BucketingError, quoted
 from ...packing.family import Family
-from ..conditioning import BLACK, FRAMES, ConditionShares
 from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
 from ..recipe import Recipe
 from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown

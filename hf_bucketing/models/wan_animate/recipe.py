@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ...buckets.sizes import Size
+from ...conditions.names import FACE as SHOWN_FACE, MASK, REFERENCE
 from ...devices import to_device
 from ...errors import BucketingError
-from ...media.conditions import FACE as SHOWN_FACE, MASK, REFERENCE
 from ...packing.family import Family
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK

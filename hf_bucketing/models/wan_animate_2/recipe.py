@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from ...media.conditions import MASK, REFERENCE
+from ...conditions.names import MASK, REFERENCE
 from ...packing.attachment import ATTRIBUTE, attachment_of
 from ...packing.forward import packed_forward
 from ..enable import disable_packing, enable_packing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...media.conditions import REFERENCE
+from ...conditions.names import REFERENCE
 from ...packing.family import UNLIMITED
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
