@@ -159,7 +159,7 @@ class RowConditions:
         for rows in self.rows:
             if rows.num_rows != self.num_rows:
                 raise BucketingError(
-                    f"The {rows.name} conditions are those of {rows.num_rows} rows, but there are {self.num_rows} rows."
+                    f"`{rows.name}` conditions are those of {rows.num_rows} rows, but others of {self.num_rows}."
                 )
 
     @classmethod
