@@ -28,7 +28,6 @@ STOCK_WAITS = {
 That read is needed where there are image embeddings, some of which may be zeros: a pack's layout depends on them.
 """
 FIRST_WAITS = {
-    f"{COPIED}transformer_anyflow.py:_build_freqs": "moves its table of positions",
     f"{COPIED}transformer_chronoedit.py:forward": "takes positions by a list of their indices",
     f"{COPIED}transformer_ltx2.py:prepare_video_coords": "makes the positions of a size",
     f"{COPIED}transformer_qwenimage.py:_get_device_freqs": "moves its table of positions",
