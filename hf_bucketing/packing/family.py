@@ -53,6 +53,7 @@ class Family:
     `(batch, channels, frames, height, width)`, one timestep per batch row, and text that each row attends to.
 
     Attributes:
+        title (`str`): Name of the models, for tables.
         transformer_class (`str`): Name of the class in `diffusers`.
         tested_forwards (`tuple[str, ...]`): Digests of the code of that class and its blocks, in the versions of
             diffusers that packing was tested with; see `models/stock.py`.
@@ -113,6 +114,7 @@ class Family:
         untraceable (`str`, *optional*): Why `torch.compile` cannot trace the blocks of packs; None where it can.
     """
 
+    title: ClassVar[str]
     transformer_class: ClassVar[str]
     tested_forwards: ClassVar[tuple[str, ...]]
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
