@@ -27,6 +27,7 @@ class JointFamily(Family):
 
     Attributes:
         guidance (`float`): The distilled guidance that the pipeline passes by default.
+        takes (`tuple` of `str`): Conditioning that the forward takes where the configuration has channels for it.
         rotates_text (`bool`): Whether the model rotates text tokens too, see [`text_positions`].
     """
 
@@ -34,14 +35,15 @@ class JointFamily(Family):
     text: ClassVar[TextTokens] = TextTokens(rows="slots")
     cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, "pooled_projections")
     guidance: ClassVar[float] = 3.5
+    takes: ClassVar[tuple[str, ...]] = ("pooled_projections", "guidance")
     rotates_text: ClassVar[bool] = False
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return any pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
         width, draws = transformer.config.get("pooled_projection_dim"), dict[str, Draw]()
-        if width:
+        if width and "pooled_projections" in self.takes:
             draws["pooled_projections"] = lambda grids: torch.randn(len(grids), width)
-        if transformer.config.get("guidance_embeds"):
+        if transformer.config.get("guidance_embeds") and "guidance" in self.takes:
             draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
         return draws
 

@@ -6,7 +6,7 @@ Both attend to the padding of a text as encoded: pass the embeddings as the pipe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -339,18 +339,10 @@ class EasyAnimateFamily(JointFamily):
     transformer_class = "EasyAnimateTransformer3DModel"
     tested_forwards = ("7422f85b7474",)
     stock_processors = ("EasyAnimateAttnProcessor2_0",)
-    text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding")
+    text = TextTokens(rows="slots", channels="text_embed_dim", padding="encoded_padding", length=EASYANIMATE_TEXT)
     strips_have_positions = False
     position_module = "rope_embedding"
-
-    def text_length(self, config: Mapping[str, Any]) -> int:
-        """Return the tokens to which the pipeline pads a text."""
-        return EASYANIMATE_TEXT
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return what the last block does with the text after attention."""
-        last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
-        return f"{last}attn1.to_add_out", f"{last}txt_ff"
+    unused_at_end = ("attn1.to_add_out", "txt_ff")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse blocks in which tokens and text share projections, texts of two encoders, and further channels."""

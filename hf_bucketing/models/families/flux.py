@@ -7,7 +7,7 @@ The pipelines mask no text but Chroma's: pass the embeddings with their padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from ...buckets.sizes import Size
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
-from ...packing.family import Draw, Transformer
+from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
@@ -45,6 +45,8 @@ class FluxFamily(JointFamily):
     interpolates = True
     images_only = True
     latents_as = "tokens"
+    token_patch: ClassVar[Grid | None] = (1, BLOCK, BLOCK)
+    timestep_unit: ClassVar[float] = 1000
     attention_kwargs: ClassVar[str | None] = "joint_attention_kwargs"
     position_module = "pos_embed"
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (  # ComfyUI takes the names of diffusers
@@ -55,7 +57,11 @@ class FluxFamily(JointFamily):
     rotates_text = True
     max_references: ClassVar[int] = 1
     reference_step: ClassVar[int] = 1
-    """By how much the first coordinate of each reference exceeds that of the grid before it."""
+    """By how much the first coordinate of each reference exceeds that of the grid before it (FLUX.1 Kontext)."""
+    first_ids: ClassVar[Grid] = (0, 0, 0)
+    """Coordinates of the first token of an image."""
+    text_axes: ClassVar[tuple[int, ...]] = ()
+    """Coordinates that count the tokens of a text; all others are zero."""
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse channel counts that are not a block of four latent pixels."""
@@ -67,17 +73,13 @@ class FluxFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def patch(self, config: Mapping[str, Any]) -> Grid:
-        """Return the block of latent pixels that makes a token, whatever the `patch_size` of the transformer."""
-        return 1, BLOCK, BLOCK
-
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Number tokens by row and column."""
         # module.forward instead of module(…), which would call the hook again
-        return tuple(module.forward(token_ids(grid, base_size, device=device)))
+        return tuple(module.forward(self.ids((grid,), base_size, device=device)))
 
     def reference_positions(self, module: Any, grids: tuple[Grid, ...], *, device: torch.device) -> Rotary:
-        """Number the tokens of a reference likewise, with 1 as their first coordinate (FLUX.1 Kontext)."""
+        """Number the tokens of references likewise, each from a further first coordinate on."""
         return tuple(module.forward(self.ids(grids, device=device)[math.prod(grids[0]) :]))
 
     def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
@@ -85,23 +87,25 @@ class FluxFamily(JointFamily):
         return tuple(module.forward(self.text_ids(length, device=device)))
 
     def text_ids(self, length: int, *, device: torch.device) -> torch.Tensor:
-        """Return the positions of a text's tokens, `(length, 3)`: zero."""
-        return torch.zeros(length, 3, device=device)
+        """Return the coordinates of a text's tokens, `(length, 3)`."""
+        counts = torch.arange(length, device=device, dtype=torch.float32)
+        return torch.stack([counts if axis in self.text_axes else torch.zeros_like(counts) for axis in range(3)], 1)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms, to modulate text by its own sample's timestep."""
         return [*super().hook_positions(transformer, base_size), *hook_text_modulation(transformer, single="first")]
 
-    def ids(self, grids: tuple[Grid, ...], *, device: torch.device) -> torch.Tensor:
-        """Return the positions of all tokens of a sample, those of its references behind its own, `(tokens, 3)`."""
+    def ids(self, grids: tuple[Grid, ...], base_size: Grid | None = None, *, device: torch.device) -> torch.Tensor:
+        """Return the coordinates of all tokens of a sample, those of its references behind its own, `(tokens, 3)`."""
         steps = [self.reference_step * number for number in range(len(grids))]
-        return torch.cat([token_ids(grid, first=step, device=device) for grid, step in zip(grids, steps, strict=True)])
+        pairs = zip(grids, steps, strict=True)
+        ids = torch.cat([token_ids(grid, base_size, first=step, device=device) for grid, step in pairs])
+        return ids + to_device(torch.tensor(self.first_ids), device) if any(self.first_ids) else ids
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Number the tokens as the pipelines do; the hook replaces these positions in a pack."""
         return {
             **super().inputs(rows),
-            "timestep": rows.timesteps / 1000,
             "img_ids": self.ids(rows.grids, device=rows.latents.device),
             "txt_ids": self.text_ids(rows.text.shape[1], device=rows.latents.device),
         }
@@ -230,18 +234,9 @@ class OvisImageFamily(FluxFamily):
     tested_forwards: ClassVar[tuple[str, ...]] = ("6e80047554eb",)
     stock_processors: ClassVar[tuple[str, ...]] = ("OvisImageAttnProcessor",)
     text = replace(FluxFamily.text, padding="keep_padding")
+    text_axes = (1, 2)
     max_references: ClassVar[int] = 0
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
-
-    def text_ids(self, length: int, *, device: torch.device) -> torch.Tensor:
-        """Return the positions of a text's tokens, `(length, 3)`: zero, and their number as row and column."""
-        return diagonal_ids(length, device=device)
-
-
-def diagonal_ids(length: int, *, device: torch.device) -> torch.Tensor:
-    """Return positions `(length, 3)` of zero, and the number of a token as row and column."""
-    numbers = torch.arange(length, device=device, dtype=torch.float32)
-    return torch.stack([torch.zeros_like(numbers), numbers, numbers], 1)
 
 
 class OvisImageRecipe(Recipe):
@@ -270,33 +265,13 @@ class LongCatImageFamily(FluxFamily):
     transformer_class = "LongCatImageTransformer2DModel"
     tested_forwards: ClassVar[tuple[str, ...]] = ("abe7ca1adaa9",)
     stock_processors: ClassVar[tuple[str, ...]] = ("LongCatImageAttnProcessor",)
+    text = replace(FluxFamily.text, length=LONGCAT_TEXT)
+    text_axes = (1, 2)
+    first_ids = (1, LONGCAT_TEXT, LONGCAT_TEXT)
+    takes = ()  # no pooled text, though the configuration counts its channels
     attention_kwargs: ClassVar[str | None] = None
     max_references: ClassVar[int] = 0
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
-
-    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return nothing: the forward takes no pooled text, though the configuration counts its channels."""
-        return {}
-
-    def text_length(self, config: Mapping[str, Any]) -> int:
-        """Return the tokens to which the pipeline pads a text."""
-        return LONGCAT_TEXT
-
-    def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Number tokens by row and column, from the last position of a text on."""
-        return tuple(module.forward(token_ids(grid, base_size, device=device) + _start(device)))
-
-    def ids(self, grids: tuple[Grid, ...], *, device: torch.device) -> torch.Tensor:
-        """Return the positions of a sample's tokens, `(tokens, 3)`."""
-        return super().ids(grids, device=device) + _start(device)
-
-    def text_ids(self, length: int, *, device: torch.device) -> torch.Tensor:
-        """Return the positions of a text's tokens, `(length, 3)`: zero, and their number as row and column."""
-        return diagonal_ids(length, device=device)
-
-
-def _start(device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor([1, LONGCAT_TEXT, LONGCAT_TEXT]), device)
 
 
 class LongCatImageRecipe(Recipe):
@@ -321,13 +296,10 @@ class BriaFamily(FluxFamily):
     tested_forwards = ("8c30c4b17198",)
     stock_processors = ("BriaAttnProcessor",)
     text = TextTokens(rows="slots", channels="joint_attention_dim", padding="keep_padding")
+    timestep_unit = 1
     attention_kwargs = "attention_kwargs"
     original_names = None
     max_references = 0
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return the scheduler's timesteps, as the pipeline passes them."""
-        return {**super().inputs(rows), "timestep": rows.timesteps}
 
 
 class BriaRecipe(Recipe):

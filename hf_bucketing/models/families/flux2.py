@@ -142,8 +142,8 @@ class Flux2Family(FluxFamily):
         return {**plan, "": {**plan[""], **ids}}
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Scale the timestep, but pass no positions, which a hook provides in a pack."""
-        return {**JointFamily.inputs(self, rows), "timestep": rows.timesteps / 1000}
+        """Pass no positions, which a hook provides in a pack."""
+        return JointFamily.inputs(self, rows)
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Number tokens and text as the pipelines do."""

@@ -11,7 +11,7 @@ those of the sample's tokens do.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
-from ...packing.family import Draw, Family, Transformer
+from ...packing.family import Family, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Backend, Grid
 from ...packing.processors import PackedRowAttnProcessor, Rotary, RowScope, project, rotate_channels
@@ -126,6 +126,8 @@ class Flux3Family(Flux2Family):
     attention_kwargs = "attention_kwargs"
     text = TextTokens(rows="slots", channels="joint_attention_dim", shortest=1)
     runs_alone = True
+    unused_parts = ("image_cond",)
+    takes = ()
     original_names = None
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
@@ -136,14 +138,6 @@ class Flux3Family(Flux2Family):
                 "timestep and not the velocity that a flow is trained on; train the model that it was distilled from."
             )
         super().check(transformer, strip_length=strip_length)
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return the parts that read references, which samples without any do not reach."""
-        return ("image_cond",)
-
-    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return nothing: the model embeds no guidance."""
-        return {}
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of blocks of references, of tokens, of text or of tokens and text."""

@@ -6,7 +6,7 @@ The pipelines mask the padding of a text: pass what the mask keeps. Text is refi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ...errors import BucketingError, PackingError
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout, bind_checkpoints
 from ...packing.family import Draw, Transformer
-from ...packing.names import Backend, Grid
+from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens, apply_text_mask
@@ -47,7 +47,10 @@ class HunyuanVideoFamily(JointFamily):
     transformer_class = "HunyuanVideoTransformer3DModel"
     tested_forwards = ("a1b9ec91c058",)
     stock_processors = ("HunyuanVideoAttnProcessor2_0",)
-    text = TextTokens(rows="slots", channels="text_embed_dim", shortest=1)
+    stock_attention = ("context_embedder.",)
+    text = TextTokens(
+        rows="slots", channels="text_embed_dim", mask="encoder_attention_mask", needs_mask=True, shortest=1
+    )
     interpolates = True
     position_module = "rope"
     attention_kwargs = "attention_kwargs"
@@ -83,10 +86,6 @@ class HunyuanVideoFamily(JointFamily):
             )
         super().check(transformer, strip_length=strip_length)
 
-    def processor(self, name: str, backend: Backend) -> Any:
-        """Keep the text refiner's own processor, which attends inside one text."""
-        return None if name.startswith("context_embedder.") else super().processor(name, backend)
-
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables as `rope` computes them."""
         axes = axis_coordinates(grid, base_size, device=device)
@@ -101,10 +100,6 @@ class HunyuanVideoFamily(JointFamily):
             refiner.register_forward_hook(_fill_with_text),
             *hook_text_modulation(transformer, single="last"),
         ]
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the text mask that the model expects; in a pack, the layout takes its place."""
-        return {**super().inputs(rows), "encoder_attention_mask": rows.known_mask}
 
 
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
@@ -168,11 +163,7 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     stock_processors = ("HunyuanVideo15AttnProcessor2_0",)
     text = replace(HunyuanVideoFamily.text, rows="per_sample")
     cast_inputs = (*HunyuanVideoFamily.cast_inputs, GLYPHS, GLYPH_MASK, IMAGE)
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return what the last block does with the text after attention."""
-        last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
-        return f"{last}attn.to_add_out", f"{last}ff_context"
+    unused_at_end = ("attn.to_add_out", "ff_context")
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models distilled by MeanFlow, which embed a second timestep."""
@@ -453,7 +444,8 @@ class HunyuanImageFamily(JointFamily):
     transformer_class = "HunyuanImageTransformer2DModel"
     tested_forwards = ("d8631d951c7a",)
     stock_processors = ("HunyuanImageAttnProcessor",)
-    text = TextTokens(rows="per_sample", channels="text_embed_dim", shortest=1)
+    stock_attention = ("context_embedder.",)
+    text = replace(HunyuanVideoFamily.text, rows="per_sample")
     cast_inputs = (*JointFamily.cast_inputs, GLYPHS, GLYPH_MASK, "timestep")
     images_only = True
     latents_as = "images"
@@ -488,10 +480,6 @@ class HunyuanImageFamily(JointFamily):
         mask = conditioning.get(GLYPH_MASK)
         return None if mask is None else tuple(mask.bool().cpu().sum(1).tolist())
 
-    def processor(self, name: str, backend: Backend) -> Any:
-        """Keep the text refiner's own processor, which attends inside one text."""
-        return None if name.startswith("context_embedder.") else super().processor(name, backend)
-
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables as `rope` computes them."""
         latent = shape_only(torch.empty((), device=device), grid, (1, *module.patch_size))
@@ -508,9 +496,8 @@ class HunyuanImageFamily(JointFamily):
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the text mask that the model expects; timesteps come in the dtype of the latents, as its pipeline."""
-        timesteps = rows.timesteps.to(rows.latents.dtype)
-        return {**super().inputs(rows), "timestep": timesteps, "encoder_attention_mask": rows.known_mask}
+        """Return timesteps in the dtype of the latents, as its pipeline does."""
+        return {**super().inputs(rows), "timestep": rows.timesteps.to(rows.latents.dtype)}
 
     def rows(self, batch: PackedBatch) -> Rows:
         """Return the glyphs of all samples in one row, without their padding."""

@@ -9,7 +9,7 @@ model embeds times in the dtype in which they come, so they get that of the late
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -74,10 +74,9 @@ class Ideogram4Family(JointFamily):
         ("layers.*.feed_forward.**", "layers.*.feed_forward.**"),
         ("layers.*.adaln_modulation", "layers.*.adaln_modulation"),
     )
-
-    def patch(self, config: Mapping[str, Any]) -> Grid:
-        """Return a patch of one: the pipeline makes patches, whose channels come last."""
-        return 1, 1, 1
+    token_patch = (1, 1, 1)
+    timestep_unit = 1000
+    turns_timesteps = True
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions, and the modulation, to modulate text by its own sample's timestep."""
@@ -95,7 +94,7 @@ class Ideogram4Family(JointFamily):
             **inputs,
             "hidden_states": F.pad(inputs["hidden_states"], (0, 0, length, 0)),
             "encoder_hidden_states": F.pad(rows.text, (0, 0, 0, count)),
-            "timestep": (1 - rows.timesteps / 1000).to(rows.latents.dtype),
+            "timestep": inputs["timestep"].to(rows.latents.dtype),
             "position_ids": _position_ids(kept, rows.grid),
             "segment_ids": F.pad(kept, (0, count), value=1),
             "indicator": F.pad(TEXT * kept, (0, count), value=IMAGE),

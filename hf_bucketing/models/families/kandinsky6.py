@@ -148,10 +148,6 @@ class Kandinsky6Family(Kandinsky5Family):
         """Return the channels of a latent of sound, which the configuration names as those of video."""
         return int(transformer.config.in_audio_dim)
 
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return all that is for sound, and the types of tokens, which samples with a picture have."""
-        return *self.audio_parts, *self.reference_parts
-
     def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
         """Refuse sound that is longer than the model has positions, and pictures that are no frame of their sample."""
         super().check_layout(transformer, layout, stretched=stretched)

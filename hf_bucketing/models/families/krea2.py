@@ -17,7 +17,7 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
-from ...packing.names import Backend, Grid
+from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary, attend
 from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens, apply_text_mask, pad_texts
@@ -65,6 +65,7 @@ class Krea2Family(FluxFamily):
     tested_forwards: ClassVar[tuple[str, ...]] = ("99d7733c78e5",)
     processor_class = PackedKrea2AttnProcessor
     stock_processors: ClassVar[tuple[str, ...]] = ("Krea2AttnProcessor",)
+    stock_attention = (".layerwise_blocks.",)
     processors_read_fusion = False
     text = TextTokens(rows="slots", channels="text_hidden_dim", shortest=1)
     attention_kwargs = "attention_kwargs"
@@ -97,10 +98,6 @@ class Krea2Family(FluxFamily):
         """Return the channels of all layers of a text token."""
         return super().text_dim(transformer) * int(transformer.config.num_text_layers)
 
-    def processor(self, name: str, backend: Backend) -> Any:
-        """Keep the processors of the blocks that attend from layer to layer of each text token."""
-        return None if ".layerwise_blocks." in name else super().processor(name, backend)
-
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the text's layers, and the blocks, to modulate text by its own sample's timestep."""
         return [
@@ -114,7 +111,6 @@ class Krea2Family(FluxFamily):
         tokens = token_ids(rows.grid, device=rows.latents.device)
         return {
             **JointFamily.inputs(self, rows),
-            "timestep": rows.timesteps / 1000,
             "position_ids": torch.cat([tokens.new_zeros(rows.text.shape[1], 3), tokens]),
         }
 

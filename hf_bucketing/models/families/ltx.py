@@ -60,7 +60,7 @@ class LTXFamily(Family):
     attention_kwargs = "attention_kwargs"
     timesteps_per = "token"
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
-    text = TextTokens(rows="per_strip")
+    text = TextTokens(rows="per_strip", mask="encoder_attention_mask")
     max_references = UNLIMITED
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
@@ -75,9 +75,8 @@ class LTXFamily(Family):
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the mask of the text, and the grid of the tokens."""
-        grid = dict(zip(("num_frames", "height", "width"), rows.grid, strict=True))
-        return {**super().inputs(rows), "encoder_attention_mask": rows.text_mask, **grid}
+        """Add the grid of the tokens."""
+        return {**super().inputs(rows), **dict(zip(("num_frames", "height", "width"), rows.grid, strict=True))}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the coordinates of the tokens, so that each row may have its own frame rate."""

@@ -186,8 +186,9 @@ class LTX2Family(Family):
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)
     timesteps_per = "token"
     max_references = UNLIMITED
-    text = TextTokens(rows="per_strip")
+    text = TextTokens(rows="per_strip", mask="encoder_attention_mask")
     audio_parts = ("audio", "av_cross_attn", "video_a2v")
+    unused_parts = ("keyframes",)
     audio_to_video = "audio_to_video_attn"
     shared_audio = tuple(_AUDIO_PARTS)
     cast_inputs = (
@@ -196,10 +197,6 @@ class LTX2Family(Family):
         "audio_encoder_hidden_states",
         "audio_encoder_attention_mask",
     )
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return the parts of the audio stream, of the attention between both, and of keyframes."""
-        return *self.audio_parts, "keyframes"
 
     def audio_text_dim(self, transformer: Transformer) -> int:
         """Return the channels of a text embedding for audio."""
@@ -264,7 +261,7 @@ class LTX2Family(Family):
         return replace(rows, conditioning={**rows.conditioning, **levels})
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Isolate the video of rows without audio, and add the noise level of the audio and the mask of the text."""
+        """Isolate the video of rows without audio, and add the noise level of the audio."""
         clean = torch.zeros(len(rows.latents), device=rows.latents.device)
         return {
             "sigma": clean,
@@ -273,7 +270,6 @@ class LTX2Family(Family):
             "audio_num_frames": 1,
             "isolate_modalities": True,
             **super().inputs(rows),
-            "encoder_attention_mask": rows.text_mask,
             "use_cross_timestep": True,
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,8 @@ class Lumina2Family(RefinedFamily):
     latents_as = "images"
     width_settings = ("hidden_size",)
     attention_kwargs = "attention_kwargs"
+    timestep_unit = 1000
+    turns_timesteps = True
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""
@@ -56,7 +58,6 @@ class Lumina2Family(RefinedFamily):
         """Return the time from noise to data, as the pipeline does, and the mask of the text."""
         return {
             **super().inputs(rows),
-            "timestep": 1 - rows.timesteps / 1000,
             "encoder_attention_mask": rows.known_mask.long(),
         }
 
@@ -161,6 +162,7 @@ class ZImageFamily(RefinedFamily):
         ("context_refiner.**", "context_refiner.**"),
     )
     original_prefix = "transformer."  # diffusers before 0.40 needs an alpha behind the other
+    token_patch = (FRAMES_OF_PATCH, PATCH, PATCH)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of another patch, and those that also read images."""
@@ -176,10 +178,6 @@ class ZImageFamily(RefinedFamily):
                 "positions of their own, and packing passes text alone; use a Z-Image text-to-image model."
             )
         super().check(transformer, strip_length=strip_length)
-
-    def patch(self, config: Mapping[str, Any]) -> Grid:
-        """Return the patch with which the pipeline calls the model."""
-        return FRAMES_OF_PATCH, PATCH, PATCH
 
     def longest_text(self, transformer: Transformer) -> int:
         """Return the longest text that, filled up, still has a position for the image after it."""

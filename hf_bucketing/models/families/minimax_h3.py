@@ -190,6 +190,8 @@ class MiniMaxH3Family(Family):
     audio_parts = ("audio_proj",)
     audio_in_sequence = True
     cast_inputs = (*Family.cast_inputs, "audio_hidden_states")
+    timestep_unit = 1000
+    turns_timesteps = True
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse patches of several frames, of which the pipeline has no positions."""
@@ -212,10 +214,6 @@ class MiniMaxH3Family(Family):
                     f"The audio of sample {sample} has {length} tokens; those of the left channel are followed by as "
                     "many of the right one."
                 )
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return the layers at both ends of the sound."""
-        return self.audio_parts
 
     def processor(self, name: str, backend: Backend) -> PackedMiniMaxH3AttnProcessor:
         """Return the processor of the text refiner, or of the blocks."""
@@ -260,14 +258,13 @@ class MiniMaxH3Family(Family):
         return replace(rows, timesteps=timesteps, conditioning=arguments)
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Join the strips of a pack into one sequence, as its texts are, and turn timesteps round."""
+        """Join the strips of a pack into one sequence, as its texts are."""
         others = {name: values for name, values in rows.conditioning.items() if name not in self.optional_conditioning}
         arguments = super().inputs(replace(rows, conditioning=others))
         tokens = arguments["hidden_states"]
         return {
             **arguments,
             "hidden_states": tokens.reshape(len(rows.text), -1, tokens.shape[-1]),
-            "timestep": 1 - rows.timesteps / 1000,
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...packing.batch import Rows
 from ...packing.context import active_layout
-from ...packing.family import Draw, Transformer
+from ...packing.family import Transformer
 from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ...packing.strip_positions import position_strips
@@ -49,13 +48,11 @@ class MochiFamily(JointFamily):
     tested_forwards = ("1f541270a362",)
     processor_class = PackedMochiAttnProcessor
     stock_processors = ("MochiAttnProcessor2_0",)
-    text = TextTokens(rows="slots", channels="text_embed_dim")
+    text = TextTokens(rows="slots", channels="text_embed_dim", mask="encoder_attention_mask", needs_mask=True)
     attention_kwargs = "attention_kwargs"
     negates = True
-
-    def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return none: the model pools the text itself."""
-        return {}
+    takes = ()  # the model pools the text itself
+    turns_timesteps = True
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook what embeds tokens, the rotary tables, the pooling of text, and the norms of text."""
@@ -67,10 +64,6 @@ class MochiFamily(JointFamily):
             pooler.register_forward_hook(_by_strip),
             *hook_text_modulation(transformer),
         ]
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Turn timesteps round, and add the text mask; in a pack, the layout takes the mask's place."""
-        return {**super().inputs(rows), "timestep": 1000 - rows.timesteps, "encoder_attention_mask": rows.known_mask}
 
 
 def _in_order(embed: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

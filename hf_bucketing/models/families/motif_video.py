@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...devices import to_device
-from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.layout import PackedLayout, permute
@@ -147,15 +146,12 @@ class MotifVideoFamily(JointFamily):
     transformer_class = "MotifVideoTransformer3DModel"
     tested_forwards = ("79e6fbf1bb7e",)
     stock_processors = ("MotifVideoAttnProcessor2_0", "MotifVideoCrossAttnProcessor2_0")
-    text = TextTokens(rows="slots", channels="text_embed_dim")
+    text = TextTokens(rows="slots", channels="text_embed_dim", mask="encoder_attention_mask", needs_mask=True)
     interpolates = True
     strips_have_positions = False
     position_module = "rope"
     attention_kwargs = "attention_kwargs"
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return what embeds an image, which packs do not have beside the text."""
-        return ("image_embedder.",)
+    unused_parts = ("image_embedder.",)  # packs have no image beside the text
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of cross-attention to text, of a single block, or of joint attention."""
@@ -169,10 +165,6 @@ class MotifVideoFamily(JointFamily):
         """Return the tables as `rope` computes them."""
         axes = axis_coordinates(grid, base_size, device=device)
         return rotary_tables(module.rope_dim, axes, theta=module.theta, dtype=torch.float64)
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the mask of the text; in a pack, it tells the blocks that decode, which get none, from the others."""
-        return {**super().inputs(rows), "encoder_attention_mask": rows.known_mask}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the norms of text, to modulate it by its own sample's timestep."""

@@ -39,7 +39,7 @@ class PixArtFamily(Family):
     title = "PixArt-α and PixArt-Σ"
     transformer_class = "PixArtTransformer2DModel"
     tested_forwards = ("ad3c44bf6904",)
-    text = TextTokens(rows="per_strip")
+    text = TextTokens(rows="per_strip", mask="encoder_attention_mask")
     images_only = True
     latents_as = "images"
 
@@ -62,10 +62,9 @@ class PixArtFamily(Family):
         return [hook_patch_embed(transformer.pos_embed, sincos_table)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the mask of the text, and pass the conditions of images as one argument."""
+        """Pass the conditions of images as one argument."""
         added = {"resolution": None, "aspect_ratio": None, **rows.conditioning}
-        inputs = super().inputs(replace(rows, conditioning={}))
-        return {**inputs, "encoder_attention_mask": rows.text_mask, "added_cond_kwargs": added}
+        return {**super().inputs(replace(rows, conditioning={})), "added_cond_kwargs": added}
 
 
 class PixArtAlphaRecipe(Recipe):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ...devices import to_device
-from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
@@ -92,7 +91,7 @@ class PRXFamily(JointFamily):
     tested_forwards = ("6cd7ad599e14",)
     processor_class = PackedPRXAttnProcessor  # type: ignore[assignment]
     stock_processors = ("PRXAttnProcessor2_0",)
-    text = TextTokens(rows="slots", channels="context_in_dim")
+    text = TextTokens(rows="slots", channels="context_in_dim", mask="attention_mask")
     images_only = True
     latents_as = "images"
     strips_have_positions = False
@@ -100,6 +99,7 @@ class PRXFamily(JointFamily):
     attention_kwargs = "attention_kwargs"
     width_settings = ("hidden_size",)
     lora_targets = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
+    timestep_unit = 1000
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Number tokens by row and column; return their rotations, `(h·w, D/2, 2, 2)`."""
@@ -114,10 +114,6 @@ class PRXFamily(JointFamily):
         if embedder is not None:
             handles.append(embedder.register_forward_pre_hook(partial(_resolutions, side), with_kwargs=True))
         return handles
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return timesteps from 0 to 1, as the pipeline passes them, and the mask of the text."""
-        return {**super().inputs(rows), "timestep": rows.timesteps / 1000, "attention_mask": rows.text_mask}
 
 
 @torch.compiler.disable  # loops over the samples of the pack

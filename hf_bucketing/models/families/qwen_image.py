@@ -52,7 +52,7 @@ class QwenImageFamily(JointFamily):
     tested_forwards = ("ff06e8bc147f",)
     processor_class = PackedQwenDoubleStreamAttnProcessor
     stock_processors = ("QwenDoubleStreamAttnProcessor2_0",)
-    text = TextTokens(rows="slots", channels="joint_attention_dim")
+    text = TextTokens(rows="slots", channels="joint_attention_dim", mask="encoder_hidden_states_mask")
     images_only = True
     latents_as = "tokens"
     attention_kwargs = "attention_kwargs"
@@ -60,11 +60,8 @@ class QwenImageFamily(JointFamily):
     position_module = "pos_embed"
     rotates_text = True
     max_references = UNLIMITED
-
-    def unused(self, transformer: Transformer) -> Sequence[str]:
-        """Return what the last block does with the text after attention."""
-        last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
-        return f"{last}attn.to_add_out", f"{last}txt_mlp"
+    unused_at_end = ("attn.to_add_out", "txt_mlp")
+    timestep_unit = 1000
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of layers, guidance that diffusers cannot run, and other blocks than those of the pipeline."""
@@ -127,13 +124,8 @@ class QwenImageFamily(JointFamily):
         return [*super().hook_positions(transformer, base_size), *hooks]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the grids of each row, and the mask of the text; in a pack, hook and layout take their place."""
-        return {
-            "img_shapes": [list(rows.grids)] * len(rows.latents),
-            **super().inputs(rows),
-            "timestep": rows.timesteps / 1000,
-            "encoder_hidden_states_mask": rows.text_mask,
-        }
+        """Add the grids of each row; in a pack, a hook takes their place."""
+        return {"img_shapes": [list(rows.grids)] * len(rows.latents), **super().inputs(rows)}
 
     def rows(self, batch: PackedBatch) -> Rows:
         """Say how many tokens of each strip are shown: models with `zero_cond_t` modulate them as clean ones."""

@@ -209,6 +209,7 @@ class QwenImage21Family(JointFamily):
         ("transformer_blocks.*.attn.**", "transformer_blocks.*.attn.**"),
         ("transformer_blocks.*.img_mlp.out", "transformer_blocks.*.img_mlp.out"),
     )
+    timestep_unit = 1000
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse other patches than the pipeline's, text modulated by a sample's timestep, and odd strips."""
@@ -269,7 +270,6 @@ class QwenImage21Family(JointFamily):
             **super().inputs(rows),
             "hidden_states": self.arranged((*rows.references, rows.latents), rows.patch),
             "encoder_hidden_states": self._with_room(rows, rows.text),
-            "timestep": rows.timesteps / 1000,
             "img_shapes": [[*shown, own]] * count,
             "img_mask": torch.cat(slots).expand(count, -1),
         }

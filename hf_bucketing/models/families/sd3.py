@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import BucketingError, PackingError
-from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
@@ -137,6 +136,7 @@ class AuraFlowFamily(JointFamily):
     images_only = True
     latents_as = "images"
     attention_kwargs = "attention_kwargs"
+    timestep_unit = 1000
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return one frame and the sides of the table."""
@@ -159,10 +159,6 @@ class AuraFlowFamily(JointFamily):
             *hook_text_norms(block.norm1_context for block in joint),
             *hook_row_modulation([block.norm1 for block in single], text_first=True),
         ]
-
-    def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return timesteps from 0 to 1, as the pipeline passes them."""
-        return {**super().inputs(rows), "timestep": rows.timesteps / 1000}
 
 
 def _middle(module: Any, grid: Grid, device: torch.device) -> torch.Tensor:
