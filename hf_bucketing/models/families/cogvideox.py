@@ -31,7 +31,7 @@ from ...packing.strips import token_grid
 from ...packing.texts import TextTokens
 from ..control import ControlRecipe
 from ..first_frame import ENDS, shown_ends
-from ..joint import JointFamily, hook_joint_norms
+from ..joint import JointFamily
 from ..loading import read_config
 from ..positions import one_table, rotary_tables
 from ..recipe import Recipe
@@ -54,6 +54,8 @@ class CogVideoXFamily(JointFamily):
     strips_have_positions = False
     latents_as = "frames_first"
     attention_kwargs = "attention_kwargs"
+    joint_norms = ("transformer_blocks.*.norm1", "transformer_blocks.*.norm2")
+    text_outputs = (1, 3)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse a table of positions with patches of several frames, which the model itself cannot run."""
@@ -116,17 +118,12 @@ class CogVideoXFamily(JointFamily):
         return cosines, sines
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's.
-
-        Also modulate text by its own sample's timestep.
-        """
+        """Pass each sample's own rotary positions, and add each sample's own table instead of the module's."""
         embed = transformer.patch_embed
         if base_size is not None and transformer.config.use_learned_positional_embeddings:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
-        norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
-        handles = hook_joint_norms(norms, text_outputs=(1, 3))
-        if transformer.config.use_rotary_positional_embeddings:
-            handles += super().hook_positions(transformer, base_size)
+        rotates = transformer.config.use_rotary_positional_embeddings
+        handles = super().hook_positions(transformer, base_size) if rotates else self.hook_norms(transformer)
         if has_table(transformer.config):
             tables = Tables(partial(one_table, partial(sincos_table, base_size=base_size)))
             handles += [_WithoutTable(embed), embed.register_forward_hook(partial(_add_table, tables))]
@@ -343,6 +340,8 @@ class EasyAnimateFamily(JointFamily):
     strips_have_positions = False
     position_module = "rope_embedding"
     unused_at_end = ("attn1.to_add_out", "txt_ff")
+    joint_norms = ("transformer_blocks.*.norm1", "transformer_blocks.*.norm2")
+    text_outputs = (1, 3)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse blocks in which tokens and text share projections, texts of two encoders, and further channels."""
@@ -367,11 +366,6 @@ class EasyAnimateFamily(JointFamily):
         latent = shape_only(torch.empty(()), grid, (1, module.patch_size, module.patch_size))
         # module.forward instead of module(…), which would call the hook again
         return tuple(to_device(table, device) for table in module.forward(latent))
-
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the norms, to modulate text by its own sample's timestep."""
-        norms = [norm for block in transformer.transformer_blocks for norm in (block.norm1, block.norm2)]
-        return [*super().hook_positions(transformer, base_size), *hook_joint_norms(norms, text_outputs=(1, 3))]
 
 
 class EasyAnimateRecipe(Recipe):

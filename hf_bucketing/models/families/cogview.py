@@ -18,7 +18,7 @@ from ...packing.positions import shape_only
 from ...packing.processors import PackedJointAttnProcessor, Rotary, rotate_channels
 from ...packing.texts import TextTokens, pad_texts
 from ..control import ControlRecipe
-from ..joint import JointFamily, hook_joint_norms
+from ..joint import JointFamily
 from ..positions import hook_linear_patch_embed
 from ..recipe import Recipe
 from ..samples import ModelInputs, Samples
@@ -57,6 +57,8 @@ class CogView4Family(JointFamily):
     latents_as = "images"
     attention_kwargs: ClassVar[str | None] = "attention_kwargs"
     position_module = "rope"
+    joint_norms = ("transformer_blocks.*.norm1",)
+    text_outputs = range(5, 10)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return the sizes and the corner that the pipeline passes by default: those of the whole image."""
@@ -84,11 +86,6 @@ class CogView4Family(JointFamily):
             if isinstance(block.attn1.processor, CogView4AttnProcessor):
                 block.attn1.set_processor(CogView4TrainingAttnProcessor())
         return {"attention_kwargs": {"text_attn_mask": rows.text_mask.int()}}
-
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the norms, to modulate text by its own sample's timestep and sizes."""
-        norms = [block.norm1 for block in transformer.transformer_blocks]
-        return [*super().hook_positions(transformer, base_size), *hook_joint_norms(norms, text_outputs=range(5, 10))]
 
 
 class CogView4Recipe(Recipe):
@@ -165,12 +162,8 @@ class CogView3PlusFamily(CogView4Family):
         return 1, side, side
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding, and the norms, to modulate text by its own sample's timestep and sizes."""
-        norms = [block.norm1 for block in transformer.transformer_blocks]
-        return [
-            hook_linear_patch_embed(transformer.patch_embed, _corner),
-            *hook_joint_norms(norms, text_outputs=range(5, 10)),
-        ]
+        """Hook the patch embedding, and the norms."""
+        return [hook_linear_patch_embed(transformer.patch_embed, _corner), *self.hook_norms(transformer)]
 
 
 def _corner(module: Any, grid: Grid, device: torch.device) -> torch.Tensor:

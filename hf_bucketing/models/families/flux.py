@@ -24,7 +24,7 @@ from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens
 from ..control import ControlRecipe
-from ..joint import JointFamily, hook_text_modulation
+from ..joint import JointFamily
 from ..recipe import Recipe
 from ..samples import Samples
 from ..texts import TextEmbeddings
@@ -55,6 +55,9 @@ class FluxFamily(JointFamily):
     )
     original_prefix: ClassVar[str] = "transformer."
     rotates_text = True
+    text_norms: ClassVar[tuple[str, ...]] = ("transformer_blocks.*.norm1_context",)
+    row_norms: ClassVar[tuple[str, ...]] = ("single_transformer_blocks.*.norm",)
+    text_first = True
     max_references: ClassVar[int] = 1
     reference_step: ClassVar[int] = 1
     """By how much the first coordinate of each reference exceeds that of the grid before it (FLUX.1 Kontext)."""
@@ -90,10 +93,6 @@ class FluxFamily(JointFamily):
         """Return the coordinates of a text's tokens, `(length, 3)`."""
         counts = torch.arange(length, device=device, dtype=torch.float32)
         return torch.stack([counts if axis in self.text_axes else torch.zeros_like(counts) for axis in range(3)], 1)
-
-    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the norms, to modulate text by its own sample's timestep."""
-        return [*super().hook_positions(transformer, base_size), *hook_text_modulation(transformer, single="first")]
 
     def ids(self, grids: tuple[Grid, ...], base_size: Grid | None = None, *, device: torch.device) -> torch.Tensor:
         """Return the coordinates of all tokens of a sample, those of its references behind its own, `(tokens, 3)`."""

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens, apply_text_mask
 from ..first_frame import ENDS, pictures, shown_ends
-from ..joint import JointFamily, hook_text_modulation, order_by_sample, texts_by_sample
+from ..joint import JointFamily, order_by_sample, texts_by_sample
 from ..objectives import Objective
 from ..positions import rotary_tables
 from ..recipe import Recipe
@@ -75,6 +75,8 @@ class HunyuanVideoFamily(JointFamily):
         ("single_transformer_blocks.*.proj_mlp", "single_blocks.*.linear1"),
         ("single_transformer_blocks.*.proj_out", "single_blocks.*.linear2"),
     )
+    text_norms = ("transformer_blocks.*.norm1_context",)
+    row_norms: ClassVar[tuple[str, ...]] = ("single_transformer_blocks.*.norm",)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models that modulate the first frame differently from the other frames of a batch row."""
@@ -92,13 +94,12 @@ class HunyuanVideoFamily(JointFamily):
         return rotary_tables(module.rope_dim, axes, theta=module.theta)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the input and output of the text refiner, and the norms, as for Flux."""
+        """Hook also the input and output of the text refiner."""
         refiner = transformer.context_embedder
         return [
             *super().hook_positions(transformer, base_size),
             refiner.register_forward_pre_hook(_gather_texts),
             refiner.register_forward_hook(_fill_with_text),
-            *hook_text_modulation(transformer, single="last"),
         ]
 
 
@@ -164,6 +165,7 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     text = replace(HunyuanVideoFamily.text, rows="per_sample")
     cast_inputs = (*HunyuanVideoFamily.cast_inputs, GLYPHS, GLYPH_MASK, IMAGE)
     unused_at_end = ("attn.to_add_out", "ff_context")
+    row_norms = ()
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models distilled by MeanFlow, which embed a second timestep."""
@@ -212,7 +214,7 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
         return {"timestep": rows.timesteps.to(transformer.dtype)}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also what embeds timesteps, the text refiner, the first block, and the norms of text."""
+        """Hook also what embeds timesteps, the text refiner and the first block."""
         return [
             *JointFamily.hook_positions(self, transformer, base_size),
             transformer.time_embed.register_forward_pre_hook(_in_its_dtype),
@@ -222,7 +224,6 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
             transformer.context_embedder.register_forward_hook(_join_texts),
             transformer.cond_type_embed.register_forward_pre_hook(_kinds),
             transformer.transformer_blocks[0].register_forward_pre_hook(_fill_with_joined),
-            *hook_text_modulation(transformer),
         ]
 
 
@@ -452,6 +453,8 @@ class HunyuanImageFamily(JointFamily):
     position_module = "rope"
     attention_kwargs = "attention_kwargs"
     guidance = 3250.0  # a thousandfold, as its pipeline scales it
+    text_norms = ("transformer_blocks.*.norm1_context",)
+    row_norms = ("single_transformer_blocks.*.norm",)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse the refiner, which takes an image as further channels of a clip."""
@@ -486,13 +489,12 @@ class HunyuanImageFamily(JointFamily):
         return tuple(module.forward(latent[:, :, 0]))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the transformer, the text refiner and the norms."""
+        """Hook also the transformer and the text refiner."""
         return [
             *super().hook_positions(transformer, base_size),
             transformer.register_forward_pre_hook(_embed_glyphs, with_kwargs=True),
             transformer.context_embedder.register_forward_pre_hook(_by_sample),
             transformer.context_embedder.register_forward_hook(_fill_with_glyphs),
-            *hook_text_modulation(transformer, single="last"),
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ...packing.processors import Processor, attend
 from ...packing.segments import SegmentSpans
 from ...packing.strips import by_strip
 from ...packing.texts import TextTokens
-from ..joint import JointFamily, embeddings_of_text
+from ..joint import JointFamily
 from ..recipe import Recipe
 from ..samples import Samples
 from ..texts import TextEmbeddings
@@ -120,6 +120,7 @@ class Kandinsky5Family(JointFamily):
     strips_have_positions = False
     width_settings = ("model_dim",)
     text = TextTokens(rows="slots", channels="in_text_dim")
+    text_modulations: ClassVar[tuple[str, ...]] = ("text_transformer_blocks.*.text_modulation",)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse sparse attention."""
@@ -154,14 +155,7 @@ class Kandinsky5Family(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions of tokens, and the modulation of text."""
-        modulations = [
-            block.text_modulation.register_forward_pre_hook(embeddings_of_text)
-            for block in transformer.text_transformer_blocks
-        ]
-        return [
-            transformer.visual_rope_embeddings.register_forward_hook(_locate),
-            *modulations,
-        ]
+        return [transformer.visual_rope_embeddings.register_forward_hook(_locate), *self.hook_norms(transformer)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return latents with channels last, and the positions on each axis, unless they are those of a pack."""

@@ -39,7 +39,7 @@ from ...packing.segments import SegmentSpans
 from ...packing.strip_positions import position_strips
 from ..conditioning import APPENDED_FIRST
 from ..index import read_index
-from ..joint import JointFamily, embeddings_of_text
+from ..joint import JointFamily
 from ..loading import read_config
 from ..positions import one_table
 from ..recipe import Recipe
@@ -143,6 +143,10 @@ class Kandinsky6Family(Kandinsky5Family):
     references_as_frames = True
     reference_parts = (f"{_TYPES}.",)
     cast_inputs = (*Kandinsky5Family.cast_inputs, "audio_hidden_states")
+    text_modulations = (
+        "video_text_transformer_blocks.*.text_modulation",
+        "audio_text_transformer_blocks.*.text_modulation",
+    )
 
     def audio_channels(self, transformer: Transformer) -> int:
         """Return the channels of a latent of sound, which the configuration names as those of video."""
@@ -190,8 +194,6 @@ class Kandinsky6Family(Kandinsky5Family):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions of tokens, texts and sound, types of tokens, the modulation of text, and timesteps."""
-        text_blocks = (*transformer.video_text_transformer_blocks, *transformer.audio_text_transformer_blocks)
-        modulations = [block.text_modulation.register_forward_pre_hook(embeddings_of_text) for block in text_blocks]
         tables = Tables(partial(one_table, partial(_rotations, transformer.scale_factor)))
         texts = (transformer.video_text_rope_embeddings, transformer.audio_text_rope_embeddings)
         return [
@@ -200,7 +202,7 @@ class Kandinsky6Family(Kandinsky5Family):
             transformer.audio_rope_embeddings.register_forward_hook(_locate_audio),
             *_hook_timesteps(transformer),
             *_hook_types(transformer, _add_types),
-            *modulations,
+            *self.hook_norms(transformer),
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Krea2Family(FluxFamily):
         ("text_fusion.refiner_blocks.*.ff.**", "txtfusion.refiner_blocks.*.mlp.**"),
     )
     original_prefix: ClassVar[str] = "diffusion_model."
+    text_norms = row_norms = ()
 
     def text_dim(self, transformer: Transformer) -> int:
         """Return the channels of all layers of a text token."""
@@ -101,7 +102,7 @@ class Krea2Family(FluxFamily):
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook also the text's layers, and the blocks, to modulate text by its own sample's timestep."""
         return [
-            *JointFamily.hook_positions(self, transformer, base_size),
+            *super().hook_positions(transformer, base_size),
             transformer.text_fusion.register_forward_pre_hook(_separate_layers),
             *(block.register_forward_pre_hook(_modulate_row) for block in transformer.transformer_blocks),
         ]

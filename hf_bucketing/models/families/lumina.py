@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,15 +15,56 @@ from ...packing.batch import Rows
 from ...packing.context import active_layout
 from ...packing.family import Transformer
 from ...packing.layout import PackedLayout
-from ...packing.names import Grid
+from ...packing.names import Backend, Grid
 from ...packing.positions import Tables
-from ...packing.processors import PackedRowAttnProcessor
+from ...packing.processors import PackedRowAttnProcessor, RowScope
 from ...packing.strips import by_strip
-from ...packing.texts import pad_texts
-from ..joint import ModulatedRows, hook_row_modulation, joint_tables, of_text
+from ...packing.texts import TextTokens, pad_texts
+from ..joint import JointFamily, ModulatedRows, joint_tables, of_text
 from ..recipe import Recipe
-from ..refined import RefinedFamily
 from ..texts import TextEmbeddings
+
+_SCOPES: dict[str, RowScope] = {"noise_refiner": "tokens", "context_refiner": "text", "layers": "joint"}
+
+
+class RefinedFamily(JointFamily):
+    """Base of the families with a `noise_refiner` of tokens, a `context_refiner` of text, and `layers` of both.
+
+    Both models run from noise at time 0 to data at time 1 and predict data − noise. Their pipelines turn that round, and
+    so do these families: outputs are noise − data, as for the others.
+    """
+
+    processor_class: ClassVar[type[PackedRowAttnProcessor]] = PackedRowAttnProcessor
+    text = TextTokens(rows="slots", channels="cap_feat_dim")
+    images_only = True
+    negates = True
+
+    def axes(self, transformer: Transformer) -> tuple[int, int, int]:
+        """Return the model's positions for text and, after it, the image, for rows, and for columns."""
+        first, rows, columns = transformer.config.axes_lens
+        return first, rows, columns
+
+    def limits(self, transformer: Transformer) -> Grid:
+        """Return one frame, and the positions of rows and columns."""
+        return 1, *self.axes(transformer)[1:]
+
+    def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
+        """Refuse also texts after which the model has no position for the image."""
+        super().check_layout(transformer, layout, stretched=stretched)
+        longest = self.longest_text(transformer)
+        for sample, length in enumerate(layout.text_lengths):
+            if length > longest:
+                raise PackingError(
+                    f"Text {sample} has {length} tokens, but this model has positions for {longest}; shorten it."
+                )
+
+    def longest_text(self, transformer: Transformer) -> int:
+        """Return the text tokens after which there is still a position for the image."""
+        return self.axes(transformer)[0] - 1
+
+    def processor(self, name: str, backend: Backend) -> Any:
+        """Return the processor of a refiner of tokens or of text, or of the layers that see both."""
+        return self.processor_class(backend, scope=_SCOPES[name.partition(".")[0]])
 
 
 class Lumina2Family(RefinedFamily):
@@ -44,6 +85,8 @@ class Lumina2Family(RefinedFamily):
     attention_kwargs = "attention_kwargs"
     timestep_unit = 1000
     turns_timesteps = True
+    row_norms = ("layers.*.norm1",)
+    text_first = True
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the positions, and the norms, to modulate text by its own sample's timestep."""
@@ -51,7 +94,7 @@ class Lumina2Family(RefinedFamily):
         return [
             transformer.rope_embedder.register_forward_pre_hook(_without_waiting),
             transformer.rope_embedder.register_forward_hook(locate),
-            *hook_row_modulation([layer.norm1 for layer in transformer.layers], text_first=True),
+            *self.hook_norms(transformer),
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
-from ..joint import JointFamily, hook_text_modulation, texts_by_sample
+from ..joint import JointFamily, texts_by_sample
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
 
@@ -53,6 +53,7 @@ class MochiFamily(JointFamily):
     negates = True
     takes = ()  # the model pools the text itself
     turns_timesteps = True
+    text_norms = ("transformer_blocks.*.norm1_context",)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook what embeds tokens, the rotary tables, the pooling of text, and the norms of text."""
@@ -62,7 +63,7 @@ class MochiFamily(JointFamily):
             transformer.rope.register_forward_hook(_tables_by_strip),
             pooler.register_forward_pre_hook(_texts_by_sample),
             pooler.register_forward_hook(_by_strip),
-            *hook_text_modulation(transformer),
+            *self.hook_norms(transformer),
         ]
 
 

@@ -21,7 +21,7 @@ from ...packing.positions import axis_coordinates
 from ...packing.processors import PackedJointAttnProcessor, Rotary, attend
 from ...packing.segments import SegmentSpans
 from ...packing.texts import TextTokens
-from ..joint import JointFamily, hook_row_modulation, hook_text_norms
+from ..joint import JointFamily, hook_row_modulation
 from ..positions import rotary_tables
 from .hunyuan import GuiderRecipe
 
@@ -152,6 +152,7 @@ class MotifVideoFamily(JointFamily):
     position_module = "rope"
     attention_kwargs = "attention_kwargs"
     unused_parts = ("image_embedder.",)  # packs have no image beside the text
+    text_norms = ("transformer_blocks.*.norm1_context",)
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the processor of cross-attention to text, of a single block, or of joint attention."""
@@ -167,12 +168,11 @@ class MotifVideoFamily(JointFamily):
         return rotary_tables(module.rope_dim, axes, theta=module.theta, dtype=torch.float64)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the norms of text, to modulate it by its own sample's timestep."""
+        """Hook also the norms of the single blocks that do not decode."""
         joint = transformer.single_transformer_blocks
         joint = joint[: len(joint) - transformer.config.num_decoder_layers]
         return [
             *super().hook_positions(transformer, base_size),
-            *hook_text_norms(block.norm1_context for block in transformer.transformer_blocks),
             *hook_row_modulation([block.norm for block in joint], text_first=False),
         ]
 

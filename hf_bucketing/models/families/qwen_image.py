@@ -26,7 +26,7 @@ from ...packing.names import Grid
 from ...packing.processors import PackedJointAttnProcessor, Rotary
 from ...packing.texts import TextTokens, pad_texts
 from ..first_frame import pictures
-from ..joint import JointFamily, embeddings_of_text
+from ..joint import JointFamily
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
 
@@ -62,6 +62,7 @@ class QwenImageFamily(JointFamily):
     max_references = UNLIMITED
     unused_at_end = ("attn.to_add_out", "txt_mlp")
     timestep_unit = 1000
+    text_modulations = ("transformer_blocks.*.txt_mod",)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models of layers, guidance that diffusers cannot run, and other blocks than those of the pipeline."""
@@ -116,12 +117,9 @@ class QwenImageFamily(JointFamily):
         return text.real, text.imag
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook also the modulation of text, to give it its own sample's timestep."""
-        hooks = [
-            block.txt_mod.register_forward_pre_hook(embeddings_of_text) for block in transformer.transformer_blocks
-        ]
-        hooks.append(transformer.pos_embed.register_forward_pre_hook(_one_shape))
-        return [*super().hook_positions(transformer, base_size), *hooks]
+        """Hook also the shapes from which the model makes positions."""
+        hooks = super().hook_positions(transformer, base_size)
+        return [*hooks, transformer.pos_embed.register_forward_pre_hook(_one_shape)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Add the grids of each row; in a pack, a hook takes their place."""

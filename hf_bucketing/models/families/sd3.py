@@ -18,7 +18,7 @@ from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates
 from ...packing.texts import TextTokens
-from ..joint import JointFamily, hook_row_modulation, hook_text_modulation, hook_text_norms
+from ..joint import JointFamily
 from ..positions import hook_linear_patch_embed, hook_patch_embed
 from ..recipe import Recipe
 from ..texts import TextEmbeddings
@@ -44,6 +44,7 @@ class SD3Family(JointFamily):
     attention_kwargs = "joint_attention_kwargs"
     original_names = (("transformer_blocks.**", "transformer_blocks.**"),)  # ComfyUI takes the names of diffusers
     original_prefix = "transformer."
+    text_norms = ("transformer_blocks.*.norm1_context",)
 
     def check(self, transformer: Transformer, *, strip_length: int) -> None:
         """Refuse models without a table of positions, and models whose fused projections skip a norm."""
@@ -64,7 +65,7 @@ class SD3Family(JointFamily):
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding, and the norms of text, to modulate it by its own sample's timestep."""
         table = hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size))
-        return [table, *hook_text_modulation(transformer)]
+        return [table, *self.hook_norms(transformer)]
 
 
 def _table(embed: PatchEmbed, grid: Grid, device: torch.device, *, base_size: Grid | None) -> torch.Tensor:
@@ -137,6 +138,9 @@ class AuraFlowFamily(JointFamily):
     latents_as = "images"
     attention_kwargs = "attention_kwargs"
     timestep_unit = 1000
+    text_norms = ("joint_transformer_blocks.*.norm1_context",)
+    row_norms = ("single_transformer_blocks.*.norm1",)
+    text_first = True
 
     def limits(self, transformer: Transformer) -> Grid:
         """Return one frame and the sides of the table."""
@@ -152,12 +156,10 @@ class AuraFlowFamily(JointFamily):
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the patch embedding, the text of the first block, and the norms."""
-        joint, single = transformer.joint_transformer_blocks, transformer.single_transformer_blocks
         return [
             hook_linear_patch_embed(transformer.pos_embed, _middle),
-            joint[0].register_forward_pre_hook(_fill_slots, with_kwargs=True),
-            *hook_text_norms(block.norm1_context for block in joint),
-            *hook_row_modulation([block.norm1 for block in single], text_first=True),
+            transformer.joint_transformer_blocks[0].register_forward_pre_hook(_fill_slots, with_kwargs=True),
+            *self.hook_norms(transformer),
         ]
 
 
