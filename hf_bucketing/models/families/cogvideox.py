@@ -130,7 +130,6 @@ class CogVideoXFamily(JointFamily):
         return handles
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Return the rotary positions of the samples' size."""
         if not transformer.config.use_rotary_positional_embeddings:
             return {}
         return {"image_rotary_emb": self.positions(transformer, rows.grid, None, device=rows.latents.device)}
@@ -221,7 +220,6 @@ class CogVideoXRecipe(Recipe):
 
     @classmethod
     def read_sequence_length(cls, name_or_path: str) -> int:
-        """Return the length of texts that the transformer names."""
         named = read_config(name_or_path, "transformer").get("max_text_seq_length")
         return named or cls.default_sequence_length
 
@@ -247,7 +245,6 @@ class CogVideoXRecipe(Recipe):
         return torch.cat([latents[:, :, :1]] * self.spec.num_repeats + [latents], 2)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the `ofs` of models that take it."""
         if not self.config.get("ofs_embed_dim"):
             return {}
         return {"ofs": torch.full_like(samples.fps, OFFSET)}
@@ -321,7 +318,6 @@ class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
-        """Read the strides of the VAE and the patch of the transformer."""
         return replace(super().read_spec(name_or_path), repeats_first=False)
 
 
@@ -362,7 +358,6 @@ class EasyAnimateFamily(JointFamily):
         super().check(transformer, strip_length=strip_length)
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Return the tables as `rope_embedding` computes them."""
         latent = shape_only(torch.empty(()), grid, (1, module.patch_size, module.patch_size))
         # module.forward instead of module(…), which would call the hook again
         return tuple(to_device(table, device) for table in module.forward(latent))

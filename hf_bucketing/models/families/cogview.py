@@ -74,7 +74,6 @@ class CogView4Family(JointFamily):
         }
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Return the tables as `rope` computes them."""
         latent = shape_only(torch.empty(()), grid, (1, module.patch_size, module.patch_size))
         return tuple(to_device(table, device) for table in module.forward(latent[:, :, 0]))
 
@@ -124,7 +123,6 @@ class CogView4Recipe(Recipe):
         return replace(inputs, timesteps=(before * steps).float())
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the sizes and the corner that the pipeline passes by default: those of the whole image."""
         return sizes_of(samples, self.spec.spatial_stride)
 
 
@@ -157,12 +155,10 @@ class CogView3PlusFamily(CogView4Family):
     attention_kwargs = None
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame and the sides of the table."""
         side = int(transformer.config.pos_embed_max_size)
         return 1, side, side
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding, and the norms."""
         return [hook_linear_patch_embed(transformer.patch_embed, _corner), *self.hook_norms(transformer)]
 
 
@@ -184,7 +180,6 @@ class CogView3PlusRecipe(Recipe):
     native_sizes = ((1024, 1024),)
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the sizes and the corner that the pipeline passes by default: those of the whole image."""
         return sizes_of(samples, self.spec.spatial_stride)
 
 

@@ -80,7 +80,6 @@ class CosmosFamily(Family):
         return {"fps": lambda grids: torch.full((len(grids),), 24.0)}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook `rope` and the learned positions."""
         learned = transformer.learnable_pos_embed
         if learned is not None and base_size is not None:
             raise PackingError("Learned positions cannot be stretched to a base size; use positions='native'.")
@@ -183,7 +182,6 @@ class CosmosModelRecipe(Recipe):
         )
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the frame rates."""
         return {"fps": samples.fps}
 
 

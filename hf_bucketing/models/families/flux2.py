@@ -110,7 +110,6 @@ class Flux2Family(FluxFamily):
         return KV_FAMILY if type(processor).__name__ in KV_FAMILY.stock_processors else self
 
     def processor(self, name: str, backend: Backend) -> PackedFlux2AttnProcessor:
-        """Return the processor of single blocks, or of the others."""
         single = name.startswith("single_")
         return (PackedFlux2ParallelSelfAttnProcessor if single else PackedFlux2AttnProcessor)(backend)
 
@@ -146,7 +145,6 @@ class Flux2Family(FluxFamily):
         return JointFamily.inputs(self, rows)
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Number tokens and text as the pipelines do."""
         device, length = rows.latents.device, rows.text.shape[1]
         tokens = F.pad(self.ids(rows.grids, device=device), (0, 1))
         (words,) = self.text_positions(None, rows.grids, length, device=device)
@@ -281,7 +279,6 @@ class BlockRecipe(Recipe):
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the strides of the VAE with its blocks."""
         temporal, spatial = super().vae_strides(vae)
         return temporal, spatial * BLOCK
 

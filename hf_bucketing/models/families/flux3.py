@@ -140,7 +140,6 @@ class Flux3Family(Flux2Family):
         super().check(transformer, strip_length=strip_length)
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of blocks of references, of tokens, of text or of tokens and text."""
         if "image_cond" in name:
             return PackedFlux3ReferenceAttnProcessor(backend)
         return PackedFlux3AttnProcessor(backend, scope=_SCOPES[name.partition(".")[0]])

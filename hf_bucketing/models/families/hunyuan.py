@@ -89,7 +89,6 @@ class HunyuanVideoFamily(JointFamily):
         super().check(transformer, strip_length=strip_length)
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Return the tables as `rope` computes them."""
         axes = axis_coordinates(grid, base_size, device=device)
         return rotary_tables(module.rope_dim, axes, theta=module.theta)
 
@@ -368,7 +367,6 @@ class HunyuanVideo15Recipe(GuiderRecipe):
         return torch.cat([encode(sample) for sample in pixel_values.split(1)])
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return also the image tokens."""
         return {**super().conditioning(samples), IMAGE: self.image_tokens(samples)}
 
     def image_tokens(self, samples: Samples) -> torch.Tensor:
@@ -401,7 +399,6 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
         return {IMAGE_LATENTS: self.encode_latents(first), IMAGE: tokens}
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros of the shapes of [`encode_conditions`]."""
         shape = self.pipeline.vision_num_semantic_tokens, self.pipeline.vision_states_dim
         return {IMAGE_LATENTS: torch.zeros_like(latent[:, :1]), IMAGE: latent.new_zeros(shape)}
 
@@ -413,7 +410,6 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
         return conditions
 
     def image_tokens(self, samples: Samples) -> torch.Tensor:
-        """Return the image encoder's tokens of the first frames."""
         return torch.stack(list(samples.conditions[IMAGE])).to(samples.text.values)
 
     def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:
@@ -484,7 +480,6 @@ class HunyuanImageFamily(JointFamily):
         return None if mask is None else tuple(mask.bool().cpu().sum(1).tolist())
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Return the tables as `rope` computes them."""
         latent = shape_only(torch.empty((), device=device), grid, (1, *module.patch_size))
         return tuple(module.forward(latent[:, :, 0]))
 

@@ -133,7 +133,6 @@ class Kandinsky5Family(JointFamily):
         super().check(transformer, strip_length=strip_length)
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return the positions that the module of the tables holds."""
         frames, rows, columns = transformer.visual_rope_embeddings.max_pos
         return frames, rows, columns
 
@@ -149,7 +148,6 @@ class Kandinsky5Family(JointFamily):
         return draws
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of a block of text or of tokens."""
         text = name.startswith("text_transformer_blocks.")
         return self.processor_class(backend, scope="text" if text else "tokens")
 

@@ -186,7 +186,6 @@ class Kandinsky6Family(Kandinsky5Family):
         return ((1, *grid[1:]),) if takes_picture(transformer.config) else ()
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of a block of text, of tokens, or of sound."""
         part = next((part for end, part in _PARTS.items() if name.endswith(end)), None)
         return self.processor_class(
             backend, scope="text" if "_text_transformer_blocks." in name else "tokens", part=part
@@ -421,7 +420,6 @@ class Kandinsky6Recipe(KandinskyRecipe):
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions inside the pipeline's prompt template, whose own tokens it crops; pooled ones by CLIP."""
         values, pooled, mask, *_ = self._encode_prompt(captions)
         text = TextEmbeddings(values, None if mask is None else mask.long(), {"pooled_projections": pooled})
         return text.padded(self.max_sequence_length)

@@ -68,14 +68,12 @@ class LTXFamily(Family):
         return {SCALES: lambda grids: torch.tensor([[8 / 24, 32.0, 32.0]]).repeat(len(grids), 1)}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Pass `rope` each token's own coordinates."""
         patch = self.patch(transformer.config)
         tables = Tables(partial(_locations, patch, base_size)), Tables(partial(_reference_locations, patch))
         locate = partial(_locate, *tables)
         return [transformer.rope.register_forward_pre_hook(locate)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the grid of the tokens."""
         return {**super().inputs(rows), **dict(zip(("num_frames", "height", "width"), rows.grid, strict=True))}
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
@@ -205,11 +203,9 @@ class LTXRecipe(Recipe):
         return temporal or vae["patch_size_t"] * 2**halvings, spatial or vae["patch_size"] * 2**halvings
 
     def latent_statistics(self) -> tuple[Any, Any]:
-        """Return the statistics that the VAE's weights hold."""
         return self.pipeline.vae.latents_mean, self.pipeline.vae.latents_std
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the seconds and pixels that a latent covers, as the pipeline computes them."""
         seconds = self.spec.temporal_stride / frame_rates(samples.fps).double()
         sides = torch.full_like(seconds, float(self.spec.spatial_stride))
         return {SCALES: torch.stack([seconds, sides, sides], 1)}

@@ -199,7 +199,6 @@ class LTX2Family(Family):
     )
 
     def audio_text_dim(self, transformer: Transformer) -> int:
-        """Return the channels of a text embedding for audio."""
         config = transformer.config
         return int(config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim)
 
@@ -216,7 +215,6 @@ class LTX2Family(Family):
         return draws
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of the module's modality, or of attention between both."""
         return PackedLTX2AttnProcessor(backend, part=_AUDIO_PARTS.get(name.split(".")[-1]))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
@@ -493,7 +491,6 @@ class LTX2Recipe(LTXRecipe):
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions, and pass them through the connectors, as the pipeline's call does."""
         states, mask, _, _ = self._encode_prompt(captions)
         side = self.pipeline.tokenizer.padding_side
         values, audio, mask = self.pipeline.connectors(states, mask, padding_side=side)

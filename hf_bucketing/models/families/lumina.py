@@ -30,8 +30,8 @@ _SCOPES: dict[str, RowScope] = {"noise_refiner": "tokens", "context_refiner": "t
 class RefinedFamily(JointFamily):
     """Base of the families with a `noise_refiner` of tokens, a `context_refiner` of text, and `layers` of both.
 
-    Both models run from noise at time 0 to data at time 1 and predict data − noise. Their pipelines turn that round, and
-    so do these families: outputs are noise − data, as for the others.
+    Both models run from noise at time 0 to data at time 1 and predict data − noise. Their pipelines turn that round,
+    and so do these families: outputs are noise − data, as for the others.
     """
 
     processor_class: ClassVar[type[PackedRowAttnProcessor]] = PackedRowAttnProcessor
@@ -45,7 +45,6 @@ class RefinedFamily(JointFamily):
         return first, rows, columns
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame, and the positions of rows and columns."""
         return 1, *self.axes(transformer)[1:]
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
@@ -63,7 +62,6 @@ class RefinedFamily(JointFamily):
         return self.axes(transformer)[0] - 1
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of a refiner of tokens or of text, or of the layers that see both."""
         return self.processor_class(backend, scope=_SCOPES[name.partition(".")[0]])
 
 
@@ -98,7 +96,6 @@ class Lumina2Family(RefinedFamily):
         ]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Return the time from noise to data, as the pipeline does, and the mask of the text."""
         return {
             **super().inputs(rows),
             "encoder_attention_mask": rows.known_mask.long(),

@@ -216,7 +216,6 @@ class MiniMaxH3Family(Family):
                 )
 
     def processor(self, name: str, backend: Backend) -> PackedMiniMaxH3AttnProcessor:
-        """Return the processor of the text refiner, or of the blocks."""
         return PackedMiniMaxH3AttnProcessor(backend, of_text=name.startswith("token_refiner"))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
@@ -504,7 +503,6 @@ class MiniMaxH3Recipe(ModularRecipe):
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the product of the factors of the VAE's levels."""
         return math.prod(vae["temporal_downsample_factors"]), math.prod(vae["spatial_downsample_factors"])
 
     @classmethod

@@ -56,7 +56,6 @@ class MochiFamily(JointFamily):
     text_norms = ("transformer_blocks.*.norm1_context",)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook what embeds tokens, the rotary tables, the pooling of text, and the norms of text."""
         pooler = transformer.time_embed.pooler
         return [
             transformer.patch_embed.register_forward_hook(_in_order),
@@ -105,7 +104,6 @@ class MochiRecipe(Recipe):
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the strides of the VAE, the products of its expansions."""
         return math.prod(vae["temporal_expansions"]), math.prod(vae["spatial_expansions"])
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

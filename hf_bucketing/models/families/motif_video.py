@@ -30,7 +30,6 @@ class PackedMotifVideoCrossAttnProcessor(PackedJointAttnProcessor):
     """Cross-attention of Motif-Video, from the tokens of strips to the text of their sample."""
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
-        """Return those in which tokens attend to text."""
         return (layout.joint.token_to_text,)
 
     def __call__(  # type: ignore[override]
@@ -155,7 +154,6 @@ class MotifVideoFamily(JointFamily):
     text_norms = ("transformer_blocks.*.norm1_context",)
 
     def processor(self, name: str, backend: Backend) -> Any:
-        """Return the processor of cross-attention to text, of a single block, or of joint attention."""
         if name.endswith(".cross_attn"):
             return PackedMotifVideoCrossAttnProcessor(backend)
         if name.startswith("single_transformer_blocks."):
@@ -163,7 +161,6 @@ class MotifVideoFamily(JointFamily):
         return super().processor(name, backend)
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Return the tables as `rope` computes them."""
         axes = axis_coordinates(grid, base_size, device=device)
         return rotary_tables(module.rope_dim, axes, theta=module.theta, dtype=torch.float64)
 

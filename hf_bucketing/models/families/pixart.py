@@ -58,11 +58,9 @@ class PixArtFamily(Family):
         return {"resolution": sides, "aspect_ratio": lambda grids: sides(grids)[:, :1] / sides(grids)[:, 1:]}
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding."""
         return [hook_patch_embed(transformer.pos_embed, sincos_table)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Pass the conditions of images as one argument."""
         added = {"resolution": None, "aspect_ratio": None, **rows.conditioning}
         return {**super().inputs(replace(rows, conditioning={})), "added_cond_kwargs": added}
 
@@ -118,7 +116,6 @@ class LatteFamily(Family):
     interpolates = True
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return the frames that the model has positions for."""
         return int(transformer.config.video_length), UNLIMITED, UNLIMITED
 
     def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
@@ -129,7 +126,6 @@ class LatteFamily(Family):
             raise PackingError(f"{name} does more than attention across tokens; pack it without token_drop.")
 
     def processor(self, name: str, backend: Backend) -> PackedAttnProcessor:
-        """Attend inside frames, or over frames in the temporal blocks."""
         return PackedAttnProcessor(backend, scope="spatial_position" if name.startswith("temporal") else "frame")
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:

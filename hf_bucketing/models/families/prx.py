@@ -31,7 +31,6 @@ class PackedPRXAttnProcessor(Processor):
     """Attention of PRX over the strips of a pack: of tokens to the text and the tokens of their sample."""
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
-        """Return those in which tokens attend to the whole sequence of their sample."""
         joint = layout.joint.segments
 
         def make() -> SegmentSpans:
@@ -157,7 +156,6 @@ class PRXRecipe(Recipe):
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:
-        """Encode captions, which the pipeline cleans."""
         values, mask, *_ = self.pipeline.encode_prompt(
             captions,
             device=self.pipeline.text_encoder.device,

@@ -101,7 +101,6 @@ class QwenImageFamily(JointFamily):
                 )
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
-        """Return the real and imaginary parts of an image's positions."""
         image, _ = module.forward([grid], device=device, max_txt_seq_len=0)
         return image.real, image.imag
 
@@ -122,7 +121,6 @@ class QwenImageFamily(JointFamily):
         return [*hooks, transformer.pos_embed.register_forward_pre_hook(_one_shape)]
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
-        """Add the grids of each row; in a pack, a hook takes their place."""
         return {"img_shapes": [list(rows.grids)] * len(rows.latents), **super().inputs(rows)}
 
     def rows(self, batch: PackedBatch) -> Rows:
@@ -169,7 +167,6 @@ class QwenImageRecipe(Recipe):
 
     @classmethod
     def vae_strides(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the strides of a VAE that halves frames and sides as its configuration lists."""
         halved = vae["temperal_downsample"]
         return 2 ** sum(halved), 2 ** len(halved)
 

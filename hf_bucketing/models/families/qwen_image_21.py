@@ -275,7 +275,6 @@ class QwenImage21Family(JointFamily):
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
-        """Return the mask of the text."""
         mask = None if rows.text_mask is None else self._with_room(rows, rows.text_mask.bool())
         return {"encoder_hidden_states_mask": mask}
 

@@ -63,7 +63,6 @@ class SD3Family(JointFamily):
         return 1, side, side
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding, and the norms of text, to modulate it by its own sample's timestep."""
         table = hook_patch_embed(transformer.pos_embed, partial(_table, base_size=base_size))
         return [table, *self.hook_norms(transformer)]
 
@@ -143,7 +142,6 @@ class AuraFlowFamily(JointFamily):
     text_first = True
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return one frame and the sides of the table."""
         side = math.isqrt(transformer.config.pos_embed_max_size)
         return 1, side, side
 
@@ -155,7 +153,6 @@ class AuraFlowFamily(JointFamily):
         return super().fit_text(transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
-        """Hook the patch embedding, the text of the first block, and the norms."""
         return [
             hook_linear_patch_embed(transformer.pos_embed, _middle),
             transformer.joint_transformer_blocks[0].register_forward_pre_hook(_fill_slots, with_kwargs=True),

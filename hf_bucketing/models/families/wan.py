@@ -117,7 +117,6 @@ class WanFamily(Family):
             )
 
     def limits(self, transformer: Transformer) -> Grid:
-        """Return the rotary table's length, on each axis."""
         longest = int(transformer.rope.max_seq_len)
         return longest, longest, longest
 
@@ -126,7 +125,6 @@ class WanFamily(Family):
         return None if config.get("image_dim") is None else TEXT_LENGTH
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the image tokens of image-to-video models."""
         if transformer.condition_embedder.image_embedder is None:
             return {}
         shape = transformer.config.pos_embed_seq_len or CLIP_TOKENS, transformer.config.image_dim
@@ -325,7 +323,6 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
         return tokens.unflatten(0, frames.shape[:3:2]).flatten(1, 2)
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros of the shapes of [`encode_conditions`]."""
         if self.keeps_first_frame:
             return {}
         conditions = {IMAGE_LATENTS: torch.zeros_like(latent)}
@@ -349,7 +346,6 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
         return [torch.cat([self._mask(frames, latent), image.to(latent)]) for latent, (frames, image) in pairs]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the image tokens, where the model takes some."""
         if not self._embeds_images:
             return {}
         return {IMAGE_TOKENS: torch.stack(list(samples.conditions[IMAGE_TOKENS])).to(samples.text.values)}
@@ -540,7 +536,6 @@ class WanVACEFamily(WanFamily):
     cast_inputs = (*WanFamily.cast_inputs, VACE_CONTROL, VACE_SCALE)
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return also the control video and its scale."""
         channels, layers = transformer.config.vace_in_channels, len(transformer.config.vace_layers)
         return {
             **super().conditioning(transformer),
@@ -580,7 +575,6 @@ class WanVACERecipe(WanRecipe):
 
     @property
     def media_rule(self) -> str:
-        """What distinguishes entries of a cache from those of Wan's other pipelines, which have the same VAE."""
         return "control channels, loss masks of references"
 
     def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
@@ -631,7 +625,6 @@ class WanVACERecipe(WanRecipe):
         return torch.cat([self.encode_latents(stack) for stack in reversed(stacks)], 2)  # the pipeline's order
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros of the shapes of [`encode_conditions`]."""
         return {VACE_CONTROL: latent.new_zeros(self.config["vace_in_channels"], *latent.shape[1:])}
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:

@@ -130,7 +130,6 @@ class WanAnimateFamily(WanFamily):
             raise PackingError(f"{name} attends to a face frame by frame; pack it without token_drop.")
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return also the pose and the face."""
         channels, side = transformer.pose_patch_embedding.in_channels, transformer.config.motion_encoder_size
         frames = self.patch(transformer.config)[0]
 
@@ -149,7 +148,6 @@ class WanAnimateFamily(WanFamily):
         return [(max(2, t), h, w) for t, h, w in super().trial_grids(transformer)]
 
     def processor(self, name: str, backend: Backend) -> Processor:
-        """Attend to faces in the blocks that the model has for them."""
         return PackedFaceAttnProcessor(backend) if name.startswith("face_adapter") else PackedWanAttnProcessor(backend)
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
@@ -279,7 +277,6 @@ class WanAnimateRecipe(WanRecipe):
 
     @property
     def media_rule(self) -> str:
-        """What distinguishes entries of a cache from those of Wan's other pipelines, which have the same VAE."""
         return f"poses, faces of {self._side} pixels, characters in front, what is known"
 
     @property
@@ -369,7 +366,6 @@ class WanAnimateRecipe(WanRecipe):
         return ((face.float() + 1) * 127.5).round().to(torch.uint8)
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros of the shapes of what [`encode_media`] returns beside latents and their loss mask."""
         side, (frames, *sides) = self._side, latent.shape[1:]
         return {
             POSE: torch.zeros_like(latent),
@@ -383,11 +379,9 @@ class WanAnimateRecipe(WanRecipe):
         return None
 
     def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
-        """Return the mask and the latents of what is known."""
         return samples.conditions[KNOWN]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the image tokens of the characters, the poses and the faces."""
         latents = samples.noised.latents
         poses, faces = (zip(samples.conditions[name], latents, strict=True) for name in (POSE, FACE))
         return {

@@ -119,7 +119,6 @@ class PackedAnimate2AttnProcessor(PackedAttnProcessor):
     norms_whole_width = True
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
-        """Return those of tokens and of texts."""
         beside = BesideLayout.of(layout)
         return beside.tokens, beside.texts
 
@@ -228,7 +227,6 @@ class WanAnimate2Family(Family):
         return int(config["text_len"])
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
-        """Return the driving video, and image tokens where the model takes some."""
         config = transformer.config
         images = (IMAGE_TOKENS, DRIVING_IMAGE) if config.use_img_emb else ()
         return {
@@ -409,7 +407,6 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
 
     @property
     def media_rule(self) -> str:
-        """What distinguishes entries of a cache from those of Wan's other pipelines, which have the same VAE."""
         return "driving videos, characters in front, what is known"
 
     @property
@@ -435,7 +432,6 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
         }
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros of the shapes of what [`encode_media`] returns beside latents and their loss mask."""
         images = dict.fromkeys((IMAGE_TOKENS, DRIVING_IMAGE), latent.new_zeros(CLIP_TOKENS, IMAGE_DIM))
         known = latent.new_zeros(self.spec.temporal_stride + len(latent), *latent.shape[1:])
         return {POSE: torch.zeros_like(latent), KNOWN: known, **images}
@@ -452,7 +448,6 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
         return TextEmbeddings(values[:-1], None, {DRIVING_TEXT: values[-1:].expand(len(captions), -1, -1)})
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
-        """Return the driving videos as the model takes them, their texts, and the image tokens of both."""
         latents, conditions, text = samples.noised.latents, samples.conditions, samples.text
         stride, taken = self.spec.temporal_stride, self.family.conditioning(self.transformer)
         driving = [pose.to(latent) for pose, latent in zip(conditions[POSE], latents, strict=True)]
