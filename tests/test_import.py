@@ -20,6 +20,7 @@ LEVELS = {
     "lock": -1,
     **dict.fromkeys(["buckets", "files", "hub", "randomness", "settings"], 0),
     "devices": 0.5,
+    "conditions": 0.7,
     **dict.fromkeys(["command_line", "losses", "media", "plans"], 1),
     **dict.fromkeys(["columns", "loaders", "packing"], 2),
     **dict.fromkeys(["caching", "models", "report", "streaming"], 3),
@@ -34,7 +35,7 @@ LEVELS = {
     "commands": 5.5,
     "__main__": 6,
 }
-TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["plans", "report"]
+TORCH_FREE = [room for room, level in LEVELS.items() if level <= 0] + ["conditions", "plans", "report"]
 USERS_SCRIPTS = sorted((PACKAGE.parent / "scripts").glob("*.py"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

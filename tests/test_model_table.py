@@ -10,8 +10,8 @@ import pytest
 from packaging.version import Version
 
 from hf_bucketing.adapters.files import loads_lora
-from hf_bucketing.media.conditions import CONDITIONS
-from hf_bucketing.media.row_audio import AUDIO
+from hf_bucketing.conditions.audio import AUDIO
+from hf_bucketing.conditions.names import CONDITIONS
 from hf_bucketing.models.compilation import refusal
 from hf_bucketing.models.registry import families, recipes
 from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE

@@ -13,12 +13,11 @@ from ..buckets.cost import CostModel
 from ..buckets.table import BucketTable
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample
+from ..conditions.rows import ConditionRules
 from ..loaders.bucket_sampler import BucketBatchSampler
 from ..loaders.collators import BUCKET_PART, BucketCollator
 from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
-from ..media.references import ReferenceRule
-from ..media.row_audio import AudioRule
 from ..models.recipe import Recipe
 from ..models.samples import Samples
 from ..packing.token_drop import Seed
@@ -76,8 +75,7 @@ class Buckets(Batching[BucketPlanConfig]):
             spec=rows.prepared.spec,
             text_tokens=rows.counting.text_tokens,
             rejection=rows.prepared.dataset["rejection"],
-            references=rows.references,
-            audio=rows.audio,
+            conditions=rows.conditions,
             **options,
         )
 
@@ -93,16 +91,14 @@ class Buckets(Batching[BucketPlanConfig]):
         prepared: PreparedDataset | PreparedStream,
         *,
         text_tokens: int,
-        references: ReferenceRule | None,
-        audio: AudioRule | None,
+        conditions: ConditionRules,
     ) -> BucketGrouping:
         return BucketGrouping(
             **vars(self.config.bucket_limits),
             table=prepared.table,
             spec=prepared.spec,
             text_tokens=text_tokens,
-            references=references,
-            audio=audio,
+            conditions=conditions,
         )
 
     def check_grouping(self, grouping: Grouping, sample: StreamSample) -> None:
@@ -115,11 +111,11 @@ class Buckets(Batching[BucketPlanConfig]):
     def possible_buckets(self, sample: StreamSample, table: Table) -> Sequence[int]:
         return range(len(cast("BucketTable", table)))
 
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, shown: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
         assert isinstance(grouping, BucketGrouping), "it is that of this way"
-        if grouping.max_tokens is not None and tokens + shown + grouping.text_tokens > grouping.max_tokens:
+        if grouping.max_tokens is not None and tokens + beside + grouping.text_tokens > grouping.max_tokens:
             return 0  # an error if such a row comes
-        return grouping.size_of(bucket, shown=shown)
+        return grouping.size_of(bucket, beside=beside)
 
     def collator(self, table: Table, *, resize: RandomResize | None = None, **media: Any) -> BucketCollator:
         return BucketCollator(table, **media)

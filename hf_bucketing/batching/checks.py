@@ -13,14 +13,14 @@ from ..buckets.sizes import LatentSpec
 from ..caching.columns import NULL_TEXT_KEY
 from ..columns.prepared import CacheInfo, PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..conditions.audio import AUDIO
+from ..conditions.names import MASK, REFERENCE
+from ..conditions.shares import read_conditions
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import read_loss_weight
 from ..errors import BucketingError, quoted
-from ..media.conditions import MASK, REFERENCE
-from ..media.row_audio import AUDIO
 from ..media.rows import REGULARIZATION, check_flips
 from ..media.views import ViewRule
-from ..models.conditioning import read_conditions
 from ..models.index import read_index
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..buckets.sizes import LatentSpec
-from ..media.conditions import REFERENCE
-from ..models.conditioning import Drawn
+from ..conditions.names import REFERENCE
+from ..conditions.shares import Drawn
 from ..models.recipe import Recipe
 from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
 from ..models.texts import TextEmbeddings

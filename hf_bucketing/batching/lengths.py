@@ -10,11 +10,10 @@ from ..buckets.arrays import IntArray
 from ..buckets.cost import CostModel
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..conditions.rows import ConditionRules
 from ..errors import BucketingError, OversizeError
 from ..loaders.length_sampler import LengthBatchSampler
 from ..loaders.rejected import warn_of_rejected
-from ..media.references import ReferenceRule
-from ..media.row_audio import AudioRule
 from ..plans.lengths import LengthPlanConfig
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..plans.rows import EpochConfig
@@ -93,10 +92,9 @@ class Lengths(OwnSizes[LengthPlanConfig]):
         prepared: PreparedDataset | PreparedStream,
         *,
         text_tokens: int,
-        references: ReferenceRule | None,
-        audio: AudioRule | None,
+        conditions: ConditionRules,
     ) -> Grouping:
         raise BucketingError(_NO_STREAMS)
 
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, shown: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
         raise BucketingError(_NO_STREAMS)

@@ -18,6 +18,7 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample
+from ..conditions.parts import sample_sizes
 from ..errors import BucketingError, PackingError
 from ..loaders.collators import PackCollator
 from ..loaders.random_resize import RandomResize
@@ -31,7 +32,7 @@ from ..packing.token_drop import Seed, TokenDrop
 from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
 from ..plans.ways import CachedAs
 from .oversize import beyond_positions, exceeding
-from .sample_rows import SampleRows, Table, counted_tokens, with_shown
+from .sample_rows import SampleRows, Table, counted_tokens
 from .steps import Computed, Prediction, Step, loss_weights
 from .way import Batching, Plan
 
@@ -184,14 +185,8 @@ def _frames_that_fit(rows: SampleRows, packs: PackPlanConfig, *, drop: TokenDrop
         table = replace(prepared.open_table, max_frames=max_frames)
         ids = table.assign(*sizes).bucket_id.astype(np.int64)
         own = counted_tokens(ids, table.num_tokens(ids, spec=spec), table=table, spec=spec, drop=drop)
-        tokens = with_shown(
-            own[of_row.ravel()],
-            ids[of_row.ravel()],
-            table=table,
-            spec=spec,
-            references=rows.references,
-            audio=rows.audio,
-        )
+        samples = sample_sizes(ids[of_row.ravel()], table)
+        tokens = own[of_row.ravel()] + rows.conditions.num_tokens(samples, spec=spec)
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero((tokens > 0) & ~over))
 

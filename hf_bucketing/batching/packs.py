@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 from ..buckets.cost import CostModel
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..conditions.rows import ConditionRules
 from ..errors import OversizeError
 from ..loaders.pack_sampler import PackBatchSampler
-from ..media.references import ReferenceRule
-from ..media.row_audio import AudioRule
 from ..plans.packs import PackPlanConfig, strip_tokens
 from ..plans.rows import EpochConfig
 from ..streaming.grouping import Grouping, PackGrouping
@@ -58,12 +57,11 @@ class Packs(OwnSizes[PackPlanConfig]):
         prepared: PreparedDataset | PreparedStream,
         *,
         text_tokens: int,
-        references: ReferenceRule | None,
-        audio: AudioRule | None,
+        conditions: ConditionRules,
     ) -> PackGrouping:
         return PackGrouping(**vars(self.config.pack_limits), text_tokens=text_tokens)
 
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, shown: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
         assert isinstance(grouping, PackGrouping), "it is that of this way"
-        span = strip_tokens(tokens + shown, grouping.strip_length) + grouping.text_tokens
+        span = strip_tokens(tokens + beside, grouping.strip_length) + grouping.text_tokens
         return max(1, grouping.max_tokens // span)

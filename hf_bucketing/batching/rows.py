@@ -27,6 +27,8 @@ from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import holds_stream
 from ..columns.split import check_apart, split_rows
+from ..conditions.names import REFERENCE
+from ..conditions.rows import RowConditions
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError, quoted
@@ -36,8 +38,6 @@ from ..loaders.occurrences import NumberedRows
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
-from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences, appended_frames
 from ..models.texts import TextEmbeddings
 from ..placement.context_parallel import prepare_in_groups
 from ..plans.epoch import EpochPlan
@@ -72,15 +72,12 @@ class TrainingData(RunData):
         sampler ([`PlannedBatchSampler`][hf_bucketing.loaders.PlannedBatchSampler]): The loader's batch sampler.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         num_tokens (array of `int`, shape `(n,)`): Tokens of each row, at its own size or at its bucket's, with those
-            of its references and of its audio.
+            of its conditions.
         planned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): The same, of sizes that are drawn at
             random where some are.
         learned_tokens (array of `int`, shape `(n,)`, or callable of the epoch): Tokens of each row that enter the
             loss: those of its own grid.
-        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows, where samples have some.
-        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
-            trained.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions]): Conditions of the rows.
         source_ids (array of `int`, shape `(n,)`, *optional*): Source of each row, where there are several.
         file_names (callable): Returns the names of the files of some rows, by their places in `dataset`.
     """
@@ -91,8 +88,7 @@ class TrainingData(RunData):
     num_tokens: IntArray
     planned_tokens: IntArray | Callable[[int], IntArray]
     learned_tokens: IntArray | Callable[[int], IntArray]
-    references: RowReferences | None = None
-    audio: RowAudio | None = None
+    row_conditions: RowConditions
     source_ids: IntArray | None = None
     file_names: Callable[[Sequence[int]], list[str]]
 
@@ -163,10 +159,7 @@ class TrainingData(RunData):
 
     def step_of(self, rows: IntArray, *, tokens: int) -> LargestStep:
         """Return the step that some rows make, which takes as many tokens."""
-        sizes, appended = self.sizes(rows), []
-        if self.references is not None:
-            appended = appended_frames(self.references.rule, sizes, spec=self.spec).tolist()
-        return LargestStep(sizes, tokens, self.reference_sizes(rows), audio=self.audio_tokens(rows), appended=appended)
+        return LargestStep(self.sizes(rows), tokens, self.row_conditions.select(rows))
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
         """Return the counts of the plan of the present epoch, for the log."""
@@ -243,7 +236,8 @@ class TrainingData(RunData):
     @property
     def with_audio(self) -> int | None:
         """Usable rows that have audio; None where none is trained."""
-        return None if self.audio is None else int(self.audio.present[self.num_tokens > 0].sum())
+        audio = self.row_conditions.audio
+        return None if audio is None else int(audio.present[self.num_tokens > 0].sum())
 
     @property
     def frame_rates(self) -> npt.NDArray[np.float64]:
@@ -261,27 +255,19 @@ class TrainingData(RunData):
 
     def reference_sizes(self, rows: IntArray) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are counted."""
-        if self.references is None:
-            return [()] * len(rows)
-        return self.references.select(rows).sizes(self.sizes(rows))
-
-    def audio_tokens(self, rows: IntArray) -> list[int]:
-        """Return the tokens of the audio of each row; an empty list where none is trained."""
-        if self.audio is None:
-            return []
-        return self.audio.select(rows).num_tokens([size.frames for size in self.sizes(rows)]).tolist()
+        return self.row_conditions.references.select(rows).sizes(self.sizes(rows))
 
     def check_references(self, check: Callable[[IntArray, Sequence[Any]], None]) -> None:
         """Call a function with the numbers of references of the usable rows, and the numbers of these rows."""
-        if self.references is not None:
-            rows = np.flatnonzero(self.num_tokens > 0)
-            check(self.references.counts[rows], rows.tolist())
+        rows = np.flatnonzero(self.num_tokens > 0)
+        if REFERENCE in self.conditions:
+            check(self.row_conditions.references.counts[rows], rows.tolist())
 
     def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
         """Call a function with the frame rates of the usable rows that have audio, and the numbers of these rows."""
-        if self.audio is not None:
-            rows = np.flatnonzero((self.num_tokens > 0) & self.audio.present)
-            check(self.audio.fps[rows], rows.tolist())
+        if (audio := self.row_conditions.audio) is not None:
+            rows = np.flatnonzero((self.num_tokens > 0) & audio.present)
+            check(audio.fps[rows], rows.tolist())
 
 
 def make_data(
@@ -361,7 +347,7 @@ def _data_of(
     config: TrainingConfig, prepared: PreparedDataset, counting: ModelTokens, *, evaluation: bool = False
 ) -> TrainingData:
     """Count the rows, plan them, and make their loader."""
-    check_reference_dropout(config, prepared, in_front=counting.references_in_front, evaluation=evaluation)
+    check_reference_dropout(config, prepared, in_front=counting.references.in_front, evaluation=evaluation)
     check_audio(config, prepared)
     batches, way = config.batches, way_of(config.batches)
     cost_model = make_cost_model(config, width=counting.width)
@@ -384,8 +370,7 @@ def _data_of(
         num_tokens=rows.num_tokens,
         planned_tokens=rows.tokens_to_plan,
         learned_tokens=rows.learned_tokens,
-        references=rows.references,
-        audio=rows.audio,
+        row_conditions=rows.conditions,
         text_tokens=counting.text_tokens,
         cost_model=cost_model,
         reduction=config.objective.loss_reduction,
@@ -412,7 +397,7 @@ def _counted(
         prepared,
         way.table(prepared),
         counting=counting,
-        rule=counting.rule_of(prepared, condition=config.objective.condition),
+        rules=counting.rules_of(prepared, condition=config.objective.condition),
         drop=batches.token_drop,
         resize=resize,
         views=views,
@@ -422,7 +407,7 @@ def _counted(
 def _for_replacements(config: TrainingConfig, rows: SampleRows, columns: Mapping[str, IntArray]) -> PreparedDataset:
     """Return the rows with the columns by which unreadable ones are replaced, where conditions add to their tokens."""
     prepared = rows.prepared
-    if config.faults.on_error != "replace" or (rows.references is None and rows.audio is None):
+    if config.faults.on_error != "replace" or not rows.conditions:
         return prepared
     dataset = with_columns(prepared.dataset, {"num_tokens": rows.num_tokens, **columns})
     return dataclasses.replace(prepared, dataset=dataset)

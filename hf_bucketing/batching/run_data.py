@@ -20,10 +20,10 @@ from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..conditions.names import MASK
 from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
-from ..media.conditions import MASK
 from ..models.texts import TextEmbeddings
 from ..runs.run_log import log_path
 from . import Batching

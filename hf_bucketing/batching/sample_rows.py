@@ -15,10 +15,9 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
+from ..conditions.parts import sample_sizes
+from ..conditions.rows import ConditionRules, RowConditions
 from ..loaders.random_resize import RandomResize
-from ..media.references import ReferenceRule
-from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences, sample_sizes
 from ..packing.token_drop import TokenDrop
 from ..randomness import ROW
 from .counting import ModelTokens
@@ -44,23 +43,6 @@ def counted_tokens(
     return kept
 
 
-def with_shown(
-    own: IntArray,
-    bucket_ids: IntArray,
-    *,
-    table: Table,
-    spec: LatentSpec,
-    references: RowReferences | None,
-    audio: RowAudio | None,
-) -> IntArray:
-    """Return the tokens of each row, `(n,)`: its own, those of its references, and those of its audio."""
-    if references is not None:
-        own = own + references.num_tokens(sample_sizes(bucket_ids, table), spec=spec)
-    if audio is not None:
-        own = own + audio.num_tokens(sample_sizes(bucket_ids, table)[:, 0])
-    return own
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleRows:
     """The rows of a data set as a way of batching counts them.
@@ -71,9 +53,8 @@ class SampleRows:
         counting ([`ModelTokens`]): What the model adds to the tokens of a sample.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
         own_tokens (array of `int`, shape `(n,)`): Tokens of each row's own grid, without those that are dropped.
-        num_tokens (array of `int`, shape `(n,)`): The same with those of its references and of its audio.
-        references ([`RowReferences`], *optional*): References of the rows, where samples have some.
-        audio ([`RowAudio`], *optional*): Audio of the rows, where some is trained.
+        num_tokens (array of `int`, shape `(n,)`): The same with those of its conditions.
+        conditions ([`RowConditions`]): Conditions of the rows.
         resize ([`RandomResize`][hf_bucketing.loaders.RandomResize], *optional*): What draws other sizes per epoch.
         views (callable, *optional*): Returns the cached view of each row in an epoch, for the sizes of `resize`.
         oversize (array of `bool`, shape `(n,)`): Rows that were rejected because no batch holds them.
@@ -85,8 +66,7 @@ class SampleRows:
     bucket_ids: IntArray
     own_tokens: IntArray
     num_tokens: IntArray
-    references: RowReferences | None
-    audio: RowAudio | None
+    conditions: RowConditions
     resize: RandomResize | None
     views: Callable[..., IntArray] | None
     oversize: BoolArray
@@ -98,14 +78,13 @@ class SampleRows:
         table: Table,
         *,
         counting: ModelTokens,
-        rule: ReferenceRule | None,
+        rules: ConditionRules,
         drop: TokenDrop | None,
         resize: RandomResize | None,
         views: Callable[..., IntArray] | None,
     ) -> SampleRows:
-        """Count the rows of a data set whose sizes are those of a table; `rule` is that of their references."""
-        spec, audio = prepared.spec, prepared.row_audio
-        references = None if rule is None else prepared.row_references(rule)
+        """Count the rows of a data set whose sizes are those of a table; `rules` are those of their conditions."""
+        spec, conditions = prepared.spec, prepared.row_conditions(rules)
         names = ("bucket_id", "num_tokens")
         bucket_ids, num_tokens = (column_array(prepared.dataset, name).astype(np.int64) for name in names)
         own = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=drop)
@@ -115,9 +94,8 @@ class SampleRows:
             counting=counting,
             bucket_ids=bucket_ids,
             own_tokens=own,
-            num_tokens=with_shown(own, bucket_ids, table=table, spec=spec, references=references, audio=audio),
-            references=references,
-            audio=audio,
+            num_tokens=own + conditions.num_tokens(sample_sizes(bucket_ids, table), spec=spec),
+            conditions=conditions,
             resize=resize,
             views=views,
             oversize=np.zeros(len(own), np.bool_),
@@ -140,7 +118,7 @@ class SampleRows:
         if self.resize is None:
             return self.num_tokens
         columns = self._size_columns()
-        return self.resize.token_counter(**columns, references=self.references, audio=self.audio, views=self.views)
+        return self.resize.token_counter(**columns, conditions=self.conditions, views=self.views)
 
     @property
     def learned_tokens(self) -> IntArray | Callable[[int], IntArray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ..buckets.sizes import Size
+from ..conditions.rows import RowConditions
 
 
 class StepRows(NamedTuple):
@@ -35,22 +35,20 @@ class LargestStep(NamedTuple):
 
     Attributes:
         sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
-        tokens (`int`): Tokens of its samples, their references, audio and texts.
-        references (list of tuples of [`Size`][hf_bucketing.Size]): Sizes of each sample's references.
-        audio (sequence of `int`): Tokens of each sample's audio, which are among `tokens`; none where none is trained.
-        appended (sequence of `int`): Frames that are appended to each sample, whose tokens are among `tokens` too;
-            none where none is.
+        tokens (`int`): Tokens of its samples, their conditions and texts.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions]): Conditions of its samples.
     """
 
     sizes: list[Size]
     tokens: int
-    references: list[tuple[Size, ...]]
-    audio: Sequence[int] = ()
-    appended: Sequence[int] = ()
+    conditions: RowConditions
 
     @property
-    def shown(self) -> list[tuple[Size, ...]]:
-        """Sizes of each sample's references, and behind them of the frames that are appended to it."""
-        counts = self.appended or [0] * len(self.sizes)
-        of_samples = zip(self.sizes, self.references, counts, strict=True)
-        return [(*own, *(size._replace(frames=1),) * count) for size, own, count in of_samples]
+    def references(self) -> list[tuple[Size, ...]]:
+        """Sizes of each sample's references."""
+        return self.conditions.references.sizes(self.sizes)
+
+    @property
+    def audio(self) -> list[int]:
+        """Tokens of each sample's audio, which are among `tokens`; none where none is trained."""
+        return self.conditions.audio_tokens(self.sizes)

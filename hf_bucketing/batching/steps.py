@@ -13,13 +13,13 @@ import torch
 
 from ..adapters.base import base_model
 from ..buckets.arrays import IntArray
+from ..conditions.audio import AUDIO
+from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions
 from ..configuration.preservation import PreservationConfig
 from ..devices import to_device
 from ..loaders.occurrences import OCCURRENCE
-from ..media.row_audio import AUDIO
 from ..media.rows import SOURCE
 from ..media.sample import frame_rates
-from ..models.conditioning import NOTHING_DRAWN, Drawn, SourceConditions
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
 from ..models.recipe import Recipe
@@ -68,7 +68,7 @@ class StepLosses(NamedTuple):
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
         targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
             [`TARGETS`][hf_bucketing.batching.base_targets.TARGETS].
-        drawn (sequence of [`Drawn`][hf_bucketing.models.conditioning.Drawn]): What each sample was shown.
+        drawn (sequence of [`Drawn`][hf_bucketing.conditions.shares.Drawn]): What each sample was shown.
         encoded (`torch.Tensor` of shape `(n,)`, *optional*): Whether all that was encoded of each sample is finite;
             None from a cache, whose entries are.
         computed ([`Computed`], *optional*): Tokens of a pack; None of a stack, whose samples have those of the plan.
@@ -197,7 +197,7 @@ class Step(ABC):
 
     @property
     def condition_names(self) -> tuple[str, ...]:
-        """Names of what samples may be shown, see [`Drawn`][hf_bucketing.models.conditioning.Drawn]."""
+        """Names of what samples may be shown, see [`Drawn`][hf_bucketing.conditions.shares.Drawn]."""
         return (self.condition or NOTHING_DRAWN).names
 
     def draw(

@@ -21,15 +21,16 @@ from ..columns.arrays import column_array
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
+from ..conditions.audio import HAS_AUDIO
+from ..conditions.names import REFERENCE
+from ..conditions.parts import sample_sizes
+from ..conditions.references import REFERENCE_SIZES, ReferenceRule
+from ..conditions.rows import ConditionRules, RowConditions
 from ..configuration.run import TrainingConfig
 from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..losses.reduction import reduction_weights
-from ..media.conditions import REFERENCE
-from ..media.references import REFERENCE_SIZES, ReferenceRule
-from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences, appended_frames
 from ..media.rows import SOURCE
 from ..packing.token_drop import TokenDrop
 from ..randomness import Purpose, integer_seed
@@ -41,7 +42,7 @@ from .checks import check_audio, check_named_sources, check_prepared, check_refe
 from .collation import media_collator
 from .counting import ModelTokens
 from .run_data import RunData, make_cost_model, unreadable_log
-from .sample_rows import counted_tokens, with_shown
+from .sample_rows import counted_tokens
 from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)
@@ -72,8 +73,8 @@ def open_stream(
     Args:
         config ([`TrainingConfig`]): Settings of the run.
         accelerator (`Accelerator`): Its processes.
-        taken ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): References that the model
-            takes; rows with others are at fault. By default those of the model that the stream was prepared for.
+        taken ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule], *optional*): References that the
+            model takes; rows with others are at fault. By default those of the model that the stream was prepared for.
 
     Raises:
         BucketingError: If files are gone, the folder holds what only a plan can draw, or DeepSpeed runs.
@@ -136,17 +137,13 @@ class StreamedData(RunData):
         stream ([`StreamingBucketBatcher`]): The stream.
         sample ([`StreamSample`]): First rows of the stream.
         token_drop ([`TokenDrop`], *optional*): Tokens of packed samples that training drops.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): Sizes in which
-            references are counted, where samples have some.
-        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of samples, where
-            some is trained.
+        rules ([`ConditionRules`][hf_bucketing.conditions.rows.ConditionRules]): How conditions are counted.
     """
 
     stream: StreamingBucketBatcher
     sample: StreamSample
     token_drop: TokenDrop | None
-    references: ReferenceRule | None = None
-    audio: AudioRule | None = None
+    rules: ConditionRules
     _on_new_buckets: Callable[[Mapping[int, int]], None] = lambda counts: None
     _seen: set[int] = field(default_factory=set)
 
@@ -175,12 +172,7 @@ class StreamedData(RunData):
         if self.sources:
             sources = np.array([self.sources.index(name) for name in batch[SOURCE]], np.int64)
             weights = self.weigh_sources(weights, sources)
-        if self.references is not None:
-            references = references_of_rows(batch, len(sizes), rule=self.references)
-            tokens = tokens + references.num_tokens(sizes, spec=self.spec)
-        if self.audio is not None:
-            lengths = [self.audio.tokens_of(waveform.shape[1]) for waveform in batch["shown"][AUDIO]]
-            tokens = tokens + np.array(lengths, np.int64)
+        tokens = tokens + self.rules.rows(batch, num_rows=len(sizes)).num_tokens(sizes, spec=self.spec)
         return StepRows(tokens=tokens + self.text_tokens, weights=weights, total=None, sources=sources)
 
     def bucket_counts(self) -> dict[int, int]:
@@ -195,7 +187,7 @@ class StreamedData(RunData):
 
     def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
         """Call a function with the numbers of references that the first rows have."""
-        if self.references is not None:
+        if REFERENCE in self.conditions:
             counts = np.array([len(sizes) // 3 for sizes in self.sample.references], np.int64)
             check(counts, ["one of the first"] * len(counts))
 
@@ -206,29 +198,16 @@ class StreamedData(RunData):
 
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""
-        largest = LargestStep([], 0, [])
-        seen = None
-        if self.references is not None:
-            seen = RowReferences.of_lists(self.sample.references or [[]], rule=self.references)
+        largest = LargestStep([], 0, RowConditions(num_rows=0))
+        seen = self.sample.conditions(self.rules)
         for bucket in self.way.possible_buckets(self.sample, self.table):
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
-            references: tuple[Size, ...] = ()
-            shown = appended = heard = 0
-            if seen is not None:
-                references = seen.most(size, spec=self.spec)
-                shown = int(seen.num_tokens(np.tile(size, (len(seen.counts), 1)), spec=self.spec).max())
-                appended = int(appended_frames(seen.rule, size, spec=self.spec)[0])
-            if self.audio is not None and self.sample.audio_fps is not None:
-                heard = int(self.audio.num_tokens(size.frames, self.sample.audio_fps))
-            shown += heard
-            count = self.way.largest_batch(self.stream.grouping, bucket, tokens=tokens, shown=shown)
+            conditions = seen.most(size, spec=self.spec)
+            beside = int(conditions.num_tokens(size, spec=self.spec)[0])
+            count = self.way.largest_batch(self.stream.grouping, bucket, tokens=tokens, beside=beside)
             step = LargestStep(
-                [size] * count,
-                count * (tokens + shown + self.text_tokens),
-                [references] * count,
-                audio=[heard] * count,
-                appended=[appended] * count,
+                [size] * count, count * (tokens + beside + self.text_tokens), conditions.select([0] * count)
             )
             largest = max(largest, step, key=lambda step: step.tokens)
         return largest
@@ -320,20 +299,20 @@ def make_streamed_data(
     prepared, rows, sample = opened
     check_prepared(config, prepared, spec, folder=config.dataset_dir)
     check_named_sources(config, prepared.sources)
-    check_reference_dropout(config, prepared, in_front=tokens.references_in_front)
+    check_reference_dropout(config, prepared, in_front=tokens.references.in_front)
     check_audio(config, prepared)
-    audio, references = prepared.audio, tokens.rule_of(prepared, condition=config.objective.condition)
+    rules = tokens.rules_of(prepared, condition=config.objective.condition)
     way = way_of(config.batches)
     table = way.table(prepared)
-    grouping = way.grouping(prepared, text_tokens=tokens.text_tokens, references=references, audio=audio)
+    grouping = way.grouping(prepared, text_tokens=tokens.text_tokens, conditions=rules)
     way.check_grouping(grouping, sample)
     batcher = StreamingBucketBatcher(
-        rows if way.stacks else _counted(config, rows, prepared, references=references),
+        rows if way.stacks else _counted(config, rows, prepared, rules=rules),
         grouping,
         collate_fn=media_collator(way, config, prepared),
         config=config.stream,
         faults=config.faults.log(unreadable_log(config)),
-        kept=[REFERENCE_SIZES] if REFERENCE in prepared.conditions else [],
+        kept=rules.columns,
     )
     return StreamedData(
         loader=batcher.make_loader(**config.loader.options()),
@@ -346,17 +325,11 @@ def make_streamed_data(
         cost_model=make_cost_model(config, width=tokens.width),
         reduction=config.objective.loss_reduction,
         token_drop=config.batches.token_drop,
-        references=references,
-        audio=audio,
+        rules=rules,
         conditions=prepared.shown,
         sources=prepared.sources,
         source_weights=weights_of_sources(config.objective.loss_weight, prepared.sources),
     )
-
-
-def references_of_rows(batch: Mapping[str, Any], count: int, *, rule: ReferenceRule) -> RowReferences:
-    """Return the references of `count` rows of a stream by their column, which is absent where rows have none."""
-    return RowReferences.of_lists(batch.get(REFERENCE_SIZES, [[]] * count), rule=rule)
 
 
 def _counted(
@@ -364,38 +337,33 @@ def _counted(
     rows: IterableDataset,
     prepared: PreparedDataset | PreparedStream,
     *,
-    references: ReferenceRule | None,
+    rules: ConditionRules,
 ) -> IterableDataset:
     """Return the rows of a stream with the tokens that they are grouped by, where these are not those of the rows."""
-    drop, audio = config.batches.token_drop, prepared.audio
-    if drop is None and references is None and audio is None:
+    drop = config.batches.token_drop
+    if drop is None and not rules:
         return rows
-    counted = _CountedTokens(
-        drop=drop, table=prepared.open_table, spec=prepared.spec, references=references, audio=audio
-    )
+    counted = _CountedTokens(drop=drop, table=prepared.open_table, spec=prepared.spec, rules=rules)
     return rows.map(counted, batched=True, batch_size=_MAPPED_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CountedTokens:
-    """Replace the tokens of rows by those of [`counted_tokens`], references and audio; a batch function."""
+    """Replace the tokens of rows by those of [`counted_tokens`] and of their conditions; a batch function."""
 
     drop: TokenDrop | None
     table: OpenTable
     spec: LatentSpec
-    references: ReferenceRule | None
-    audio: AudioRule | None
+    rules: ConditionRules
+
+    @property
+    def identity(self) -> str:
+        """What a saved stream knows this function by: its values, wherever it is defined."""
+        return repr(self)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
-        references = None
-        if self.references is not None:
-            references = references_of_rows(batch, len(ids), rule=self.references)
-        audio = None if self.audio is None else RowAudio.of_columns(batch, rule=self.audio)
         own = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
-        counted = with_shown(own, ids, table=self.table, spec=self.spec, references=references, audio=audio)
+        conditions = self.rules.rows(batch, num_rows=len(ids))
+        counted = own + conditions.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
         return {"num_tokens": counted.tolist()}
-
-
-# A saved stream is known by a digest of its functions, and that of this one holds the module where it first was.
-_CountedTokens.__module__ = "hf_bucketing.training.streamed"

@@ -14,12 +14,11 @@ from ..buckets.cost import CostModel
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample
+from ..conditions.rows import ConditionRules
 from ..configuration.batches import BatchConfig
 from ..loaders.collators import BucketCollator, PackCollator
 from ..loaders.planned import PlannedBatchSampler
 from ..loaders.random_resize import RandomResize
-from ..media.references import ReferenceRule
-from ..media.row_audio import AudioRule
 from ..models.recipe import Recipe
 from ..plans.epoch import EpochPlan
 from ..plans.rows import EpochConfig
@@ -126,8 +125,7 @@ class Batching(ABC, Generic[Plan]):
         prepared: PreparedDataset | PreparedStream,
         *,
         text_tokens: int,
-        references: ReferenceRule | None,
-        audio: AudioRule | None,
+        conditions: ConditionRules,
     ) -> Grouping:
         """Return how the rows of a stream are grouped."""
 
@@ -143,10 +141,10 @@ class Batching(ABC, Generic[Plan]):
         """Return the buckets that samples of a stream can have, as far as that is known."""
 
     @abstractmethod
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, shown: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
         """Return the samples of a full batch of a stream, 0 where one sample exceeds the limits.
 
-        Each has a bucket, so many `tokens` of its own, and `shown` ones of what it is shown.
+        Each has a bucket, so many `tokens` of its own, and `beside` ones of its conditions.
         """
 
     # Collators and steps

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..conditions.shares import read_conditions
 from ..configuration.batches import BatchConfig
 from ..configuration.run import TrainingConfig
-from ..models.conditioning import read_conditions
 from ..models.recipe import Recipe
 from .buckets import Buckets
 from .lengths import Lengths

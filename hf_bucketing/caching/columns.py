@@ -16,10 +16,10 @@ import torch
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import CropBox, Size
 from ..buckets.table import BucketTable
+from ..conditions.names import REFERENCE
 from ..errors import CacheError, MediaError
 from ..loaders.captions import texts_of
 from ..loaders.random_resize import RandomResize
-from ..media.conditions import REFERENCE
 from ..media.probe import decoding_rules, read_header
 from ..media.remote import is_url
 from ..media.rows import CLIP_START, FileSample, MediaColumns, check_flips

@@ -22,8 +22,8 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.captions import all_texts
 from ..columns.prepared import CacheInfo, PreparedDataset
+from ..conditions.names import REFERENCE
 from ..errors import BucketingError
-from ..media.conditions import REFERENCE
 from ..plans.ways import stacks
 from .columns import LatentColumns, SeeingTextColumns, Shown, TextColumns
 from .encoders import describe_encoders

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
+from ..conditions.audio import HAS_AUDIO
 from ..errors import MediaError
 from ..media.audio import has_audio
-from ..media.row_audio import HAS_AUDIO
 from ..media.rows import MediaColumns
 from ..media.source import MediaSource
 from .arrays import column_array

@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 from datasets import IterableDataset
 
+from ..conditions.names import REFERENCE
 from ..errors import MediaError
-from ..media.conditions import REFERENCE
 from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, listed_rows
 from .text_files import TextFiles
 

@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
 
 from ..buckets.assignment import CONDITION_SIZE
-from ..errors import ColumnError, MediaError
-from ..media.conditions import (
+from ..conditions.names import (
     CONDITIONS,
     FACE,
     MASK,
@@ -25,8 +24,9 @@ from ..media.conditions import (
     check_shape,
     columns_of,
 )
+from ..conditions.references import REFERENCE_SIZES
+from ..errors import ColumnError, MediaError
 from ..media.probe import FileHeader, read_header
-from ..media.references import REFERENCE_SIZES
 from ..media.rows import CLIP_START, MediaColumns
 from ..settings import check_literals
 from .apply import map_columns

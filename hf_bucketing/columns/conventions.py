@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..media.references import REFERENCE_SIZES
-from ..media.row_audio import HAS_AUDIO
+from ..conditions.audio import HAS_AUDIO
+from ..conditions.references import REFERENCE_SIZES
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION
 from ..randomness import OWN_PREFIX
 from .buckets import BucketColumns

@@ -21,12 +21,12 @@ from pyarrow import feather
 
 from ..buckets.open_table import OpenTable
 from ..buckets.table import BucketTable
+from ..conditions.audio import HAS_AUDIO
+from ..conditions.names import REFERENCE, all_columns
+from ..conditions.parts import sample_sizes
+from ..conditions.references import REFERENCE_SIZES
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
-from ..media.conditions import REFERENCE, all_columns
-from ..media.references import REFERENCE_SIZES
-from ..media.row_audio import HAS_AUDIO
-from ..media.row_references import sample_sizes
 from ..media.rows import CLIP_END, CLIP_START, MediaColumns
 from .arrays import SIZE_COLUMNS, cell_of_list, is_list_type, media_kind, numbers, table_batches, whole_numbers
 from .faults import path_of

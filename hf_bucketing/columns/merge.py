@@ -16,9 +16,9 @@ from datasets.table import InMemoryTable
 from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET
 from ..buckets.table import BucketTable
+from ..conditions.names import MASK, REFERENCE, all_columns, columns_of
+from ..conditions.references import REFERENCE_SIZES
 from ..errors import ColumnError
-from ..media.conditions import MASK, REFERENCE, all_columns, columns_of
-from ..media.references import REFERENCE_SIZES
 from ..media.remote import is_url
 from ..media.rows import SOURCE_COLUMN
 from ..randomness import ROW

@@ -12,10 +12,10 @@ from datasets import Dataset, Features, Value
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
+from ..conditions.audio import AudioRule
+from ..conditions.names import REFERENCE, all_columns, columns_of
+from ..conditions.references import ReferenceRule
 from ..errors import BucketingError, ColumnError, quoted
-from ..media.conditions import REFERENCE, all_columns, columns_of
-from ..media.references import ReferenceRule
-from ..media.row_audio import AudioRule
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, MediaColumns
 from ..settings import marked, not_default
 from .apply import map_columns, with_columns
@@ -73,8 +73,8 @@ def check_sources(
         sources ([`SourceConfig`] or several): What to read, and its bucket table.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels, for its table.
-        taken ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): References that the model
-            takes, as `reference_rule` of its recipe says; by default any number, as grids of their own.
+        taken ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule], *optional*): References that the
+            model takes, as `reference_rule` of its recipe says; by default any number, as grids of their own.
         streaming (`bool`): Whether the sources are streams.
         num_proc (`int`, *optional*): Processes that read file headers; by default this one.
         overwrite (`bool`): Whether bucket columns that the data set already has are replaced.

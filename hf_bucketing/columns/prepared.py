@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, load_from_disk
 
@@ -19,18 +20,19 @@ from ..buckets.open_table import ImageSizes, OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
+from ..conditions.audio import AudioRule
+from ..conditions.lists import Lists
+from ..conditions.names import REFERENCE, all_columns
+from ..conditions.references import ReferenceRule
+from ..conditions.rows import ConditionRules, RowConditions
 from ..errors import BucketingError, ColumnError, explains_arguments
 from ..files import complete_folder
-from ..media.conditions import REFERENCE, all_columns
-from ..media.references import REFERENCE_SIZES, Appended, ReferenceRule
 from ..media.remote import is_url
-from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences, appending
 from ..media.rows import SOURCE, SOURCE_COLUMN, MediaColumns
 from ..plans.ways import CachedAs
 from ..randomness import OWN_PREFIX, ROW, check_rows
 from .apply import undecoded
-from .arrays import column_array, column_batches
+from .arrays import column_array, column_batches, is_list_type
 from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
 from .places import check_places, root_of
@@ -118,9 +120,9 @@ class PreparedDataset:
         root (`str`, *optional*): Folder or URL that relative paths in these columns start from.
         other_roots (`tuple` of `str`): Folders and URLs of the other sources, if there are several.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
-            have, and the sizes in which they are shown.
-        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of the samples;
+        references ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule]): How many references samples
+            may have, and the sizes in which they are shown.
+        audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         texts (`tuple` of [`TextFiles`][hf_bucketing.columns.text_files.TextFiles]): Local files that the captions of
@@ -154,14 +156,6 @@ class PreparedDataset:
             references=self.references,
             audio=self.audio,
         )
-
-    @property
-    def row_audio(self) -> RowAudio | None:
-        """Audio of the rows; None if the data set was prepared without."""
-        if self.audio is None:
-            return None
-        columns = {name: column_array(self.dataset, name) for name in (HAS_AUDIO, "fps")}
-        return RowAudio.of_columns(columns, rule=self.audio)
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -206,24 +200,25 @@ class PreparedDataset:
         """Strides and patch of the model that the data set was prepared for."""
         return self.open_table.spec
 
-    def row_references(self, rule: ReferenceRule | None = None) -> RowReferences | None:
-        """Return the references of the rows, as a rule or `references` counts them; None if samples have none.
+    @property
+    def condition_rules(self) -> ConditionRules:
+        """How conditions are counted for the model that the data set was prepared for."""
+        return ConditionRules.of(self.conditions, references=self.references, audio=self.audio)
 
-        Rows without any count the frames that the rule appends.
-        """
-        if REFERENCE not in self.conditions:
-            if rule is None:
-                return None
-            frames = Appended(rule.appended, rule.appended_first, rule.appended_text)
-            return appending(None, frames, num_rows=len(self.dataset))
-        cells = list(column_batches(self.dataset, REFERENCE_SIZES))
+    def row_conditions(self, rules: ConditionRules | None = None) -> RowConditions:
+        """Return the conditions of the rows, as rules count them, by default [`condition_rules`]."""
+        rules = self.condition_rules if rules is None else rules
+        columns = {name: self._condition_column(name) for name in rules.columns}
+        return rules.rows(columns, num_rows=len(self.dataset))
+
+    def _condition_column(self, name: str) -> npt.NDArray[Any] | Lists:
+        """Return a column of the rows, one of lists as two arrays, so that those of 100 million rows fit in memory."""
+        if not is_list_type(self.dataset.data.schema.field(name).type):
+            return column_array(self.dataset, name)
+        cells = list(column_batches(self.dataset, name))
         counts = [np.zeros(0, np.int64), *(pc.list_value_length(part).fill_null(0).to_numpy(False) for part in cells)]
-        sides = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]
-        return RowReferences(
-            rule=(rule or self.references).counted,
-            stored=np.concatenate(sides).reshape(-1, 3),
-            offsets=np.append(0, np.cumsum(np.concatenate(counts) // 3)),
-        )
+        values = [np.zeros(0, np.int32), *(part.flatten().to_numpy(False) for part in cells)]
+        return Lists(np.concatenate(values), np.concatenate(counts))
 
     def read_rows(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield some rows with all their columns, their files as paths or bytes."""

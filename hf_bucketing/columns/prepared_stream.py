@@ -26,11 +26,12 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..buckets.union import union_of_tables
+from ..conditions.audio import AUDIO, HAS_AUDIO, AudioRule
+from ..conditions.references import REFERENCE_SIZES, ReferenceRule
+from ..conditions.rows import ConditionRules, RowConditions
 from ..errors import BucketingError, MediaError
 from ..files import complete_folder
-from ..media.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
-from ..media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from ..randomness import Purpose, generator, integer_seed
 from ..settings import build, flatten
 from .arrays import column_array
@@ -110,6 +111,14 @@ class StreamSample:
             fastest_audio_fps=float(heard.max()) if len(heard) else None,
         )
 
+    def conditions(self, rules: ConditionRules) -> RowConditions:
+        """Return the conditions of the rows, those with audio at its lowest frame rate, as rules count them."""
+        references = self.references or [[]]
+        audio, fps = self.audio_fps is not None, self.audio_fps or 0.0
+        count = len(references)
+        columns = {REFERENCE_SIZES: references, HAS_AUDIO: [audio] * count, "fps": [fps] * count}
+        return rules.rows(columns, num_rows=count)
+
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
@@ -158,9 +167,9 @@ class PreparedStream:
         open_table ([`OpenTable`]): Sizes of the rows in packs.
         num_shards (`int`): Files, or parts of files, that processes and workers share out.
         sample ([`StreamSample`]): First rows, as they were when the stream was prepared.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): How many references samples may
-            have, and the sizes in which they are shown.
-        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of the samples;
+        references ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule]): How many references samples
+            may have, and the sizes in which they are shown.
+        audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
         settings (mapping): Settings of the script that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -192,6 +201,11 @@ class PreparedStream:
     def conditions(self) -> Mapping[str, str]:
         """Column of each condition."""
         return {name: name for part in self.parts for name in part.source.conditions}
+
+    @property
+    def condition_rules(self) -> ConditionRules:
+        """How conditions are counted for the model that the stream was prepared for."""
+        return ConditionRules.of(self.conditions, references=self.references, audio=self.audio)
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
+from ..conditions.names import CONDITIONS, REFERENCE
+from ..conditions.references import ReferenceRule
 from ..errors import BucketingError, ColumnError, FlagError
-from ..media.conditions import CONDITIONS, REFERENCE
-from ..media.references import ReferenceRule
 from ..settings import check_literals, marked, setting
 
 OnFileError = Literal["raise", "reject"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..buckets.assignment import REJECTED_BUCKET
-from ..media.conditions import REFERENCE, all_columns, columns_of
-from ..media.references import REFERENCE_SIZES, ReferenceRule
+from ..conditions.audio import HAS_AUDIO
+from ..conditions.names import REFERENCE, all_columns, columns_of
+from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..media.remote import is_url
-from ..media.row_audio import HAS_AUDIO
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, SOURCE_COLUMN, MediaColumns
 from ..randomness import ROW
 from .audio import AudioColumns

@@ -67,12 +67,12 @@ def main(args: argparse.Namespace) -> None:
     from ..caching.keys import describe_latents
     from ..caching.store import TensorCache
     from ..columns import PreparedDataset
+    from ..conditions.shares import read_conditions
     from ..configuration.prepared import check_same_settings
     from ..loaders.agreement import check_shared
     from ..media.remote import is_url
     from ..media.rows import check_flips
     from ..models.caption_lengths import describe_caption_lengths
-    from ..models.conditioning import read_conditions
     from ..models.loading import Loading, Part
     from ..models.registry import recipe_of
     from ..training.data_changes import describe_edited_texts

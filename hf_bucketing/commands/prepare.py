@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
     print(describe_packed_frames(columns["num_frames"], prepared.open_table))
     shown = measure_references(
         columns["bucket_id"],
-        prepared.row_references(),
+        prepared.row_conditions(),
         table=prepared.table,
         spec=spec,
         config=ReportConfig(num_processes=1),

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from ..columns import PreparedDataset
-    from ..media.row_audio import RowAudio
-    from ..media.row_references import RowReferences
+    from ..conditions.rows import RowConditions
     from ..media.source import MediaSource
     from ..media.thumbnails import Thumbnail
 
@@ -168,8 +167,7 @@ def read_captions(prepared: PreparedDataset, rows: list[int]) -> dict[int, str]:
 def plan_of_memory(
     model: str | None,
     report: Report,
-    references: RowReferences | None,
-    audio: RowAudio | None,
+    conditions: RowConditions,
     *,
     condition: str | None,
 ) -> tuple[str, list[MemoryRow]]:
@@ -185,11 +183,11 @@ def plan_of_memory(
     from ..settings import changed
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
-    shown = () if references is None else references.most(largest.size, spec=report.spec)
+    shown = conditions.references.most(largest.size, spec=report.spec)
     base = PlanConfig.from_flat(
         sample_size=[*largest.size],
         reference_sizes=as_reference_sizes(shown),
-        audio_fps=None if audio is None else audio.slowest,
+        audio_fps=None if conditions.audio is None else conditions.audio.slowest,
         train_batch_size=samples,
         condition=condition,
         mixed_precision="bf16",
@@ -217,7 +215,7 @@ def write_page(
     args: argparse.Namespace,
     prepared: PreparedDataset,
     report: Report,
-    references: RowReferences | None,
+    conditions: RowConditions,
     **beside: Any,
 ) -> None:
     crops, random = report.worst_crops, report.random_samples
@@ -227,9 +225,7 @@ def write_page(
     ]
     thumbnails, faults = read_pictures(prepared, crops, draw_middle)
     samples, more_faults = read_pictures(prepared, random, draw_sample)
-    model, memory = plan_of_memory(
-        args.pretrained_model_name_or_path, report, references, prepared.row_audio, condition=args.condition
-    )
+    model, memory = plan_of_memory(args.pretrained_model_name_or_path, report, conditions, condition=args.condition)
     page = bucket_page(
         report,
         Beside(
@@ -251,9 +247,8 @@ def write_page(
 
 def main(args: argparse.Namespace) -> None:
     from ..columns import PreparedDataset, column_array
+    from ..conditions.shares import appended_by
     from ..configuration.prepared import check_same_settings
-    from ..media.row_references import appending
-    from ..models.conditioning import appended_by
     from ..models.registry import recipe_of
 
     check_writable(args.json, args.html)
@@ -272,7 +267,7 @@ def main(args: argparse.Namespace) -> None:
     model = args.pretrained_model_name_or_path
     seen = None if model is None or args.condition is None else recipe_of(model).keyframe_text_tokens
     frames = appended_by(args.condition, seen=seen)
-    references = appending(prepared.row_references(), frames, num_rows=len(prepared.dataset))
+    conditions = prepared.row_conditions().appending(frames)
     report = make_report(
         sizes,
         table,
@@ -280,8 +275,7 @@ def main(args: argparse.Namespace) -> None:
         config=config,
         assigned=assigned,
         max_frames=max_frames,
-        references=references,
-        audio=prepared.row_audio,
+        conditions=conditions,
         weights=prepared.weights,
     )
     origin = "are assigned anew" if assigned is None else "have the buckets that they were prepared with"
@@ -304,4 +298,4 @@ def main(args: argparse.Namespace) -> None:
     if args.figures:
         print("Figures:", *draw_figures(report, args.figures))
     if args.html:
-        write_page(args, prepared, report, references, assignment=f"Rows {origin}.", sources=counts, peers=peers)
+        write_page(args, prepared, report, conditions, assignment=f"Rows {origin}.", sources=counts, peers=peers)

@@ -32,7 +32,7 @@ from ..settings import check_at_least
 
 if TYPE_CHECKING:
     from ..columns import PreparedDataset
-    from ..models.conditioning import SourceConditions
+    from ..conditions.shares import SourceConditions
 
 MARKER = "rows-0.js"
 """File that every folder of a page's rows holds."""
@@ -202,7 +202,7 @@ def main(args: argparse.Namespace) -> None:
     from ..caching.keys import describe_latents
     from ..columns import PreparedDataset
     from ..columns.arrays import spread
-    from ..models.conditioning import read_conditions
+    from ..conditions.shares import read_conditions
 
     check_at_least(0, args, "max_rows", "max_thumbnails", "seed")
     conditions = None if args.condition is None else Conditions(read_conditions(args.condition), args.seed)

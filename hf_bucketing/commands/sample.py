@@ -354,7 +354,7 @@ def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], clas
 
 def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
     """Return what else the pipeline is shown as arguments of its call, given those for its duration."""
-    from ..media.conditions import FACE
+    from ..conditions.names import FACE
     from ..models.calls import DURATIONS
     from ..models.registry import find_recipe
 

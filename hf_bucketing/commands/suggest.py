@@ -80,7 +80,7 @@ def read_prepared(
         raise BucketingError(f"{folder} was prepared for {prepared.spec}, and the model has {components.spec}.")
     cache = None
     if stream is not None:
-        rows = DataRows.of_stream(stream.read_first(), audio=stream.audio, references=stream.references)
+        rows = DataRows.of_stream(stream.read_first(), rules=stream.condition_rules)
     elif args.streaming:
         raise BucketingError(f"Omit `streaming`: {folder} holds rows, which are all known.")
     else:
@@ -122,7 +122,7 @@ def read_sources(
     }
     if args.streaming:
         stream, columns = prepare_stream(sources, **common)
-        rows = DataRows.of_stream(columns, audio=stream.audio, references=stream.references)
+        rows = DataRows.of_stream(columns, rules=stream.condition_rules)
     else:
         rows = DataRows.of_prepared(prepare(sources, num_proc=args.num_proc, overwrite=True, **common))
     readable = rows.sizes.select(rows.readable.nonzero()[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from ..models.conditioning import read_conditions
+from ..conditions.shares import read_conditions
 from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, Sharding, check_combination
 from ..placement.settings import Precision
 from ..settings import check_at_least, check_literals, setting

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..conditions.shares import read_conditions
 from ..errors import BucketingError
 from ..losses.names import Reduction
-from ..models.conditioning import read_conditions
 from ..models.shift import read_shift
 from ..settings import check_literals, check_shares, number_or_text, setting
 from .source_weights import read_loss_weight

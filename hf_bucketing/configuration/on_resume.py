@@ -16,8 +16,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ..conditions.shares import most_appended
 from ..errors import BucketingError, quoted
-from ..models.conditioning import most_appended
 from ..packing.family import Family
 from ..placement.shards import SHARDED
 from ..settings import changed, marked, settings_in

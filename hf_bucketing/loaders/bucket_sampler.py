@@ -15,9 +15,9 @@ from ..buckets.assignment import REJECTED_BUCKET, has_bucket
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..conditions.parts import BucketParts, bucket_parts
+from ..conditions.rows import RowConditions
 from ..errors import PlanError, explains_arguments
-from ..media.row_audio import RowAudio
-from ..media.row_references import BucketParts, RowReferences, bucket_parts
 from ..plans.buckets import BucketPlanConfig, plan_buckets, row_weights
 from ..plans.deal import Remainder
 from ..plans.epoch import EpochPlan
@@ -53,16 +53,15 @@ class BucketBatchSampler(PlannedBatchSampler):
             sample's own.
         rejection (array, shape `(n,)`, *optional*): The data set's `rejection` column, for the warning that counts
             rejected rows by reason; not needed if `bucket_ids` is a column of that data set.
-        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows, whose tokens count like the sample's own. A batch then holds rows of one bucket whose references have
-            equal sizes too. Needs `spec`.
-        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, whose tokens count
-            likewise. A batch then holds rows whose audio is equally long too, or that have none. Needs `spec`.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions], *optional*): Conditions of the rows,
+            such as references and audio, whose tokens count like the sample's own. A batch then holds rows of one
+            bucket whose references have equal sizes too, and whose audio is equally long, or that have none. Needs
+            `spec`.
 
     Raises:
         PlanError: On settings that `BucketPlanConfig` refuses, a setting beside `config`, if the ids are another
             table's, one is not in the table, a sample exceeds a limit, `weights` names a bucket that the table lacks,
-            or `remainder="catch_all"` has no base bucket, one of too many frames, or references or audio.
+            or `remainder="catch_all"` has no base bucket, one of too many frames, or conditions.
     """
 
     config: BucketPlanConfig
@@ -84,8 +83,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         weights: npt.ArrayLike | Mapping[int, float] | None = None,
         longest_first: bool = False,
         rejection: npt.ArrayLike | None = None,
-        references: RowReferences | None = None,
-        audio: RowAudio | None = None,
+        conditions: RowConditions | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
     ) -> None:
@@ -94,7 +92,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
         check_at_least(0, self, "text_tokens", error=PlanError)
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
-        self.parts = None if references is None and audio is None else self._divided(references, audio)
+        self.parts = self._divided(conditions) if conditions else None
         config = chosen_config(
             BucketPlanConfig,
             config,
@@ -145,22 +143,16 @@ class BucketBatchSampler(PlannedBatchSampler):
         by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
         return replace(config, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
 
-    def _divided(self, references: RowReferences | None, audio: RowAudio | None) -> BucketParts:
-        """Return the buckets divided by the sizes of references and the lengths of audio."""
+    def _divided(self, conditions: RowConditions) -> BucketParts:
+        """Return the buckets divided by the sizes of conditions."""
         if self.spec is None:
-            raise PlanError("`references` and `audio` count tokens: pass spec=LatentSpec(…).")
-        rows = len(self.bucket_ids)
-        counts = {
-            "references": rows if references is None else len(references.counts),
-            "audio": rows if audio is None else len(audio.present),
-        }
-        for name, count in counts.items():
-            if count != rows:
-                raise PlanError(
-                    f"`{name}` are those of {count} rows, but there are {rows} `bucket_ids`; give both for the same "
-                    "rows."
-                )
-        return bucket_parts(self.bucket_ids, table=self.table, spec=self.spec, references=references, audio=audio)
+            raise PlanError("`conditions` count tokens: pass spec=LatentSpec(…).")
+        if conditions.num_rows != len(self.bucket_ids):
+            raise PlanError(
+                f"`conditions` are those of {conditions.num_rows} rows, but there are {len(self.bucket_ids)} "
+                "`bucket_ids`; give both for the same rows."
+            )
+        return bucket_parts(self.bucket_ids, conditions, table=self.table, spec=self.spec)
 
     @property
     def _planned_ids(self) -> IntArray:
@@ -177,7 +169,7 @@ class BucketBatchSampler(PlannedBatchSampler):
         """Return the buckets of parts, and the tokens beside a row's own in each."""
         if self.parts is None:
             return parts, np.zeros_like(parts)
-        return self.parts.bucket_ids[parts], self.parts.beside_tokens[parts]
+        return self.parts.bucket_ids[parts], self.parts.condition_tokens[parts]
 
     def _base(self) -> int:
         """Return the bucket of mixed batches; every sample must have as many frames as it."""

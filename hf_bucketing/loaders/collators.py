@@ -15,9 +15,9 @@ from ..buckets.assignment import Rejection
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
+from ..conditions.audio import AudioRule
+from ..conditions.references import ReferenceRule
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
-from ..media.references import ReferenceRule
-from ..media.row_audio import AudioRule
 from ..media.rows import REGULARIZATION, SOURCE, SOURCE_COLUMN, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
@@ -66,9 +66,9 @@ class MediaCollator:
         conditions (mapping of `str` to `str`): Column of each condition that is loaded with a sample, such as
             `{"control": "control_path"}`. The batch then has `shown`, a list with one tensor per sample by name, or
             with a tuple of tensors for references, see [`LoadedSample`][hf_bucketing.media.sample.LoadedSample].
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule]): Sizes in which references are
+        references ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule]): Sizes in which references are
             shown.
-        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio that is loaded
+        audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio that is loaded
             with each sample, as `audio` in `shown`; by default none is.
         sources (`tuple` of `str`): Names of the sources of a data set that has several. The batch then has the list
             `source`, of the name of each sample's.

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
 from ..buckets.sizes import LatentSpec, Size
+from ..conditions.rows import RowConditions
 from ..errors import BucketingError
-from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences
 from ..randomness import Purpose, generator
 
 
@@ -67,14 +66,13 @@ class RandomResize:
         height: npt.ArrayLike,
         width: npt.ArrayLike,
         index: npt.ArrayLike,
-        references: RowReferences | None = None,
-        audio: RowAudio | None = None,
+        conditions: RowConditions | None = None,
         views: Callable[..., IntArray] | None = None,
     ) -> Callable[[int], IntArray]:
         """Return a function from an epoch to the tokens of each row, of shape `(n,)`, for the sampler's `num_tokens`.
 
         Rows with a side below 1 have no size and get 0 tokens. The arguments are the data set's columns, the
-        references and the audio of its rows, whose tokens count too, and, where samples have cached views, a function
+        conditions of its rows, whose tokens count too, and, where samples have cached views, a function
         of `index` and of the keyword `epoch` that returns the view of each row, see `sides_of_views`; without it, each
         epoch draws new sizes.
         """
@@ -83,11 +81,8 @@ class RandomResize:
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
         indices = whole_column(index, np.int64)
         options: dict[str, Any] = {} if views is None else {"views": views}
-        if audio is not None:
-            whole = self.spec.snap_arrays(frames, heights, widths)[0]
-            options["heard"] = audio.num_tokens(np.where(usable, whole, 0))
         # A saved state compares what a partial holds; of a nested function it would compare the code too.
-        return partial(self._tokens, usable, frames, heights, widths, indices, references, **options)
+        return partial(self._tokens, usable, frames, heights, widths, indices, conditions or None, **options)
 
     def _tokens(
         self,
@@ -96,10 +91,9 @@ class RandomResize:
         heights: IntArray,
         widths: IntArray,
         indices: IntArray,
-        references: RowReferences | None,
+        conditions: RowConditions | None,
         epoch: int,
         *,
-        heard: IntArray | None = None,
         views: Callable[..., IntArray] | None = None,
     ) -> IntArray:
         """Return the tokens of each row in an epoch, 0 for rows that are not usable."""
@@ -110,10 +104,8 @@ class RandomResize:
         whole = self.spec.snap_arrays(frames, *drawn)
         t, h, w = self.spec.grid_of(*whole)
         tokens = t * h * w
-        if heard is not None:
-            tokens += heard
-        if references is not None:
-            tokens += references.num_tokens(np.stack(whole, 1), spec=self.spec)
+        if conditions is not None:
+            tokens += conditions.num_tokens(np.where(usable[:, None], np.stack(whole, 1), 0), spec=self.spec)
         return np.where(usable, tokens, 0)
 
     def sides_of_views(

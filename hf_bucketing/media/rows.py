@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.sizes import Size
+from ..conditions.audio import AUDIO, HAS_AUDIO, AudioRule
+from ..conditions.names import MASK, REFERENCE, all_columns, columns_of, is_missing
+from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..errors import BucketingError, MediaError
-from .conditions import MASK, REFERENCE, all_columns, columns_of, is_missing
 from .probe import MediaInfo
-from .references import REFERENCE_SIZES, ReferenceRule
-from .row_audio import AUDIO, HAS_AUDIO, AudioRule
 from .source import MediaSource
 from .views import View, ViewRule
 

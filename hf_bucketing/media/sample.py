@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..buckets.sizes import CropBox, Size
+from ..conditions.audio import AUDIO
+from ..conditions.names import FACE, FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
+from ..conditions.references import ReferenceRule
 from ..devices import to_device
 from ..errors import BucketingError, MediaError
 from .audio import CHANNELS, read_audio
 from .backgrounds import WHITE
-from .conditions import FACE, FRAME_BY_FRAME, MASK, REFERENCE, check_kind, check_shape
 from .decode import Frame, iter_frames
 from .images import is_image, shown_part
 from .probe import MediaInfo
-from .references import ReferenceRule
-from .row_audio import AUDIO
 from .rows import FileSample
 from .source import MediaSource
 from .views import View

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from .conditions import FACE, MASK, MOVING, REFERENCE
+from ..conditions.names import FACE, MASK, MOVING, REFERENCE
 from .decode import Frame, iter_frames
 from .decoders import frame_times
 from .images import is_image, shown_part

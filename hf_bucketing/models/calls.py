@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ..buckets.sizes import Size
+from ..conditions.names import REFERENCE
 from ..errors import BucketingError
-from ..media.conditions import REFERENCE
 from ..media.write import Sound
 from .facts import RecipeFacts
 

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ..buckets.sizes import LatentSpec, Size
-from ..media.conditions import REFERENCE
-from ..media.references import ReferenceRule
-from ..media.row_audio import AUDIO, AudioRule
+from ..conditions.audio import AUDIO, AudioRule
+from ..conditions.names import REFERENCE
+from ..conditions.references import ReferenceRule
 from ..packing.family import Family
 from .experts import TrainedComponent
 from .index import PipelineIndex

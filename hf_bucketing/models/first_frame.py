@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 
-from .conditioning import FRAMES
+from ..conditions.shares import FRAMES
 from .recipe import Recipe
 from .samples import Conditions, ModelInputs, Samples, Shown
 

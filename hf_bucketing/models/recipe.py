@@ -17,18 +17,18 @@ from accelerate.utils.memory import clear_device_cache
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
+from ..conditions.audio import AUDIO
+from ..conditions.names import MASK, REFERENCE
+from ..conditions.shares import BLACK, MODALITIES, ConditionShares
 from ..devices import to_device
 from ..errors import BucketingError, quoted
 from ..losses.variational import GaussianPosterior
-from ..media.conditions import MASK, REFERENCE
 from ..media.probe import FPS_TOLERANCE
-from ..media.row_audio import AUDIO
 from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import freeze_unused
 from ..packing.strips import token_grid
 from .calls import RecipeCalls
-from .conditioning import BLACK, MODALITIES, ConditionShares
 from .experts import TrainedComponent, transformers_of
 from .index import IndexEntry, read_index
 from .loading import (
@@ -482,7 +482,7 @@ class Recipe(RecipeCalls):
         """Raise BucketingError if a run cannot show the model what it would draw.
 
         Args:
-            shares ([`ConditionShares`][hf_bucketing.models.conditioning.ConditionShares]): What it draws.
+            shares ([`ConditionShares`][hf_bucketing.conditions.shares.ConditionShares]): What it draws.
             names (collection of `str`): Names of the data set's conditions.
             cached (`bool`): Whether latents come from a cache.
         """

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ..buckets.sizes import LatentSpec
+from ..conditions.shares import Drawn
 from ..devices import to_device
-from .conditioning import Drawn
 
 
 def shown_part(drawn: Drawn, latent: torch.Tensor, mask: torch.Tensor | None, spec: LatentSpec) -> torch.Tensor:
@@ -18,7 +18,7 @@ def shown_part(drawn: Drawn, latent: torch.Tensor, mask: torch.Tensor | None, sp
     as an image, and is shown none.
 
     Args:
-        drawn ([`Drawn`][hf_bucketing.models.conditioning.Drawn]): Frames that are shown, and whether a mask counts.
+        drawn ([`Drawn`][hf_bucketing.conditions.shares.Drawn]): Frames that are shown, and whether a mask counts.
         latent (`torch.Tensor` of shape `(C, f, h, w)`): Latent of the sample.
         mask (`torch.Tensor` of shape `(1, f, h, w)`, *optional*): Weights of its loss; needed where the mask counts.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch.

@@ -14,10 +14,10 @@ import torch
 from accelerate import init_empty_weights
 
 from ..buckets.sizes import LatentSpec
+from ..conditions.audio import AudioRule
+from ..conditions.shares import read_conditions
 from ..errors import BucketingError
 from ..hub import from_hub
-from ..media.row_audio import AudioRule
-from ..models.conditioning import read_conditions
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.index import IndexEntry, read_index
 from ..models.loading import part_of
@@ -82,8 +82,8 @@ class Components:
         others (`tuple` of `(name, Component)`): What else encodes texts and media, such as an image encoder.
         second ([`Component`], *optional*): Transformer that is trained in the same run.
         settings (mapping of `str` to any): Settings of the pipeline.
-        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio that it makes with
-            video; None if it makes none.
+        audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio that it makes
+            with video; None if it makes none.
     """
 
     recipe: type[Recipe]

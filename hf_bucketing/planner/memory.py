@@ -14,11 +14,10 @@ import torch
 
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
+from ..conditions.appended import AppendedFrames
+from ..conditions.shares import appended_by, draws_parts, most_appended
 from ..configuration.batches import BatchConfig
 from ..errors import BucketingError
-from ..media.references import ReferenceRule
-from ..media.row_references import appended_frames, appended_text_tokens
-from ..models.conditioning import appended_by, draws_parts, most_appended
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..plans.packs import strip_tokens
@@ -287,7 +286,7 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.references_in_front:
         shown = (size._replace(frames=1),) * len(shown)
-    keyframes = (size._replace(frames=1),) * int(appended_frames(_appending(components, config), size, spec=spec)[0])
+    keyframes = (size._replace(frames=1),) * int(_appended(components, config).counts(size, spec=spec)[0])
     return StepShape.of(
         [size],
         tokens=sum(map(spec.num_tokens, (size, *shown, *keyframes))),  # raises if one does not divide into tokens
@@ -299,15 +298,14 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     )
 
 
-def _appending(components: Components, config: PlanConfig) -> ReferenceRule:
-    """Return the rule that counts the frames that a run appends."""
-    frames = appended_by(config.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
-    return ReferenceRule().appending(frames)
+def _appended(components: Components, config: PlanConfig) -> AppendedFrames:
+    """Return the frames that a run appends."""
+    return appended_by(config.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
 
 
 def keyframe_text(components: Components, config: PlanConfig, size: Size) -> int:
     """Return the tokens that these frames add to the text of a sample of a size."""
-    return int(appended_text_tokens(_appending(components, config), size, spec=components.spec)[0])
+    return int(_appended(components, config).text_tokens(size, spec=components.spec)[0])
 
 
 def step_shape(

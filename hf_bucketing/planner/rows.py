@@ -16,11 +16,9 @@ from ..columns.apply import undecoded
 from ..columns.arrays import column_array
 from ..columns.captions import all_texts
 from ..columns.prepared import PreparedDataset
+from ..conditions.names import REFERENCE
+from ..conditions.rows import ConditionRules, RowConditions
 from ..errors import BucketingError, MediaError
-from ..media.conditions import REFERENCE
-from ..media.references import REFERENCE_SIZES, ReferenceRule
-from ..media.row_audio import AudioRule, RowAudio
-from ..media.row_references import RowReferences
 from ..media.rows import CLIP_START
 from ..media.sample import load
 from ..media.views import ViewRule
@@ -47,10 +45,7 @@ class DataRows:
         decoding (`float`, *optional*): Seconds that one process takes for a million pixels of the files' frames; None
             if it was not measured.
         notes (`tuple` of `str`): Sentences on what was sampled or is not known.
-        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows, where some is
-            trained.
-        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows, where samples have some.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions]): Conditions of the rows.
         assigned ([`AssignedColumns`][hf_bucketing.report.measure.AssignedColumns], *optional*): Buckets that the rows
             were prepared with.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default once.
@@ -58,11 +53,10 @@ class DataRows:
 
     sizes: Sizes
     total: int | None
+    conditions: RowConditions
     caption_characters: float | None = None
     decoding: float | None = None
     notes: tuple[str, ...] = ()
-    audio: RowAudio | None = None
-    references: RowReferences | None = None
     assigned: AssignedColumns | None = None
     weights: FloatArray | None = None
 
@@ -93,7 +87,6 @@ class DataRows:
             texts = [*all_texts(few, prepared.caption_column)]
             characters = sum(map(len, texts)) / max(len(texts), 1)
         decoding, fault = measure_decoding(prepared)
-        references = prepared.row_references()
         names = ("num_frames", "height", "width", "bucket_id", "rejection")
         columns = {
             name: column_array(prepared.dataset, name)[rows]
@@ -106,30 +99,20 @@ class DataRows:
             caption_characters=characters,
             decoding=decoding,
             notes=(*notes, *([fault] if fault else [])),
-            audio=None if prepared.row_audio is None else prepared.row_audio.select(rows),
-            references=None if references is None else references.select(rows),
+            conditions=prepared.row_conditions().select(rows),
             assigned=_assigned_by(columns),
             weights=None if prepared.weights is None else prepared.weights[rows],
         )
 
     @classmethod
-    def of_stream(
-        cls,
-        columns: Mapping[str, npt.NDArray[Any]],
-        *,
-        audio: AudioRule | None = None,
-        references: ReferenceRule | None = None,
-    ) -> DataRows:
-        """Return the first rows of a stream, by their columns, with audio and references by their rules, if any."""
+    def of_stream(cls, columns: Mapping[str, npt.NDArray[Any]], *, rules: ConditionRules) -> DataRows:
+        """Return the first rows of a stream, by their columns, with conditions by their rules."""
         sizes, assigned = _sizes_of(columns), _assigned_by(columns)
         count = len(sizes.frames)
         note = f"Of the stream, the first {count} rows are known; steps and hours are those of as many rows."
-        heard = None if audio is None else RowAudio.of_columns(columns, rule=audio)
-        shown = None
-        if references is not None and REFERENCE_SIZES in columns:
-            shown = RowReferences.of_lists([*columns[REFERENCE_SIZES]], rule=references.counted)
         notes = note, "Decoding is not measured for streams."
-        return cls(sizes=sizes, total=None, notes=notes, audio=heard, references=shown, assigned=assigned)
+        conditions = rules.rows(columns, num_rows=count)
+        return cls(sizes=sizes, total=None, conditions=conditions, notes=notes, assigned=assigned)
 
     @property
     def readable(self) -> npt.NDArray[np.bool_]:

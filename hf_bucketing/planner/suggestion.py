@@ -18,10 +18,10 @@ import numpy as np
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.sizes import Size
+from ..conditions.appended import AppendedFrames
+from ..conditions.parts import bucket_parts
+from ..conditions.shares import appended_by, read_conditions
 from ..errors import BucketingError
-from ..media.references import Appended
-from ..media.row_references import appending, bucket_parts
-from ..models.conditioning import appended_by, read_conditions
 from ..placement.context_parallel import check_model
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
@@ -186,10 +186,10 @@ class Suggester:
     ) -> None:
         count = len(rows.sizes.frames)
         frames = appended_by(base.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
-        references = appending(rows.references, frames, num_rows=count)
-        self.components, self.rows, self.machine = components, replace(rows, references=references), machine
+        rows = replace(rows, conditions=rows.conditions.appending(frames))
+        self.components, self.rows, self.machine = components, rows, machine
         self.speed, self.measured = speed, measured
-        audio_fps = None if rows.audio is None else rows.audio.slowest
+        audio_fps = None if rows.conditions.audio is None else rows.conditions.audio.slowest
         self.base = changed(base, num_processes=machine.num_gpus, audio_fps=audio_fps)
         self.num_workers = num_workers
         self.text_tokens = components.recipe.text_tokens(base.run.max_sequence_length)
@@ -209,7 +209,7 @@ class Suggester:
         candidates: list[Candidate] = []
         refused = []
         for way in ways:
-            beside = way.targets.beside(self.rows.references, self.rows.audio, spec=self.components.spec)
+            beside = way.targets.showing(self.rows.conditions, spec=self.components.spec)
             way = way._replace(targets=beside)
             try:
                 candidates += self._candidates_of(way)
@@ -293,9 +293,8 @@ class Suggester:
     def _option(self, way: Way, size: Size) -> tuple[PlanConfig, MemoryPlan]:
         """Return the first options with which a step of the largest sample fits, with shared samples where need be."""
         base, condition = changed(self.base, sample_size=[*size]), self.base.run.objective.condition
-        if self.rows.references is not None:
-            most = self.rows.references.most(size, spec=self.components.spec)
-            base = changed(base, reference_sizes=as_reference_sizes(most))
+        most = self.rows.conditions.references.most(size, spec=self.components.spec)
+        base = changed(base, reference_sizes=as_reference_sizes(most))
         if self.rows.total and self.machine.num_train_epochs > 1 and self.components.can_cache(condition):
             base = changed(base, cached="all")
         length = sample_shape(self.components, base, size).length
@@ -383,10 +382,9 @@ class Suggester:
             plan = plan_packs(tokens, packs, epoch=0, num_processes=processes, text_tokens=text, weights=weights)
             return plan, strip_tokens(tokens[plan.indices], batches.strip_length) + text
         spec = self.components.spec
-        references, audio = self.rows.references, self.rows.audio
-        parts = bucket_parts(way.targets.bucket_id, table=way.table, spec=spec, references=references, audio=audio)
+        parts = bucket_parts(way.targets.bucket_id, self.rows.conditions, table=way.table, spec=spec)
         limits = BucketPlanConfig(**asdict(batches.bucket_limits))
-        beside = parts.beside_tokens + text
+        beside = parts.condition_tokens + text
         sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=beside)
         by_part = dict(enumerate(sizes.tolist()))
         buckets = BucketPlanConfig(batch_size=by_part)
@@ -414,12 +412,10 @@ class Suggester:
     def _cached_tokens(self, targets: Targets, config: PlanConfig) -> IntArray:
         """Return the tokens of each row that a cache holds, `(n,)`: with all frames that may be appended."""
         condition = config.run.objective.condition
-        if condition is None or self.rows.references is None:
-            return targets.all_tokens
-        frames = read_conditions(condition).appended_frames
+        frames = None if condition is None else read_conditions(condition).appended_frames
         most = {None: 0, "first": 1, "last": 1, "all": sys.maxsize}[frames]
-        held = appending(self.rows.references, Appended(most), num_rows=len(targets.num_tokens))
-        return targets.beside(held, self.rows.audio, spec=self.components.spec).all_tokens
+        held = self.rows.conditions.appending(AppendedFrames(most))
+        return targets.showing(held, spec=self.components.spec).all_tokens
 
     def _cache_bytes(self, targets: Targets, config: PlanConfig) -> int:
         """Return the bytes of cached latents in float32 and of texts, whose tokens are counted by characters."""
@@ -427,13 +423,10 @@ class Suggester:
         transformer, family = components.transformer.build(), recipe.family
         vae = components.vae.config
         values = math.prod(components.spec.patch) * int(vae.get("latent_channels") or vae["z_dim"])
-        heard = (targets.all_tokens - targets.beside(self.rows.references, spec=components.spec).all_tokens).sum()
+        conditions, sizes = self.rows.conditions, targets.assigned_sizes
+        heard = sum(conditions.audio_tokens(sizes))
         pictures = self._cached_tokens(targets, config).sum() - heard
-        read = 0  # tokens of references in texts
-        if (shown := self.rows.references) is not None:
-            unread = replace(shown, rule=replace(shown.rule, text_tokens=0, text_factor=0))
-            with_text, without = (targets.beside(each, spec=components.spec) for each in (shown, unread))
-            read = (with_text.beside_tokens - without.beside_tokens).sum()
+        read = conditions.references.text_tokens(sizes, spec=components.spec).sum()
         latents = 4 * values * (pictures - read)
         most = config.run.max_sequence_length or recipe.default_sequence_length
         length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)

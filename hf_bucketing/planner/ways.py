@@ -88,7 +88,7 @@ class Way(NamedTuple):
             bucket_id=np.where(rows, np.int32(REJECTED_BUCKET), self.targets.bucket_id),
             rejection=np.where(rows, np.int8(Rejection.TOO_LARGE), self.targets.rejection),
             num_tokens=np.where(rows, 0, self.targets.num_tokens),
-            beside_tokens=np.where(rows, 0, self.targets.beside_tokens),
+            condition_tokens=np.where(rows, 0, self.targets.condition_tokens),
         )
         return self._replace(targets=targets)
 

@@ -16,8 +16,7 @@ from ..buckets.ladders import COMMON_RATIOS
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..media.row_audio import RowAudio
-from ..media.row_references import RowReferences
+from ..conditions.rows import RowConditions
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
@@ -159,8 +158,7 @@ def make_report(
     config: ReportConfig | None = None,
     assigned: AssignedColumns | None = None,
     max_frames: int | None = None,
-    references: RowReferences | None = None,
-    audio: RowAudio | None = None,
+    conditions: RowConditions | None = None,
     weights: npt.ArrayLike | None = None,
 ) -> Report:
     """Report what a bucket table does to a data set, and how padding, bucketing and packing compare on it.
@@ -174,9 +172,8 @@ def make_report(
             `config.rule`.
         max_frames (`int`, *optional*): Most frames of a sample in padding and packing, those of the
             [`OpenTable`][hf_bucketing.OpenTable] that packs are trained with; by default a sample keeps all.
-        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows, which count the frames that a run appends too.
-        audio ([`RowAudio`][hf_bucketing.media.row_audio.RowAudio], *optional*): Audio of the rows.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions], *optional*): Conditions of the rows,
+            with the frames that a run appends.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch, as training takes them
             of a prepared data set's `weights`; by default once. All plans and what is counted of them have them.
 
@@ -192,10 +189,10 @@ def make_report(
         config=config,
         assigned=assigned,
         max_frames=max_frames,
-        references=references,
-        audio=audio,
+        conditions=conditions,
         weights=weights,
     )
+    conditions = conditions or RowConditions(num_rows=len(subject.times))
     return Report(
         config=config,
         spec=spec,
@@ -212,13 +209,13 @@ def make_report(
         random_samples=random_samples(subject),
         references=measure_references(
             subject.bucketed.bucket_id.astype(np.int64),
-            references,
+            conditions,
             table=table,
             spec=spec,
             config=config,
             weights=subject.weights,
         ),
-        appended=measure_appended(subject.bucketed, references, spec=spec),
+        appended=measure_appended(subject.bucketed, conditions.appended, spec=spec),
     )
 
 
@@ -253,7 +250,7 @@ def _padding(subject: Subject) -> _Epoch:
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
     table = open_table(subject.spec)
     padded = table.num_tokens(table.assign(*largest).bucket_id, spec=subject.spec) + config.text_tokens
-    padded = padded + np.maximum.reduceat(targets.beside_tokens[plan.indices], plan.offsets[:-1])
+    padded = padded + np.maximum.reduceat(targets.condition_tokens[plan.indices], plan.offsets[:-1])
     counts = np.diff(plan.offsets)
     return _Epoch("padding", targets, plan, padded * counts, config.costs.cost(padded) * counts)
 

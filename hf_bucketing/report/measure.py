@@ -16,9 +16,9 @@ from ..buckets.cost import CostModel
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
+from ..conditions.parts import BucketParts, bucket_parts
+from ..conditions.rows import RowConditions
 from ..errors import BucketingError
-from ..media.row_audio import RowAudio
-from ..media.row_references import BucketParts, RowReferences, bucket_parts
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig
@@ -142,7 +142,7 @@ class Targets(NamedTuple):
             of 100×200 that covers a square target keeps a half.
         kept_frames: Share of the sample's frames that its target has.
         scale: Factor by which cover-resize scales the sample's sides; above 1 it enlarges.
-        beside_tokens: Tokens of the sample's references and of its audio, 0 for a rejected sample.
+        condition_tokens: Tokens of the sample's conditions, 0 for a rejected sample.
     """
 
     bucket_id: npt.NDArray[np.int32]
@@ -152,24 +152,21 @@ class Targets(NamedTuple):
     kept_area: FloatArray
     kept_frames: FloatArray
     scale: FloatArray
-    beside_tokens: IntArray
+    condition_tokens: IntArray
 
     @property
     def all_tokens(self) -> IntArray:
-        """Tokens of each sample, of its references and of its audio."""
-        return self.num_tokens + self.beside_tokens
+        """Tokens of each sample and of its conditions."""
+        return self.num_tokens + self.condition_tokens
 
-    def beside(
-        self, references: RowReferences | None = None, audio: RowAudio | None = None, *, spec: LatentSpec
-    ) -> Targets:
-        """Return these targets with the tokens of references and audio."""
-        sizes = np.where(has_bucket(self.bucket_id)[:, None], np.stack(self.sizes, 1), 0)
-        tokens = np.zeros(len(sizes), np.int64)
-        if references is not None:
-            tokens += references.num_tokens(sizes, spec=spec)
-        if audio is not None:
-            tokens += audio.num_tokens(sizes[:, 0])
-        return self._replace(beside_tokens=tokens)
+    @property
+    def assigned_sizes(self) -> IntArray:
+        """Frames, height and width of each target, `(n, 3)`; 0 for rejected samples."""
+        return np.where(has_bucket(self.bucket_id)[:, None], np.stack(self.sizes, 1), 0)
+
+    def showing(self, conditions: RowConditions, *, spec: LatentSpec) -> Targets:
+        """Return these targets with the tokens of conditions."""
+        return self._replace(condition_tokens=conditions.num_tokens(self.assigned_sizes, spec=spec))
 
 
 def kept_pixels(sizes: Sizes, targets: Targets) -> FloatArray:
@@ -187,7 +184,7 @@ def kept_pixels(sizes: Sizes, targets: Targets) -> FloatArray:
 class Subject(NamedTuple):
     """Everything that a report is computed from: the samples in their buckets and at their own size, and settings.
 
-    `parts` are buckets divided by the sizes of references and the lengths of audio, if samples have some. `weights`
+    `parts` are buckets divided by the sizes of conditions, if samples have some. `weights`
     are the occurrences of each row per epoch, None for once each, and `times` those in the first epoch, which is
     planned.
     """
@@ -248,8 +245,7 @@ def read_subject(
     config: ReportConfig,
     assigned: AssignedColumns | None = None,
     max_frames: int | None = None,
-    references: RowReferences | None = None,
-    audio: RowAudio | None = None,
+    conditions: RowConditions | None = None,
     weights: npt.ArrayLike | None = None,
 ) -> Subject:
     """Read the columns and find the targets of all samples; raises what `make_report` raises."""
@@ -262,9 +258,9 @@ def read_subject(
         )
     own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
     parts = None
-    if references is not None or audio is not None:
-        parts = bucket_parts(bucketed.bucket_id, table=table, spec=spec, references=references, audio=audio)
-    bucketed, own = (targets.beside(references, audio, spec=spec) for targets in (bucketed, own))
+    if conditions:
+        parts = bucket_parts(bucketed.bucket_id, conditions, table=table, spec=spec)
+        bucketed, own = (targets.showing(conditions, spec=spec) for targets in (bucketed, own))
     times = epoch_occurrences(weights, num_rows=len(sizes.frames), seed=config.seed)
     by_row = None if weights is None else np.asarray(weights, np.float64)
     return Subject(sizes, bucketed, own, table, spec, config, times, parts, by_row)
@@ -346,7 +342,7 @@ def _targets(
         kept_area=np.minimum(across, down) / np.maximum(np.maximum(across, down), 1),
         kept_frames=targets.frames / frames,
         scale=np.maximum(targets.heights / heights, targets.widths / widths),
-        beside_tokens=np.zeros_like(num_tokens),
+        condition_tokens=np.zeros_like(num_tokens),
     )
 
 

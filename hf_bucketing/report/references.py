@@ -11,7 +11,9 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import has_bucket
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..media.row_references import RowReferences, appended_frames, appended_tokens, bucket_parts
+from ..conditions.appended import AppendedFrames
+from ..conditions.parts import bucket_parts
+from ..conditions.rows import RowConditions
 from .measure import ReportConfig, Targets, plan_batches
 
 _FILLED = 0.9
@@ -51,7 +53,7 @@ class ReferenceReport:
 
 def measure_references(
     bucket_ids: IntArray,
-    references: RowReferences | None,
+    conditions: RowConditions,
     *,
     table: BucketTable,
     spec: LatentSpec,
@@ -62,8 +64,7 @@ def measure_references(
 
     Args:
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row, negative for a rejected one.
-        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions]): Conditions of the rows.
         table ([`BucketTable`][hf_bucketing.BucketTable]): Table of the buckets.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
         config ([`ReportConfig`]): Samples per batch and processes.
@@ -71,10 +72,11 @@ def measure_references(
     """
     ids = np.asarray(bucket_ids, np.int64)
     usable = has_bucket(ids)
-    if references is None or not references.counts[usable].any():
+    references = conditions.references
+    if not references.counts[usable].any():
         return None
-    parts = bucket_parts(ids, table=table, spec=spec, references=references)
-    shown = int(parts.beside_tokens[parts.ids[usable]].sum())
+    parts = bucket_parts(ids, conditions.without_audio, table=table, spec=spec)
+    shown = int(parts.condition_tokens[parts.ids[usable]].sum())
     own = int(table.num_tokens(ids, spec=spec).sum())
     (full, steps), (full_without, steps_without) = (_filled(groups, config, weights) for groups in (parts.ids, ids))
     return ReferenceReport(
@@ -104,20 +106,19 @@ class AppendedReport(NamedTuple):
     token_share: float
 
 
-def measure_appended(targets: Targets, references: RowReferences | None, *, spec: LatentSpec) -> AppendedReport | None:
+def measure_appended(targets: Targets, frames: AppendedFrames, *, spec: LatentSpec) -> AppendedReport | None:
     """Count the frames that are appended to samples of buckets; None if none is.
 
     Args:
-        targets ([`Targets`]): Buckets of the samples, with the tokens beside them.
-        references ([`RowReferences`][hf_bucketing.media.row_references.RowReferences], *optional*): References of the
-            rows, whose rule has the most frames that a run appends.
+        targets ([`Targets`]): Buckets of the samples, with the tokens of their conditions.
+        frames ([`AppendedFrames`][hf_bucketing.conditions.appended.AppendedFrames]): Most frames that a run appends.
         spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
     """
-    if references is None or not references.rule.appended:
+    if not frames.most:
         return None
-    sizes = np.where(has_bucket(targets.bucket_id)[:, None], np.stack(targets.sizes, 1), 0)
-    tokens = int(appended_tokens(references.rule, sizes, spec=spec).sum())
-    most = int(appended_frames(references.rule, sizes, spec=spec).max(initial=0))
+    sizes = targets.assigned_sizes
+    tokens = int(frames.num_tokens(sizes, spec=spec).sum())
+    most = int(frames.counts(sizes, spec=spec).max(initial=0))
     return AppendedReport(most, tokens / max(1, int(targets.all_tokens.sum())))
 
 

@@ -57,7 +57,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
             that has room. A batch then has the list `planned_index`, which holds unreadable rows in the places that
             others took. Rows whose `rejection` is `"unreadable"` are logged too. Rows need the column
             `hf_bucketing_row`. By default, an unreadable row is an error.
-        kept (sequence of `str`): Columns that a batch has as lists, beside what `collate_fn` makes.
+        kept (sequence of `str`): Columns that a batch has as lists, beside what `collate_fn` makes, which goes before.
         snapshot_every (`int`): Rows between two saved states of the stream. A resumed run reads again from the last
             one before its oldest waiting row; a stream with a shuffle buffer, whose state does not hold the buffer,
             from the start.
@@ -248,7 +248,7 @@ class StreamingBucketBatcher(IterableDataset[StreamBatch]):
         if self.faults is not None:
             self.faults.consecutive = 0
             batch[PLANNED] = unreadable.planned(group, slot=groups.slot(group.key))
-        return {**batch, **{name: [row[name] for row in group.rows] for name in self.kept}}
+        return {**{name: [row[name] for row in group.rows] for name in self.kept}, **batch}
 
     def _is_unreadable(self, row: Row) -> bool:
         """Return whether a row without a measure counts as unreadable, instead of rejected."""

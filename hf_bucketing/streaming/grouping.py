@@ -18,11 +18,9 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..columns.faults import path_of
 from ..columns.stream_columns import MEDIA
+from ..conditions.rows import ConditionRules
 from ..errors import BucketingError, OversizeError, PlanError, explains_arguments
 from ..loaders.bucket_sampler import check_table
-from ..media.references import REFERENCE_SIZES, ReferenceRule
-from ..media.row_audio import HAS_AUDIO, AudioRule, RowAudio
-from ..media.row_references import RowReferences, appended_tokens, tokens_of_key
 from ..plans.bin_packing import FirstFit
 from ..plans.buckets import BucketLimits
 from ..plans.packs import SHORTEN, PackLimits, strip_tokens
@@ -37,7 +35,7 @@ class Group:
     """Rows that wait for a batch.
 
     Attributes:
-        key (`int`): Bucket id and grids of references, or number of the pack; batches at the end of the stream come
+        key (`int`): Bucket id and sizes of conditions, or number of the pack; batches at the end of the stream come
             in this order.
         ordinals (list of `int`): Positions of the rows in the stream, rising.
         rows (list): The rows themselves.
@@ -125,12 +123,10 @@ class BucketGrouping(BucketLimits):
         spec ([`LatentSpec`], *optional*): Strides and patch, for `max_tokens` and `max_cost`.
         text_tokens (`int`): Tokens of each sample's padded text, for models with joint attention; they count like the
             sample's own.
-        references ([`ReferenceRule`][hf_bucketing.media.references.ReferenceRule], *optional*): Sizes in which the
-            references of rows are shown, whose files' sizes are the rows' `reference_sizes`. They count like the
-            sample's own tokens, and a batch holds rows whose references have equal sizes. Needs `spec`.
-        audio ([`AudioRule`][hf_bucketing.media.row_audio.AudioRule], *optional*): Rule of the audio of rows, which
-            have it if `has_audio` says so. Its tokens count likewise, and a batch holds rows whose audio is equally
-            long, or that have none. Needs `spec`.
+        conditions ([`ConditionRules`][hf_bucketing.conditions.rows.ConditionRules]): How the conditions of rows are
+            counted, by their columns, such as `reference_sizes` or `has_audio`. They count like the sample's own
+            tokens, and a batch holds rows whose references have equal sizes, and whose audio is equally long, or that
+            have none. Needs `spec`.
 
     Raises:
         PlanError: On limits that `BucketLimits` refuses, if `spec` is missing, or `text_tokens` is below 0.
@@ -139,14 +135,13 @@ class BucketGrouping(BucketLimits):
     table: BucketTable | OpenTable
     spec: LatentSpec | None = None
     text_tokens: int = 0
-    references: ReferenceRule | None = None
-    audio: AudioRule | None = None
+    conditions: ConditionRules = field(default_factory=ConditionRules)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(0, self, "text_tokens", error=PlanError)
-        if (self.limited or self.references is not None or self.audio is not None) and self.spec is None:
-            raise PlanError("Limits, `references` and `audio` count tokens: pass spec=LatentSpec(…).")
+        if (self.limited or self.conditions) and self.spec is None:
+            raise PlanError("Limits and `conditions` count tokens: pass spec=LatentSpec(…).")
         if self.cost_model is not None and self.max_cost is None:
             raise PlanError("Omit `cost_model`: no effect without `max_cost`.")
 
@@ -154,50 +149,37 @@ class BucketGrouping(BucketLimits):
         """Raise PlanError if the columns of a stream say that its buckets are those of another table."""
         check_table(features, self.table, column="bucket_id")
 
-    def size_of(self, bucket: int, *, shown: int = 0) -> int:
-        """Return the samples of a full batch of a bucket, where references and audio of each take `shown` tokens.
+    def size_of(self, bucket: int, *, beside: int = 0) -> int:
+        """Return the samples of a full batch of a bucket, where the conditions of each take `beside` tokens.
 
         Raises:
             PlanError: If a sample of the bucket exceeds a limit, or a mapping lacks the bucket.
         """
-        beside = self.text_tokens + shown
-        return int(self.solved_sizes(np.array([bucket]), table=self.table, spec=self.spec, text_tokens=beside)[0])
+        more = self.text_tokens + beside
+        return int(self.solved_sizes(np.array([bucket]), table=self.table, spec=self.spec, text_tokens=more)[0])
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the key of each row's group; None if rejected.
 
-        It is the bucket id, below the tokens of its audio, below the grids of its references.
+        It is the bucket id, below what tells its conditions.
         """
         ids = self._bucket_ids(rows)
-        if self.audio is not None:
-            ids = [
-                None if bucket is None else bucket | tokens << _BUCKET_BITS
-                for bucket, tokens in zip(ids, self._audio_tokens(rows, ids), strict=True)
-            ]
-        if self.references is None:
+        if not self.conditions:
             return ids
         assert self.spec is not None, "__post_init__ checks it"
-        missing = [row for row in rows if REFERENCE_SIZES not in row]
-        if missing and not self.references.appended:
-            raise PlanError(f"A row of the stream lacks {REFERENCE_SIZES}; prepare the stream with its references.")
-        references = RowReferences.of_lists([row.get(REFERENCE_SIZES, []) for row in rows], rule=self.references)
-        samples = [(0, 0, 0) if key is None else self.table.size(_bucket_of(key)) for key in ids]
-        keys = zip(ids, references.grid_keys(samples, spec=self.spec), strict=True)
-        return [None if key is None else key | grids << _BUCKET_BITS + _AUDIO_BITS for key, grids in keys]
+        columns = _columns_of(rows, self.conditions.columns)
+        conditions = self.conditions.rows(columns, num_rows=len(rows))
+        samples = [(0, 0, 0) if bucket is None else self.table.size(bucket) for bucket in ids]
+        keys = zip(ids, conditions.keys(samples, spec=self.spec), strict=True)
+        return [None if bucket is None else bucket | key << _BUCKET_BITS for bucket, key in keys]
 
     def tokens_beside(self, key: int) -> int:
-        """Return the tokens of audio, references and appended frames of a row of a group by its key."""
-        if (rule := self.references) is None:
-            return _tokens_beside(key, rule=None)
+        """Return the tokens of the conditions of a row of a group by its key."""
+        if not self.conditions:
+            return 0
         assert self.spec is not None, "__post_init__ checks it"
         size = self.table.size(_bucket_of(key))
-        return _tokens_beside(key, rule=rule) + int(appended_tokens(rule, size, spec=self.spec)[0])
-
-    def _audio_tokens(self, rows: Sequence[Row], ids: Sequence[int | None]) -> list[int]:
-        """Return the tokens of the audio of each row."""
-        assert self.audio is not None, "the caller checks it"
-        frames = [0 if bucket is None else self.table.size(bucket).frames for bucket in ids]
-        return audio_of_rows(rows, self.audio).num_tokens(frames).tolist()
+        return self.conditions.tokens_of_key(key >> _BUCKET_BITS, size, spec=self.spec)
 
     def _bucket_ids(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the bucket id of each row; None if it has none."""
@@ -213,18 +195,17 @@ class BucketGrouping(BucketLimits):
     def settings(self) -> dict[str, object]:
         """Return all that the batches depend on, by name; costs only where they limit a batch."""
         unused = [] if self.max_cost is not None else ["max_cost", "cost_model"]
-        unused += [name for name in ("references", "audio") if getattr(self, name) is None]
-        limits = {name: value for name, value in vars(self).items() if name not in unused}
-        return {"mode": "bucket", **limits, "table": self.table.fingerprint}
+        limits = {name: value for name, value in vars(self).items() if name not in [*unused, "conditions"]}
+        return {"mode": "bucket", **limits, **self.conditions.settings(), "table": self.table.fingerprint}
 
 
 class _BucketGroups(OpenGroups):
-    """One group per bucket, tokens of audio and grids of references."""
+    """One group per bucket and conditions of equal sizes."""
 
     def __init__(self, grouping: BucketGrouping) -> None:
         super().__init__(grouping)
         self._size_of = functools.cache(
-            lambda key: grouping.size_of(_bucket_of(key), shown=grouping.tokens_beside(key))
+            lambda key: grouping.size_of(_bucket_of(key), beside=grouping.tokens_beside(key))
         )
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:
@@ -238,31 +219,23 @@ class _BucketGroups(OpenGroups):
 
 
 _BUCKET_BITS = 31
-_AUDIO_BITS = 21
-"""Bits of a bucket id in the key of a group, and of the tokens of audio above them; then come grids of references."""
+"""Bits of a bucket id in the key of a group; above them comes the key of its conditions."""
 
 
 def _bucket_of(key: int) -> int:
     return key & (1 << _BUCKET_BITS) - 1
 
 
-def _tokens_beside(key: int, *, rule: ReferenceRule | None) -> int:
-    """Return the tokens of audio and references that a key spells, with those that a rule adds to the text."""
-    audio, references = key >> _BUCKET_BITS & (1 << _AUDIO_BITS) - 1, key >> _BUCKET_BITS + _AUDIO_BITS
-    return audio + tokens_of_key(references, rule=rule)
-
-
-def audio_of_rows(rows: Sequence[Row], rule: AudioRule) -> RowAudio:
-    """Return the audio of rows of a stream by a rule.
+def _columns_of(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return columns of rows of a stream.
 
     Raises:
-        PlanError: If a row does not say whether it has audio.
+        PlanError: If a row lacks one.
     """
     try:
-        columns = {name: [row[name] for row in rows] for name in (HAS_AUDIO, "fps")}
+        return {name: [row[name] for row in rows] for name in names}
     except KeyError as error:
-        raise PlanError(f"A row of the stream lacks {error}; prepare the stream with its audio.") from error
-    return RowAudio.of_columns(columns, rule=rule)
+        raise PlanError(f"A row of the stream lacks {error}; prepare the stream with its conditions.") from error
 
 
 @explains_arguments()

@@ -21,13 +21,13 @@ from ..adapters.settings import ADAPTER_NAMES
 from ..batching.run_data import RunData
 from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
+from ..conditions.names import FRAME_BY_FRAME, REFERENCE
+from ..conditions.shares import AUDIO, NO_AUDIO, VIDEO, read_conditions
 from ..configuration.hub import HubConfig
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..files import complete_file
-from ..media.conditions import FRAME_BY_FRAME, REFERENCE
 from ..models.calls import IMAGES
-from ..models.conditioning import AUDIO, NO_AUDIO, VIDEO, read_conditions
 from ..models.experts import transformers_of
 from ..models.loading import dtypes
 from ..models.recipe import Recipe

@@ -20,11 +20,11 @@ from ..batching.rows import TrainingData, make_data
 from ..batching.run_data import RunData
 from ..batching.step_rows import LargestStep
 from ..buckets.sizes import Size
+from ..conditions.audio import AUDIO
+from ..conditions.names import FRAME_BY_FRAME, MASK, REFERENCE
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.audio import CHANNELS
-from ..media.conditions import FRAME_BY_FRAME, MASK, REFERENCE
-from ..media.row_audio import AUDIO
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
 from ..models.samples import KEYFRAMES, REFERENCES
@@ -109,7 +109,7 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
         tokens=step.tokens - text - heard,
         text_tokens=text,
         audio_tokens=heard,
-        references=step.shown,
+        references=step.conditions.sizes(step.sizes, spec=data.spec),
     )
     return plan_components(components, config, shape)
 
@@ -221,8 +221,8 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     rows = np.array([tokens.argmax()])
     (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
     fps = None
-    if whole.audio is not None and whole.audio.present[rows[0]]:
-        fps = float(whole.audio.fps[rows[0]])
+    if (audio := whole.row_conditions.audio) is not None and audio.present[rows[0]]:
+        fps = float(audio.fps[rows[0]])
     largest = _planned_tokens(opened, size, shown, audio_fps=fps, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
@@ -345,8 +345,8 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             for condition in data.conditions
             if condition != AUDIO
         }
-        if data.audio is not None:
-            samples = map(data.audio.rule.num_samples, largest.audio)
+        if (audio := data.row_conditions.audio) is not None:
+            samples = map(audio.rule.num_samples, largest.audio)
             batch["shown"][AUDIO] = [torch.rand(CHANNELS, count, device=device) for count in samples]
     else:
         blank = [recipe.blank_conditions(latent) for latent in media]
@@ -359,7 +359,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             (random_media(size._replace(frames=1)),) * (latent.shape[1] - 1)
             for size, latent in zip(sizes, media, strict=True)
         ]
-        if data.audio is not None:
+        if data.row_conditions.audio is not None:
             channels = family.audio_channels(transformer)
             batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]
     if not recipe.modules("text_encoders"):

@@ -32,6 +32,7 @@ from ..batching.steps import StepLosses
 from ..batching.streamed import OpenedStream, make_streamed_data, open_stream
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
 from ..command_line.stopping import StopSignals
+from ..conditions.shares import most_appended
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings
 from ..configuration.run import TrainingConfig
@@ -44,7 +45,6 @@ from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.caption_lengths import describe_caption_lengths
-from ..models.conditioning import most_appended
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
 from ..placement.shards import SHARDED

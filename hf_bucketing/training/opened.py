@@ -16,19 +16,20 @@ from accelerate.utils import DynamoBackend
 
 from ..batching import way_of
 from ..batching.checks import check_shown_references
-from ..batching.counting import counting_rule
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
+from ..conditions.appended import AppendedFrames
+from ..conditions.parts import sample_sizes
+from ..conditions.references import ReferenceRule
+from ..conditions.rows import ConditionRules
+from ..conditions.shares import most_appended
 from ..configuration.launch import LaunchConfig, check_run
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
-from ..media.references import Appended
-from ..media.row_references import sample_sizes
 from ..models.compilation import compiled_classes
-from ..models.conditioning import most_appended
 from ..models.experts import transformers_of
 from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
 from ..models.recipe import Recipe
@@ -200,12 +201,11 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     for prepared in filter(None, (opened.prepared, opened.held_out)):
         ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
         own = prepared.table.num_tokens(ids, spec=prepared.spec)
+        references = prepared.references.entering(ReferenceRule(in_front=opened.recipe.references_in_front))
+        shown = prepared.row_conditions(ConditionRules.of(prepared.conditions, references=references))
         for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
-            rule = counting_rule(prepared, in_front=opened.recipe.references_in_front, frames=Appended(appended))
-            references = None if rule is None else prepared.row_references(rule)
-            tokens = own
-            if references is not None:
-                tokens = own + references.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
+            conditions = shown.appending(AppendedFrames(appended))
+            tokens = own + conditions.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
             usable = np.stack([ids, tokens])[:, tokens > 0]
             for (bucket, length), count in zip(*np.unique(usable.T, axis=0, return_counts=True), strict=True):
                 sizes[prepared.table.size(int(bucket)), int(length)] += int(count)

@@ -21,13 +21,13 @@ from ..batching.steps import Computed, StepLosses
 from ..buckets.arrays import FloatArray, IntArray
 from ..caching.views import CACHED_VIEW
 from ..command_line.config_file import CONFIG_FILE
+from ..conditions.shares import read_conditions
 from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer, to_device
 from ..files import complete_file, writing
 from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.planned import StepCount
-from ..models.conditioning import read_conditions
 from ..packing.attention.dispatch import choices
 from ..placement.shards import SHARDED
 from ..runs.page import write_live_page

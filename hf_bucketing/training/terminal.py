@@ -11,9 +11,9 @@ from accelerate import Accelerator
 
 from ..adapters.settings import AdapterConfig
 from ..buckets.sizes import Size
+from ..conditions.names import REFERENCE
 from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
-from ..media.conditions import REFERENCE
 from ..models.calls import IMAGES
 from ..models.recipe import Recipe
 from ..runs.review import duration

@@ -14,12 +14,12 @@ import torch
 from accelerate import Accelerator
 
 from ..buckets.sizes import LatentSpec, Size
+from ..conditions.names import REFERENCE
+from ..conditions.references import ReferenceRule
 from ..configuration.validation import ValidationConfig, rendering_name
 from ..errors import BucketingError
 from ..media.backgrounds import WHITE
-from ..media.conditions import REFERENCE
 from ..media.probe import probe
-from ..media.references import ReferenceRule
 from ..media.sample import load_first_frame, load_references
 from ..media.source import MediaSource
 from ..media.write import Sound, write_image, write_video

@@ -16,6 +16,7 @@ from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import TrainingData, make_data, make_held_out_data
 from hf_bucketing.batching.sample_rows import SampleRows
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.rows import ConditionRules
 from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.errors import OversizeError
 from hf_bucketing.loaders.random_resize import RandomResize
@@ -154,7 +155,7 @@ def test_cached_views_of_several_sizes_are_refused_by_name(prepared_dir: Path) -
         data := PreparedDataset.load(prepared_dir),
         data.open_table,
         counting=TINY_WAN,
-        rule=None,
+        rules=ConditionRules(),
         drop=None,
         resize=RandomResize(spec=SPEC),
         views=None,

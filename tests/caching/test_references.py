@@ -20,8 +20,8 @@ from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.caching.columns import NULL_TEXT_KEY
 from hf_bucketing.caching.store import TensorCache, entry_key
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.media import write_image
-from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import REFERENCES
 from hf_bucketing.models.texts import TextEmbeddings

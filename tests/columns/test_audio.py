@@ -13,8 +13,8 @@ from hf_bucketing import BucketingError, LatentSpec, MediaError
 from hf_bucketing.columns.audio import AudioColumns, describe_audio
 from hf_bucketing.columns.preparation import check_sources
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.conditions.audio import HAS_AUDIO
 from hf_bucketing.media import write_video
-from hf_bucketing.media.row_audio import HAS_AUDIO
 from hf_bucketing.media.rows import MediaColumns
 from hf_bucketing.media.write import Sound
 

@@ -22,8 +22,8 @@ from hf_bucketing.columns.conditions import ConditionColumns, describe_stored_re
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.media import MediaColumns, write_video
-from hf_bucketing.media.references import ReferenceRule
 from tests.conftest import run_script_here
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")

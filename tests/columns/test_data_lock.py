@@ -15,8 +15,8 @@ from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.columns.data_changes import DataChanges, compare_locks
 from hf_bucketing.columns.data_lock import LOCK_FILE, LOCKED, DataLock, read_lock, require_lock
 from hf_bucketing.columns.prepared import ROW_WEIGHT
-from hf_bucketing.media.references import ReferenceRule
-from hf_bucketing.media.row_audio import AudioRule
+from hf_bucketing.conditions.audio import AudioRule
+from hf_bucketing.conditions.references import ReferenceRule
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64), Size(5, 32, 64)))

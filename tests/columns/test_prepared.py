@@ -13,7 +13,7 @@ import pytest
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.columns.prepared import CacheInfo
-from hf_bucketing.media.references import ReferenceRule
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.randomness import ROW
 from tests.columns.test_map_columns import TABLE, WAN, sized
 

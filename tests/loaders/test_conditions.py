@@ -22,9 +22,9 @@ from hf_bucketing.caching import CacheConfig, CachedCollator, LatentColumns
 from hf_bucketing.columns import CacheInfo, map_columns
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.loaders import FaultRule, RandomResize, resume
 from hf_bucketing.media import MediaColumns, ViewRule, write_video
-from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.randomness import ROW
 from hf_bucketing.streaming import BucketGrouping, PackGrouping, StreamingBucketBatcher
 from tests.columns.stream_cases import write_table

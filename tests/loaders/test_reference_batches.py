@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketBatchSampler, BucketTable, LatentSpec
+from hf_bucketing.conditions.parts import sample_sizes
+from hf_bucketing.conditions.references import ReferenceRule, RowReferences
+from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.errors import PlanError
-from hf_bucketing.media.references import ReferenceRule
-from hf_bucketing.media.row_references import RowReferences, sample_sizes
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 TABLE = BucketTable.parse("64,64;64,96", frames=[1])
@@ -19,27 +20,27 @@ SHAPES = [(1, 64, 64), (1, 64, 96), (1, 32, 32)]
 
 
 @pytest.fixture
-def rows() -> tuple[np.ndarray, RowReferences]:
+def rows() -> tuple[np.ndarray, RowConditions]:
     """300 rows of two buckets with 0 to 3 references of three sizes."""
     rng = np.random.default_rng(0)
     cells = [sum((SHAPES[shape] for shape in rng.integers(0, 3, count)), ()) for count in rng.integers(0, 4, 300)]
-    return rng.integers(-1, 2, 300), RowReferences.of_lists(cells, rule=RULE)
+    return rng.integers(-1, 2, 300), RowConditions.of(RowReferences.of_lists(cells, rule=RULE))
 
 
 @pytest.mark.parametrize("remainder", ["short", "drop", "repeat"])
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_samples_of_a_batch_have_equal_signatures(rows, remainder, num_processes: int) -> None:
-    ids, references = rows
+    ids, conditions = rows
     sampler = BucketBatchSampler(
         ids,
         table=TABLE,
         spec=SPEC,
         batch_size=4,
         remainder=remainder,
-        references=references,
+        conditions=conditions,
         num_processes=num_processes,
     )
-    signatures = references.signatures(sample_sizes(ids, TABLE), spec=SPEC)
+    signatures = conditions.references.signatures(sample_sizes(ids, TABLE), spec=SPEC)
     for epoch in range(2):
         plan = sampler.plan(epoch)
         assert plan.kept + plan.dropped == 300
@@ -52,28 +53,28 @@ def test_samples_of_a_batch_have_equal_signatures(rows, remainder, num_processes
 
 
 def test_references_count_for_max_tokens(rows) -> None:
-    ids, references = rows
+    ids, conditions = rows
     options = {"table": TABLE, "spec": SPEC, "max_tokens": 200, "text_tokens": 10, "num_processes": 1}
-    sampler = BucketBatchSampler(ids, references=references, **options)
-    own = TABLE.num_tokens(ids, spec=SPEC) + references.num_tokens(sample_sizes(ids, TABLE), spec=SPEC) + 10
+    sampler = BucketBatchSampler(ids, conditions=conditions, **options)
+    own = TABLE.num_tokens(ids, spec=SPEC) + conditions.num_tokens(sample_sizes(ids, TABLE), spec=SPEC) + 10
     plan = sampler.plan(0)
     tokens = np.add.reduceat(own[plan.indices], plan.offsets[:-1])
     assert 150 < tokens.max() <= 200
     without = BucketBatchSampler(ids, **options).plan(0)
     assert np.add.reduceat(own[without.indices], without.offsets[:-1]).max() > 200
     with pytest.raises(PlanError, match="exceeds `max_tokens=60`"):
-        BucketBatchSampler(ids, references=references, **{**options, "max_tokens": 60})
+        BucketBatchSampler(ids, conditions=conditions, **{**options, "max_tokens": 60})
 
 
 def test_batch_sizes_and_weights_are_named_by_bucket(rows) -> None:
-    ids, references = rows
+    ids, conditions = rows
     sampler = BucketBatchSampler(
         ids,
         table=TABLE,
         spec=SPEC,
         batch_size={0: 2, 1: 3},
         weights={1: 2.0},
-        references=references,
+        conditions=conditions,
         num_processes=1,
     )
     plan = sampler.plan(0)
@@ -84,27 +85,33 @@ def test_batch_sizes_and_weights_are_named_by_bucket(rows) -> None:
 
 
 def test_the_longest_step_by_references_comes_first(rows) -> None:
-    ids, references = rows
+    ids, conditions = rows
     sampler = BucketBatchSampler(
-        ids, table=TABLE, spec=SPEC, batch_size=2, longest_first=True, references=references, num_processes=1
+        ids,
+        table=TABLE,
+        spec=SPEC,
+        batch_size=2,
+        longest_first=True,
+        conditions=conditions,
+        num_processes=1,
     )
-    own = TABLE.num_tokens(ids, spec=SPEC) + references.num_tokens(sample_sizes(ids, TABLE), spec=SPEC)
+    own = TABLE.num_tokens(ids, spec=SPEC) + conditions.num_tokens(sample_sizes(ids, TABLE), spec=SPEC)
     plan = sampler.plan(0)
     tokens = np.add.reduceat(own[plan.indices], plan.offsets[:-1])
     assert tokens[0] == tokens.max() > tokens[1:].mean()
 
 
 def test_a_saved_state_knows_the_references(rows) -> None:
-    ids, references = rows
+    ids, conditions = rows
     options = {"table": TABLE, "spec": SPEC, "batch_size": 2, "num_processes": 1}
-    state = BucketBatchSampler(ids, references=references, **options).state_dict(step=3)
-    BucketBatchSampler(ids, references=references, **options).load_state_dict(state)
+    state = BucketBatchSampler(ids, conditions=conditions, **options).state_dict(step=3)
+    BucketBatchSampler(ids, conditions=conditions, **options).load_state_dict(state)
     with pytest.raises(PlanError, match="rows was"):
-        BucketBatchSampler(ids, references=references.select(np.arange(300)[::-1]), **options).load_state_dict(state)
+        BucketBatchSampler(ids, conditions=conditions.select(np.arange(300)[::-1]), **options).load_state_dict(state)
 
 
 def test_what_cannot_be_is_refused(rows) -> None:
-    ids, references = rows
+    ids, conditions = rows
     with pytest.raises(PlanError, match="references of several sizes cannot be stacked"):
         BucketBatchSampler(
             ids,
@@ -112,9 +119,9 @@ def test_what_cannot_be_is_refused(rows) -> None:
             spec=SPEC,
             batch_size=2,
             remainder="catch_all",
-            references=references,
+            conditions=conditions,
         )
     with pytest.raises(PlanError, match="pass spec="):
-        BucketBatchSampler(ids, table=TABLE, batch_size=2, references=references)
+        BucketBatchSampler(ids, table=TABLE, batch_size=2, conditions=conditions)
     with pytest.raises(PlanError, match="those of 2 rows, but there are 300"):
-        BucketBatchSampler(ids, table=TABLE, spec=SPEC, batch_size=2, references=references.select([0, 1]))
+        BucketBatchSampler(ids, table=TABLE, spec=SPEC, batch_size=2, conditions=conditions.select([0, 1]))

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from hf_bucketing import BucketingError, MediaError, Size
+from hf_bucketing.conditions.audio import AUDIO, AudioRule
 from hf_bucketing.media import MediaSource, View, write_video
 from hf_bucketing.media.audio import has_audio, read_audio
-from hf_bucketing.media.row_audio import AUDIO, AudioRule
 from hf_bucketing.media.rows import FileSample
 from hf_bucketing.media.sample import load
 from hf_bucketing.media.write import Sound

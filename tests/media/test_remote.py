@@ -17,11 +17,11 @@ from PIL import Image
 
 from hf_bucketing import MediaError, Size
 from hf_bucketing.columns import MediaMetadata, map_columns
+from hf_bucketing.conditions.audio import AudioRule
 from hf_bucketing.media import write_video
 from hf_bucketing.media.decode import iter_frames
 from hf_bucketing.media.probe import MediaInfo, probe
 from hf_bucketing.media.remote import version
-from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.media.rows import FileSample
 from hf_bucketing.media.sample import load
 from hf_bucketing.media.source import MediaSource

@@ -18,9 +18,9 @@ from hf_bucketing.caching import CacheConfig, LatentColumns
 from hf_bucketing.columns import BucketColumns, MediaMetadata, map_columns
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.media import MediaColumns, MediaSource, View, ViewRule, iter_frames, load_first_frame
 from hf_bucketing.media.probe import read_header
-from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.media.rows import FileSample
 from hf_bucketing.media.sample import load, load_references
 from hf_bucketing.media.thumbnails import sample_thumbnails

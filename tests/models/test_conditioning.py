@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketingError
-from hf_bucketing.models.conditioning import FRAMES, ConditionShares, read_condition, read_conditions
+from hf_bucketing.conditions.shares import FRAMES, ConditionShares, read_condition, read_conditions
 
 
 def latents_shown(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:

@@ -23,9 +23,9 @@ from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.caching.settings import CacheConfig
-from hf_bucketing.media.row_audio import AudioRule
+from hf_bucketing.conditions.audio import AudioRule
+from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.families.kandinsky6 import FAMILY
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.loading import Loading

@@ -19,8 +19,8 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets.sizes import LatentSpec, Size
+from hf_bucketing.conditions.shares import Drawn
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import Drawn
 from hf_bucketing.models.families.ltx import SCALES
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe

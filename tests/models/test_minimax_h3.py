@@ -33,9 +33,9 @@ from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.columns.settings import RowsConfig
-from hf_bucketing.media.row_references import RowReferences
+from hf_bucketing.conditions.references import REFERENCE_SIZES
+from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.families.minimax_h3 import AT_END, PICTURE_TOKENS
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.loading import Loading
@@ -605,10 +605,9 @@ def test_plans_count_references_and_as_much_of_text(tiny_folder: Callable[[str],
     kind, nothing = recipe_of(folder), Loading(parts=("trained", "text_encoders"))
     recipe = kind.load(folder, trained="transformer_ref", loading=nothing)
     rule = kind.reference_rule(components.settings).in_pixels(recipe.spec.multiples)
-    prepared: Any = SimpleNamespace(conditions=NAMES[1], references=rule)
-    counting = ModelTokens.of(recipe).rule_of(prepared)
-    assert counting is not None
-    references = RowReferences.of_lists([[1, 640, 960, 1, 40, 20]], rule=counting)
+    prepared: Any = SimpleNamespace(conditions=NAMES[1], references=rule, audio=None)
+    counting = ModelTokens.of(recipe).rules_of(prepared)
+    references = counting.rows({REFERENCE_SIZES: [[1, 640, 960, 1, 40, 20]]}, num_rows=1).references
     counted = int(references.num_tokens([(22, 64, 32)], spec=recipe.spec)[0])
     assert counted == 2 * shown + 2 * 118
     pixels = [torch.rand(3, *size) for size in references.sizes([(22, 64, 32)])[0]]

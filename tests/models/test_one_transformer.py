@@ -14,8 +14,8 @@ import torch
 from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
+from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing.pack import Packing

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hf_bucketing.batching.encoded import media_of, text_of
 from hf_bucketing.buckets.sizes import Size
-from hf_bucketing.media.conditions import MASK, REFERENCE
+from hf_bucketing.conditions.names import MASK, REFERENCE
 from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.families.ltx2 import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised, NoisedAudio

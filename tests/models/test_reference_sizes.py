@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 from hf_bucketing import Size
+from hf_bucketing.conditions.references import RowReferences
 from hf_bucketing.media import MediaSource
-from hf_bucketing.media.row_references import RowReferences
 from hf_bucketing.media.sample import load_references
 from hf_bucketing.models.index import read_index
 from hf_bucketing.models.recipe import Recipe

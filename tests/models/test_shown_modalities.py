@@ -11,9 +11,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, LTX2DFRPipeline
 
-from hf_bucketing.media.row_audio import AUDIO
+from hf_bucketing.conditions.audio import AUDIO
+from hf_bucketing.conditions.shares import Drawn
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import Drawn
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of

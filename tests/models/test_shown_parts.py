@@ -17,8 +17,8 @@ from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.sizes import LatentSpec, Size
+from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.conditioning import read_condition, read_conditions
 from hf_bucketing.models.objectives import DiffusionForcing, Noised
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
-from hf_bucketing.media.row_audio import AudioRule, RowAudio
+from hf_bucketing.conditions.audio import AudioRule, RowAudio
+from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
@@ -111,13 +112,15 @@ def test_cached_audio_is_counted_in_channels_of_its_own(components: Components) 
     audio = RowAudio(
         rule=AudioRule(rate=16000, samples_per_token=640), present=np.arange(10) < 3, fps=np.full(10, 8.0)
     )
-    rows = DataRows(sizes=sizes, total=20, caption_characters=40.0, audio=audio)
+    conditions = RowConditions.of(audio)
+    rows = DataRows(sizes=sizes, total=20, conditions=conditions, caption_characters=40.0)
     suggester = Suggester(
         components, rows, machine=MachineConfig(gpu_memory=24), base=SILENT, speed=Speed(1e12, 2e12, "a test")
     )
     targets = own_targets(sizes, spec=components.spec, max_area=None)
     latents = components.spec.num_tokens((9, 64, 64)) * 4 * 4
-    heard = suggester._cache_bytes(targets.beside(audio=audio, spec=components.spec), SILENT)
+    heard = suggester._cache_bytes(targets, SILENT)
+    suggester.rows = replace(rows, conditions=RowConditions(num_rows=10))
     silent = suggester._cache_bytes(targets, SILENT)
     assert heard - silent == 4 * 4 * 3 * TOKENS * 20 // 10, "four channels in float32, of as many rows"
     assert silent > 20 * latents
@@ -130,7 +133,7 @@ def test_a_suggestion_counts_the_audio_of_rows(components: Components) -> None:
     sizes = Sizes(*np.tile([[9], [64], [64]], (1, count)))
     present = np.arange(count) % 2 == 0
     audio = RowAudio(rule=AudioRule(rate=16000, samples_per_token=640), present=present, fps=np.full(count, 8.0))
-    silent = DataRows(sizes=sizes, total=count, decoding=0.001)
+    silent = DataRows(sizes=sizes, total=count, conditions=RowConditions(num_rows=count), decoding=0.001)
     machine, base = MachineConfig(gpu_memory=24, num_train_epochs=1), changed(SILENT, device="cuda")
     tables = {
         name: (settings, settings.make(components.spec)) for name, settings in tables_of(components, sizes).items()
@@ -139,7 +142,7 @@ def test_a_suggestion_counts_the_audio_of_rows(components: Components) -> None:
         Suggester(components, rows, machine=machine, base=base, speed=Speed(1e12, 2e12, "a test")).suggest(
             ways_of(tables, sizes, spec=components.spec)
         )
-        for rows in (silent, replace(silent, audio=audio))
+        for rows in (silent, replace(silent, conditions=RowConditions.of(audio)))
     ]
     for without, with_audio in zip(*(sorted(run.candidates, key=lambda one: one.name) for run in found), strict=False):
         assert with_audio.config.samples.audio_fps == 8.0
@@ -147,6 +150,6 @@ def test_a_suggestion_counts_the_audio_of_rows(components: Components) -> None:
     lengths = [max(candidate.memory.shape.length for candidate in run.candidates) for run in found]
     assert lengths[1] > lengths[0]
     bucketed = [candidate for candidate in found[1].candidates if candidate.way.batching == "bucket"]
-    assert {tuple(sorted({*(candidate.way.targets.beside_tokens.tolist())})) for candidate in bucketed} == {
+    assert {tuple(sorted({*(candidate.way.targets.condition_tokens.tolist())})) for candidate in bucketed} == {
         (0, TOKENS)
     }

@@ -18,7 +18,8 @@ from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.commands.suggested import describe_suggestion
 from hf_bucketing.commands.suggestion_page import suggestion_page
-from hf_bucketing.media.row_references import RowReferences
+from hf_bucketing.conditions.references import RowReferences
+from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module
 from hf_bucketing.planner.components import Components, read_components
 from hf_bucketing.planner.gpus import TimeConfig
@@ -48,7 +49,9 @@ def components(pipeline_dir: Path) -> Components:
 
 def rows_of(*sizes: tuple[int, int, int], repeats: int = 20) -> DataRows:
     columns = np.repeat(np.array(sizes), repeats, axis=0).T
-    return DataRows(sizes=Sizes(*columns), total=repeats * len(sizes), caption_characters=20.0, decoding=1e-3)
+    total = repeats * len(sizes)
+    nothing = RowConditions(num_rows=total)
+    return DataRows(sizes=Sizes(*columns), total=total, conditions=nothing, caption_characters=20.0, decoding=1e-3)
 
 
 MIXED = rows_of((17, 96, 128), (9, 64, 96), (1, 128, 96))
@@ -93,7 +96,8 @@ def test_a_panorama_rules_out_no_packs(reason: str, components: Components, monk
     panorama = (1, 16, 4096 if reason.startswith("A") else 2048)
     for images, fits in ((40, True), (10, False)):
         sizes = Sizes(*np.array([(1, 96, 128)] * images + [panorama]).T)
-        rows = DataRows(sizes=sizes, total=images + 1, caption_characters=20.0, decoding=1e-3)
+        nothing = RowConditions(num_rows=images + 1)
+        rows = DataRows(sizes=sizes, total=images + 1, conditions=nothing, caption_characters=20.0, decoding=1e-3)
         if fits:
             suggestion = suggest(components, rows, names="packs")
             assert {(run.dropped["too_large"], run.way.batching) for run in suggestion.candidates} == {(1, "pack")}
@@ -262,7 +266,8 @@ def test_references_count_in_tokens_memory_and_time(tiny_folder: Callable[[str],
     rows = rows_of((1, 64, 96), (1, 96, 64), repeats=10)
     shown = RowReferences.of_lists([[1, 64, 32, 1, 32, 32], [1, 32, 32], []] * 6 + [[], []], rule=rule)
     without, with_references = (
-        suggest(components, found, names="data") for found in (rows, dataclasses.replace(rows, references=shown))
+        suggest(components, found, names="data")
+        for found in (rows, dataclasses.replace(rows, conditions=RowConditions.of(shown)))
     )
     assert {run.config.samples.reference_sizes for run in without.candidates} == {None}
     assert {run.config.samples.reference_sizes for run in with_references.candidates} == {"1,64,32;1,32,32"}
@@ -270,7 +275,7 @@ def test_references_count_in_tokens_memory_and_time(tiny_folder: Callable[[str],
     for alone, beside in zip(
         *(sorted(run.candidates, key=by_way) for run in (without, with_references)), strict=False
     ):
-        assert beside.way.targets.beside_tokens.max() == tokens
+        assert beside.way.targets.condition_tokens.max() == tokens
         assert beside.memory.shape.references == (Size(1, 64, 32), Size(1, 32, 32))
         assert beside.memory.shape.length >= alone.memory.shape.length + tokens
         assert beside.time.seconds > alone.time.seconds

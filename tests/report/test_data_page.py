@@ -14,7 +14,7 @@ from PIL import Image
 
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
-from hf_bucketing.media.references import ReferenceRule
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.report.data_page import DataRow, data_page, write_rows
 from hf_bucketing.report.page import render_page
 from tests.browser import look_at

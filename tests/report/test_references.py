@@ -13,9 +13,9 @@ from datasets import Sequence, Value
 
 from hf_bucketing import BucketTable, LatentSpec
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
-from hf_bucketing.media.row_audio import AudioRule, RowAudio
-from hf_bucketing.media.row_references import RowReferences
+from hf_bucketing.conditions.audio import AudioRule, RowAudio
+from hf_bucketing.conditions.references import REFERENCE_SIZES, ReferenceRule, RowReferences
+from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.planner import MemoryParts, PlanConfig, memory
 from hf_bucketing.report import ReportConfig, SizeColumns, describe_references, make_report, measure_references
 from tests.conftest import run_script_here
@@ -25,8 +25,8 @@ TABLE = BucketTable.parse("64,64;64,96", frames=[1])
 CONFIG = ReportConfig(batch_size=2, num_processes=1)
 
 
-def references_of(cells: list[list[int]]) -> RowReferences:
-    return RowReferences.of_lists(cells, rule=ReferenceRule(multiples=(16, 16)))
+def references_of(cells: list[list[int]]) -> RowConditions:
+    return RowConditions.of(RowReferences.of_lists(cells, rule=ReferenceRule(multiples=(16, 16))))
 
 
 def test_batches_are_counted_with_references_and_without() -> None:
@@ -54,7 +54,7 @@ def test_padding_buckets_and_packs_count_references_as_computed_by_hand() -> Non
             TABLE,
             spec=SPEC,
             config=replace(CONFIG, batch_size=size, strip_length=16, max_tokens=80),
-            references=shown,
+            conditions=shown,
         )
         for size, shown in ((4, references), (2, None))
     )
@@ -80,7 +80,7 @@ def test_padding_buckets_and_packs_count_audio_as_computed_by_hand() -> None:
         table,
         spec=spec,
         config=replace(CONFIG, batch_size=4, strip_length=1, max_tokens=100),
-        audio=audio,
+        conditions=RowConditions.of(audio),
     )
     padding, bucketing, packing = report.strategies
     assert [strategy.real_tokens for strategy in report.strategies] == [4 * 32 + 2 * 9] * 3
@@ -95,8 +95,8 @@ def test_references_in_front_of_samples_divide_buckets_by_their_number_alone() -
     steps = {}
     for in_front in (False, True):
         rule = ReferenceRule(multiples=(16, 16), in_front=in_front).counted
-        references = RowReferences.of_lists(cells, rule=rule)
-        report = make_report(columns, TABLE, spec=SPEC, config=CONFIG, references=references)
+        conditions = RowConditions.of(RowReferences.of_lists(cells, rule=rule))
+        report = make_report(columns, TABLE, spec=SPEC, config=CONFIG, conditions=conditions)
         assert report.references is not None
         steps[in_front] = (report.references.groups, report.buckets.num_steps, report.strategies[1].real_tokens)
     assert steps == {False: (4, 4, 64 + 16 + 8 + 4), True: (2, 3, 64 + 3 * 16)}
@@ -110,7 +110,7 @@ def test_equal_references_need_no_packs() -> None:
 
 
 def test_nothing_is_said_where_no_usable_sample_has_references() -> None:
-    for references in (None, references_of([[], [1, 64, 64]])):
+    for references in (RowConditions(num_rows=2), references_of([[], [1, 64, 64]])):
         assert measure_references(np.array([0, -1]), references, table=TABLE, spec=SPEC, config=CONFIG) is None
 
 

@@ -16,8 +16,9 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, BucketTable, CostModel, LatentSpec, MediaError, PlanError, Size
+from hf_bucketing.conditions.references import REFERENCE_SIZES, ReferenceRule
+from hf_bucketing.conditions.rows import ConditionRules
 from hf_bucketing.loaders import FaultLog, FaultRule, resume
-from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.plans import PackPlanConfig
 from hf_bucketing.plans.packs import packs_of
 from hf_bucketing.randomness import ROW
@@ -493,7 +494,13 @@ def test_batches_of_a_stream_count_references_and_the_text_that_they_add(text_to
     rule = ReferenceRule(multiples=(16, 16), text_tokens=text_tokens)
     spec = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
     table = BucketTable.parse("64,64", frames=[1])
-    grouping = BucketGrouping(table=table, max_tokens=300, spec=spec, text_tokens=10, references=rule)
+    grouping = BucketGrouping(
+        table=table,
+        max_tokens=300,
+        spec=spec,
+        text_tokens=10,
+        conditions=ConditionRules.of(["reference"], references=rule),
+    )
     rows = [{"bucket_id": 0, REFERENCE_SIZES: [1, 64, 64, 1, 32, 64]}] * 6  # of 16 tokens, and 24 of references
     groups, sent = grouping.start(), []
     for ordinal, (row, measure) in enumerate(zip(rows, grouping.measures(rows), strict=True)):

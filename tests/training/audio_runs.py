@@ -18,9 +18,9 @@ from hf_bucketing.batching.base_targets import TARGETS
 from hf_bucketing.batching.encoded import media_of, text_of
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.batching.ways import make_step
+from hf_bucketing.conditions.audio import AUDIO
 from hf_bucketing.media import MediaSource, probe, write_video
 from hf_bucketing.media.audio import read_audio
-from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.write import Sound
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.synthetic.media import Clip, render

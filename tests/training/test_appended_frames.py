@@ -17,9 +17,8 @@ from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.encoded import latent_frames_of
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.media.references import ReferenceRule
-from hf_bucketing.media.row_references import appended_tokens
-from hf_bucketing.models.conditioning import Drawn, read_conditions
+from hf_bucketing.conditions.appended import AppendedFrames
+from hf_bucketing.conditions.shares import Drawn, read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
@@ -229,8 +228,8 @@ def test_frames_that_the_text_encoder_sees_count_twice(tiny_folder: Callable[[st
     none, one, two = shapes.values()
     assert [shape.tokens for shape in shapes.values()] == [12, 12 + 6, 12 + 2 * 6]
     assert [shape.text_tokens - none.text_tokens for shape in (one, two)] == [6 + 118, 2 * (6 + 118)]
-    rule = ReferenceRule(appended=2, appended_first=True, appended_text=118)
-    counted = appended_tokens(rule, [size, size._replace(frames=1), (0, 0, 0)], spec=components.spec)
+    frames = AppendedFrames(2, first=True, text=118)
+    counted = frames.num_tokens([size, size._replace(frames=1), (0, 0, 0)], spec=components.spec)
     assert counted.tolist() == [2 * (6 + 6 + 118), 0, 0]
 
 

@@ -25,8 +25,8 @@ from hf_bucketing.batching.rows import make_data
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.audio import AudioRule
 from hf_bucketing.loaders import resume
-from hf_bucketing.media.row_audio import AudioRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of

@@ -25,8 +25,8 @@ from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset, preparation
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.conditions.audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.loaders import resume
-from hf_bucketing.media.row_audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.models.families.ltx2 import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.files import loads_lora
+from hf_bucketing.conditions.names import CONDITIONS, FRAME_BY_FRAME
 from hf_bucketing.media import write_video
-from hf_bucketing.media.conditions import CONDITIONS, FRAME_BY_FRAME
 from hf_bucketing.models.calls import IMAGES
 from hf_bucketing.models.index import index_file
 from hf_bucketing.models.registry import recipe_of, recipes

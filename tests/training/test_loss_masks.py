@@ -18,8 +18,8 @@ from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import loss_weights
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.names import MASK
 from hf_bucketing.media import write_image, write_video
-from hf_bucketing.media.conditions import MASK
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.loss_mask import LOSS_MASK, latent_mask
 from hf_bucketing.models.samples import ModelInputs, Samples

@@ -22,8 +22,8 @@ from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared import CacheInfo, PreparedDataset
 from hf_bucketing.columns.prepared_stream import prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.media import ViewRule
-from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.families.flux2 import Flux2Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.opened import open_run

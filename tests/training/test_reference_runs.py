@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.streamed import open_stream
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.media import write_video
-from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed

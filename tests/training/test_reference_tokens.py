@@ -26,9 +26,10 @@ from hf_bucketing.batching.step_rows import LargestStep
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.references import REFERENCE_SIZES, ReferenceRule, RowReferences
+from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.loaders import resume
 from hf_bucketing.media import write_image
-from hf_bucketing.media.references import REFERENCE_SIZES, ReferenceRule
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -42,9 +43,9 @@ from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
-COUNTING = ModelTokens(width=96, references_in_front=True)
+COUNTING = ModelTokens(width=96, references=ReferenceRule(in_front=True))
 GRIDS = ModelTokens(width=96)
-SEEN = ModelTokens(width=96, text_tokens=10, reference_text_tokens=7)
+SEEN = ModelTokens(width=96, text_tokens=10, references=ReferenceRule(text_tokens=7))
 SIZES = Cells(Value("int32"))
 STORED = [[], [1, 40, 72], [1, 40, 72, 1, 20, 20]]
 """References of rows one after another: none, one, two."""
@@ -306,13 +307,17 @@ def test_the_search_for_max_tokens_starts_from_a_plan_with_references(monkeypatc
     assert [config.samples.references() for config in planned] == [shown, ()]
 
 
+def conditions_of(cells: list[list[int]]) -> RowConditions:
+    return RowConditions.of(RowReferences.of_lists(cells, rule=ReferenceRule()))
+
+
 @pytest.mark.slow
 def test_cached_latents_of_a_step_that_is_tried_out_have_the_frame_of_a_reference(
     pipeline: Path, referenced: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), loading=Loading(parts=("trained",)))
     data = make_data(in_process(pipeline, referenced, tmp_path, **MODES["pack"]), recipe.spec, COUNTING)
-    largest = LargestStep([Size(9, 32, 48)], tokens=0, references=[(Size(1, 32, 48),)])
+    largest = LargestStep([Size(9, 32, 48)], 0, conditions_of([[1, 32, 48]]))
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     assert batch["latents"][0].shape[1:] == (4, 4, 6)
 
@@ -325,8 +330,7 @@ def test_texts_of_a_step_that_is_tried_out_have_places_for_references(
     recipe = recipe_of(pipeline).load(pipeline, loading=Loading(parts=("trained",)))
     spec = PreparedDataset.load(referenced).spec  # of another model, which texts do not depend on
     data = make_data(in_process(Path(pipeline), referenced, tmp_path, **MODES["pack"]), spec, SEEN)
-    sizes, references = [Size(1, 64, 64)] * 2, [(Size(1, 32, 64), Size(1, 32, 32)), ()]
-    largest = LargestStep(sizes, tokens=0, references=references)
+    largest = LargestStep([Size(1, 64, 64)] * 2, 0, conditions_of([[1, 32, 64, 1, 32, 32], []]))
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     assert marked_places(batch["text_mask"]) == [(1, 2), ()]
 

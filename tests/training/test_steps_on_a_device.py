@@ -23,13 +23,13 @@ from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.step_rows import StepRows
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.cost import CostModel
+from hf_bucketing.conditions.audio import AUDIO
+from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.configuration import BatchConfig, TrainingConfig
 from hf_bucketing.configuration.preservation import PreservationConfig
 from hf_bucketing.devices import DeviceTimer, to_device
-from hf_bucketing.media.row_audio import AUDIO
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.conditioning import read_conditions
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of

@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from PIL import Image
 
 from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.configuration.validation import ValidationConfig
 from hf_bucketing.media import MediaSource, probe
-from hf_bucketing.media.references import ReferenceRule
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.validation import Validation, parse_sizes

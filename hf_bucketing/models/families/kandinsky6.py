@@ -24,9 +24,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from ...conditions.audio import AudioRule
+from ...conditions.shares import APPENDED_FIRST
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
-from ...media.row_audio import AudioRule
 from ...packing.audio import AudioLayout, segments_of_audio
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout, exact_timesteps
@@ -37,7 +38,6 @@ from ...packing.positions import Tables
 from ...packing.processors import attend_if_any
 from ...packing.segments import SegmentSpans
 from ...packing.strip_positions import position_strips
-from ..conditioning import APPENDED_FIRST
 from ..index import read_index
 from ..joint import JointFamily
 from ..loading import read_config

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from ...conditions.shares import APPENDED, BLACK, FRAMES
 from ...devices import to_device
 from ...media.sample import frame_rates
 from ...packing.batch import Rows
@@ -21,7 +22,6 @@ from ...packing.positions import Tables, axis_coordinates, over_grid
 from ...packing.processors import PackedAttnProcessor, rotate_channels
 from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
-from ..conditioning import APPENDED, BLACK, FRAMES
 from ..first_frame import FirstFrameRecipe
 from ..recipe import Recipe
 from ..samples import KEYFRAME_PLACES, REFERENCES, Samples

@@ -16,9 +16,10 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from transformers.audio_utils import mel_filter_bank
 
 from ...buckets.sizes import Size
+from ...conditions.audio import AudioRule
+from ...conditions.shares import APPENDED
 from ...devices import to_device
 from ...errors import BucketingError
-from ...media.row_audio import AudioRule
 from ...media.sample import frame_rates
 from ...packing.audio import AudioLayout, cut_evenly, segments_of_audio
 from ...packing.batch import PackedBatch, Rows
@@ -32,7 +33,6 @@ from ...packing.segments import SegmentSpans
 from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
 from ...packing.ulysses import all_tokens, own_heads, own_part, own_tokens
-from ..conditioning import APPENDED
 from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..recipe import Recipe

@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec, Size, round_to_multiple
+from ...conditions.audio import AudioRule
+from ...conditions.names import REFERENCE
+from ...conditions.references import ReferenceRule
+from ...conditions.shares import APPENDED, APPENDED_FIRST
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
-from ...media.conditions import REFERENCE
-from ...media.references import ReferenceRule
-from ...media.row_audio import AudioRule
 from ...packing.audio import Audio
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout, exact_timesteps
@@ -41,7 +42,6 @@ from ...packing.segments import SegmentSpans
 from ...packing.strips import by_strip
 from ...packing.texts import TextTokens, pad_texts
 from ...randomness import Purpose, integer_seed
-from ..conditioning import APPENDED, APPENDED_FIRST
 from ..experts import TrainedComponent
 from ..first_frame import pictures
 from ..loading import read_config

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import Size
+from ...conditions.names import REFERENCE
+from ...conditions.shares import BLACK, FRAMES, ConditionShares
 from ...devices import to_device
 from ...errors import BucketingError, PackingError, quoted
-from ...media.conditions import REFERENCE
 from ...packing.batch import PackedBatch, Rows
 from ...packing.family import UNLIMITED, Draw, Family, TimestepsPer, Transformer
 from ...packing.layout import PackedLayout
@@ -25,7 +26,6 @@ from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
 from ...packing.texts import TextTokens
-from ..conditioning import BLACK, FRAMES, ConditionShares
 from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
 from ..loss_mask import LOSS_MASK
 from ..objectives import DiffusionForcing

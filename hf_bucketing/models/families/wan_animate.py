@@ -17,9 +17,9 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import Size
+from ...conditions.names import FACE as SHOWN_FACE, MASK, REFERENCE
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
-from ...media.conditions import FACE as SHOWN_FACE, MASK, REFERENCE
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout
 from ...packing.family import Draw, Family, Transformer

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from ...conditions.names import MASK, REFERENCE
 from ...devices import to_device
 from ...errors import PackingError
-from ...media.conditions import MASK, REFERENCE
 from ...packing.attachment import ATTRIBUTE, attachment_of
 from ...packing.batch import PackedBatch, Rows
 from ...packing.context import active_layout

@@ -1,10 +1,10 @@
-"""References: pictures and videos of sizes of their own that a model is shown as further tokens of a sample."""
+"""Sizes in which files of a condition are shown that need not have those of their sample."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,32 +12,16 @@ import numpy.typing as npt
 from ..buckets.arrays import IntArray
 from ..errors import BucketingError, explains_arguments
 
-REFERENCE_SIZES = "reference_sizes"
-"""Column of the sizes of each row's references as they are stored: frames, height and width of one after another."""
-
+Rule = TypeVar("Rule", bound="SizeRule")
 
 _LONGEST_SIDE = 4096
-"""Longest side in pixels of a reference that is kept whole."""
-
-_ADDED = ("area", "shapes", "cropped", "alone_pixels", "as_stored", "resample")
-"""Fields of rules that were added when data sets had been prepared with others."""
-
-_SIZED = ("max_pixels", *_ADDED)
-"""Fields that say how references are made the size in which they are shown, as pipelines do."""
-
-
-class Appended(NamedTuple):
-    """Frames that a run appends to samples; see `appended` of [`ReferenceRule`] and what follows there."""
-
-    most: int = 0
-    first: bool = False
-    text: int | None = None
+"""Longest side in pixels of a file that is kept whole."""
 
 
 @explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceRule:
-    """Say how many references a sample may have, and choose the size in which each is shown.
+class SizeRule:
+    """Choose the size in which each reference of a sample is shown.
 
     Args:
         max_pixels (`int`, *optional*): Largest area of a reference, height × width; larger ones are made smaller. By
@@ -60,21 +44,7 @@ class ReferenceRule:
             of samples, else Pillow's, as in diffusers' pipelines.
         multiples (`tuple[int, int]`): Numbers of which height and width become multiples, see
             [`LatentSpec`][hf_bucketing.LatentSpec].
-        least (`int`): Fewest references of a sample with which the model can be trained.
-        most (`int`): Most references of a sample that the model takes; by default any number.
-        in_front (`bool`): Whether the model takes references as latent frames in front of their sample, where each
-            has the tokens of a frame of the sample, whatever its own size.
-        text_tokens (`int`): Tokens that each reference adds to the text of its sample, for models whose text encoder
-            sees it; they are counted with its own.
-        text_factor (`int`): How many further ones it adds to that text for each token that it has itself.
         min_side (`int`): Least height and width of a stored reference that the model takes, in pixels.
-        max_ratio (`float`, *optional*): Largest ratio of its longer to its shorter side; by default any.
-        pictures_only (`bool`): Whether the model takes pictures alone, no videos.
-        appended (`int`): Most frames of a sample that a run appends behind its references, each of the sample's height
-            and width; at most one less than it has latent frames.
-        appended_first (`bool`): Whether its first frame may be one of them, so that there may be one more.
-        appended_text (`int`, *optional*): Where the text encoder sees these frames, tokens that each adds to the text
-            beside as many as it has itself.
 
     Raises:
         BucketingError: If a number is below 1, or more than one of areas, factor and shorter side is given.
@@ -84,23 +54,13 @@ class ReferenceRule:
     downscale_factor: int | None = None
     short_side: int | None = None
     multiples: tuple[int, int] = (1, 1)
-    least: int = 0
-    most: int = sys.maxsize
-    in_front: bool = False
-    text_tokens: int = 0
-    text_factor: int = 0
-    min_side: int = 1
-    max_ratio: float | None = None
-    pictures_only: bool = False
-    appended: int = 0
-    appended_first: bool = False
-    appended_text: int | None = None
     area: int | None = None
     shapes: tuple[tuple[int, int], ...] = ()
     cropped: bool = False
     alone_pixels: int | None = None
     as_stored: bool = False
     resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
+    min_side: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multiples", tuple(int(side) for side in self.multiples))
@@ -124,31 +84,13 @@ class ReferenceRule:
                 f"{self}."
             )
 
-    def __repr__(self) -> str:
-        """Return the rule without the fields that rules had not always, where these are at their defaults.
-
-        The lock of a data set that was prepared before there were such fields stays what it was.
-        """
-        old = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _ADDED}
-        told = ", ".join(f"{name}={value!r}" for name, value in {**old, **self.added}.items())
-        return f"{type(self).__name__}({told})"
-
-    @property
-    def added(self) -> dict[str, Any]:
-        """Fields that rules had not always, with their values, where these are not the defaults."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in fields(self)
-            if item.name in _ADDED and getattr(self, item.name) != item.default
-        }
-
-    def within(self, max_pixels: int | None, downscale_factor: int | None = None) -> ReferenceRule:
+    def within(self: Rule, max_pixels: int | None, downscale_factor: int | None = None) -> Rule:
         """Return this rule with the area, or the factor of references that lie over their sample, that a user gives.
 
         The area takes the place of the rule's own; where all references have one area, it is that.
 
         Example:
-            >>> ReferenceRule(area=1024**2).within(512**2).area
+            >>> SizeRule(area=1024**2).within(512**2).area
             262144
         """
         if downscale_factor is not None:
@@ -162,9 +104,10 @@ class ReferenceRule:
         return replace(self, max_pixels=max_pixels, shapes=(), alone_pixels=alone, as_stored=False)
 
     @property
-    def unsized(self) -> ReferenceRule:
+    def unsized(self: Rule) -> Rule:
         """This rule without a model's way to make references the size in which they are shown."""
-        defaults: dict[str, Any] = {item.name: item.default for item in fields(self) if item.name in _SIZED}
+        kept = ("multiples", "min_side", "downscale_factor", "short_side")
+        defaults: dict[str, Any] = {item.name: item.default for item in fields(SizeRule) if item.name not in kept}
         return replace(self, **defaults)
 
     @property
@@ -179,55 +122,19 @@ class ReferenceRule:
         alone = "" if self.alone_pixels is None else ", a single one surrounded by its reflection"
         return f"{size}, {fitted} to multiples{alone}, {kind}"
 
-    def appending(self, frames: Appended) -> ReferenceRule:
-        """Return this rule for a run that appends these frames."""
-        return replace(self, appended=frames.most, appended_first=frames.first, appended_text=frames.text)
-
     @property
     def lie_over(self) -> bool:
         """Whether references lie over their sample, pixel by pixel."""
         return self.downscale_factor is not None
 
-    def in_pixels(self, per_token: tuple[int, int]) -> ReferenceRule:
+    def in_pixels(self: Rule, per_token: tuple[int, int]) -> Rule:
         """Return this rule, whose multiples are in tokens, for a model that has so many pixels per token.
 
         Example:
-            >>> ReferenceRule(multiples=(2, 2)).in_pixels((16, 16)).multiples
+            >>> SizeRule(multiples=(2, 2)).in_pixels((16, 16)).multiples
             (32, 32)
         """
         return replace(self, multiples=tuple(np.multiply(self.multiples, per_token).tolist()))
-
-    @property
-    def counted(self) -> ReferenceRule:
-        """Rule of the sizes by which tokens are counted: those that are shown, or in front of a sample its own."""
-        return replace(self, short_side=None).within(None, 1) if self.in_front else self
-
-    def fault(self, count: int) -> str:
-        """Return why a sample with as many references cannot be trained, `""` if it can.
-
-        Example:
-            >>> ReferenceRule(most=1).fault(2)
-            'It has 2 references, but the model takes at most 1'
-        """
-        if self.least <= count <= self.most:
-            return ""
-        takes = f"at most {self.most}" if self.most else "none"
-        wanted = f"takes {takes}" if count > self.most else f"needs {self.least}"
-        return f"It has {count or 'no'} reference{'' if count == 1 else 's'}, but the model {wanted}"
-
-    def shape_fault(self, height: int, width: int) -> str:
-        """Return why the model takes no reference of a size in pixels, `""` if it does.
-
-        Example:
-            >>> ReferenceRule(min_side=64).shape_fault(40, 80)
-            '80×40 pixels; the model takes references of at least 64 a side'
-        """
-        shorter, longer = sorted((height, width))
-        if shorter < self.min_side:
-            return f"{width}×{height} pixels; the model takes references of at least {self.min_side} a side"
-        if self.max_ratio is not None and longer > self.max_ratio * shorter:
-            return f"{width}×{height} pixels; the model takes references up to {self.max_ratio:g} to 1"
-        return ""
 
     def sizes(self, stored: npt.ArrayLike, samples: npt.ArrayLike, *, alone: npt.ArrayLike | None = None) -> IntArray:
         """Return frames, height and width in which references are shown, `(k, 3)`.
@@ -241,14 +148,14 @@ class ReferenceRule:
                 none is.
 
         Example:
-            >>> ReferenceRule(multiples=(16, 16)).sizes([[1, 1080, 1920]], [[1, 512, 512]]).tolist()
+            >>> SizeRule(multiples=(16, 16)).sizes([[1, 1080, 1920]], [[1, 512, 512]]).tolist()
             [[1, 384, 672]]
-            >>> half = ReferenceRule(downscale_factor=2, multiples=(32, 32))
+            >>> half = SizeRule(downscale_factor=2, multiples=(32, 32))
             >>> half.sizes([[90, 720, 1280]], [[49, 512, 704]]).tolist()
             [[49, 256, 352]]
-            >>> ReferenceRule(short_side=2048, multiples=(32, 32)).sizes([[1, 1080, 1920]], [[49, 512, 704]]).tolist()
+            >>> SizeRule(short_side=2048, multiples=(32, 32)).sizes([[1, 1080, 1920]], [[49, 512, 704]]).tolist()
             [[1, 2048, 3648]]
-            >>> ReferenceRule(area=1024**2, multiples=(32, 32)).sizes([[1, 200, 300]], [[1, 512, 512]]).tolist()
+            >>> SizeRule(area=1024**2, multiples=(32, 32)).sizes([[1, 200, 300]], [[1, 512, 512]]).tolist()
             [[1, 832, 1248]]
         """
         own, targets = (np.asarray(sizes, np.int64).reshape(-1, 3) for sizes in (stored, samples))
@@ -270,7 +177,7 @@ class ReferenceRule:
             alone (`bool`): Whether it is the only one of its sample.
 
         Example:
-            >>> rule = ReferenceRule(multiples=(16, 16), cropped=True)
+            >>> rule = SizeRule(multiples=(16, 16), cropped=True)
             >>> rule.resized((1, 200, 300), (1, 128, 128)), rule.sizes((1, 200, 300), (1, 128, 128)).tolist()
             ((104, 156), [[1, 96, 144]])
         """

@@ -1,15 +1,16 @@
-"""Audio of the rows of a data set: its rate and length by a model's rule, and the tokens that each row's takes."""
+"""The audio of a sample: its rate and length by a model's rule, and the tokens that it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
+from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError, explains_arguments
 
 AUDIO = "audio"
@@ -17,6 +18,9 @@ AUDIO = "audio"
 
 HAS_AUDIO = "has_audio"
 """Column of whether a row's file has a track of sound."""
+
+AUDIO_BITS = 21
+"""Lowest bits of a key that stand for tokens of audio; above them come grids of references."""
 
 
 @explains_arguments()
@@ -38,6 +42,9 @@ class AudioRule:
     samples_per_token: int
     tokens_at_once: int = 1
     rounds_up: bool = False
+
+    setting: ClassVar[str] = "audio"
+    columns: ClassVar[tuple[str, ...]] = (HAS_AUDIO, "fps")
 
     def __post_init__(self) -> None:
         if min(self.rate, self.samples_per_token, self.tokens_at_once) < 1:
@@ -91,6 +98,17 @@ class AudioRule:
         """Return the tokens of so many samples of sound: the inverse of [`num_samples`]."""
         return samples // self.samples_per_token * self.tokens_at_once
 
+    def rows(self, columns: Mapping[str, Any], *, num_rows: int) -> RowAudio:
+        """Return the audio of rows by their columns."""
+        present, fps = (
+            np.asarray(columns[name], kind) for name, kind in zip(self.columns, (bool, np.float64), strict=True)
+        )
+        return RowAudio(rule=self, present=present, fps=fps)
+
+    def tokens_of_key(self, key: int, size: Size, *, spec: LatentSpec) -> int:
+        """Return the tokens that a key of [`RowAudio.keys`] spells."""
+        return key & (1 << AUDIO_BITS) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowAudio:
@@ -104,26 +122,44 @@ class RowAudio:
     Example:
         >>> rule = AudioRule(rate=16000, samples_per_token=640)
         >>> rows = RowAudio(rule=rule, present=np.array([True, False]), fps=np.array([8.0, 8.0]))
-        >>> rows.num_tokens([9, 9]).tolist()
+        >>> rows.num_tokens([[9, 64, 64], [9, 64, 64]]).tolist()
         [28, 0]
     """
+
+    name: ClassVar[str] = AUDIO
 
     rule: AudioRule
     present: npt.NDArray[np.bool_]
     fps: FloatArray
 
-    @classmethod
-    def of_columns(cls, columns: Mapping[str, npt.ArrayLike], *, rule: AudioRule) -> RowAudio:
-        """Return that of rows by their columns `has_audio` and `fps`."""
-        present, fps = np.asarray(columns[HAS_AUDIO], bool), np.asarray(columns["fps"], np.float64)
-        return cls(rule=rule, present=present, fps=fps)
+    @property
+    def num_rows(self) -> int:
+        """Number of the rows."""
+        return len(self.present)
 
-    def num_tokens(self, frames: npt.ArrayLike) -> IntArray:
-        """Return the tokens of the audio of each row, `(n,)`, by the frames that its sample has in a batch, `(n,)`.
+    def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec | None = None) -> IntArray:
+        """Return the tokens of the audio of each row, `(n,)`, by the frames that its sample has in a batch.
 
-        Rows of 0 frames, as rejected ones, have none.
+        Rows without a size, as rejected ones, have none; `samples` as in [`ConditionRows.num_tokens`].
         """
+        frames = np.asarray(samples, np.int64).reshape(-1, 3)[:, 0]
         return np.where(self.present, self.rule.num_tokens(frames, self.fps), 0)
+
+    def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return 0 for each row, as no text encoder is shown audio."""
+        return np.zeros(len(self.present), np.int64)
+
+    def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return the tokens, as rows can be stacked whose audio is equally long, or that have none."""
+        return self.num_tokens(samples)
+
+    def keys(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[int]:
+        """Return the tokens likewise."""
+        return self.num_tokens(samples).tolist()
+
+    def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[tuple[Size, ...]]:
+        """Return no size of any row, as audio has a sequence of its own."""
+        return [()] * len(self.present)
 
     @property
     def slowest(self) -> float | None:

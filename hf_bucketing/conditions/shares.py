@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError, quoted
-from ..media.conditions import REFERENCE
-from ..media.references import Appended
-from ..media.row_audio import AUDIO
 from ..randomness import Purpose, generator
+from .appended import AppendedFrames
+from .audio import AUDIO
+from .names import REFERENCE
 
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
 """Conditions that show whole frames."""
@@ -360,14 +360,14 @@ def most_appended(text: str | None) -> int:
     return 0 if text is None else read_conditions(text).most_appended
 
 
-def appended_by(text: str | None, *, seen: int | None = None) -> Appended:
+def appended_by(text: str | None, *, seen: int | None = None) -> AppendedFrames:
     """Return the frames that such a setting appends to samples of a model.
 
     Args:
         text (`str`, *optional*): The setting.
         seen (`int`, *optional*): `keyframe_text_tokens` of the model's recipe.
     """
-    return Appended(most_appended(text), text is not None and read_conditions(text).appends_first, seen)
+    return AppendedFrames(most_appended(text), text is not None and read_conditions(text).appends_first, seen)
 
 
 def draws_parts(text: str | None) -> bool:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
-from hf_bucketing.media.references import ReferenceRule
-from hf_bucketing.media.row_audio import AudioRule, RowAudio
-from hf_bucketing.media.row_references import RowReferences, bucket_parts, sample_sizes, tokens_of_key
+from hf_bucketing.conditions.audio import AudioRule, RowAudio
+from hf_bucketing.conditions.parts import bucket_parts, sample_sizes
+from hf_bucketing.conditions.references import ReferenceRule, RowReferences
+from hf_bucketing.conditions.rows import RowConditions
 
 IMAGES = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 VIDEOS = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -37,11 +38,12 @@ def test_tokens_and_signatures_are_those_of_the_rows_one_by_one(given_rows) -> N
     assert tokens.tolist() == [sum(int(np.prod(grid)) for grid in lists) for lists in grids]
     sizes = references.sizes(samples)
     assert [tuple(VIDEOS.grid(size) for size in shown) for shown in sizes] == grids
-    keys = references.grid_keys(samples, spec=VIDEOS)
-    assert [tokens_of_key(key) for key in keys] == tokens.tolist()
+    keys = references.keys(samples, spec=VIDEOS)
+    size = Size(9, 64, 64)
+    assert [RULE.tokens_of_key(key, size, spec=VIDEOS) for key in keys] == tokens.tolist()
     seen = replace(references, rule=replace(RULE, text_tokens=5, text_factor=2))
     counted = seen.num_tokens(samples, spec=VIDEOS).tolist()
-    assert counted == [tokens_of_key(key, rule=seen.rule) for key in keys]
+    assert counted == [seen.rule.tokens_of_key(key, size, spec=VIDEOS) for key in keys]
     assert counted == (3 * tokens + 5 * references.counts).tolist()
     signatures = references.signatures(samples, spec=VIDEOS).tolist()
     for lists, signature in zip(grids, signatures, strict=True):
@@ -64,7 +66,7 @@ def test_the_same_file_takes_fewer_tokens_beside_a_smaller_sample() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 2**20])
 def test_the_references_that_are_computed_at_once_change_nothing(chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr("hf_bucketing.media.row_references._COUNTED", chunk)
+    monkeypatch.setattr("hf_bucketing.conditions.references._COUNTED", chunk)
     references = references_of([[(1, 64, 96)], [], [(1, 96, 64), (1, 32, 32), (1, 64, 96)]])
     assert references.num_tokens([(1, 64, 64)] * 3, spec=IMAGES).tolist() == [12, 0, 12 + 4 + 12]
 
@@ -73,10 +75,10 @@ def test_parts_divide_buckets_by_the_grids_of_references() -> None:
     table = BucketTable.parse("64,64;64,96", frames=[1])
     lists = [[], [(1, 64, 64)], [(1, 60, 60)], [(1, 64, 64)], [(1, 64, 64), (1, 64, 64)], []]
     ids = [0, 0, 1, 0, 0, -1]
-    parts = bucket_parts(ids, table=table, spec=IMAGES, references=references_of(lists))
+    parts = bucket_parts(ids, RowConditions.of(references_of(lists)), table=table, spec=IMAGES)
     assert parts.ids.tolist() == [0, 1, 3, 1, 2, -1]
     assert parts.bucket_ids.tolist() == [0, 0, 0, 1]
-    assert parts.beside_tokens.tolist() == [0, 16, 32, 9]
+    assert parts.condition_tokens.tolist() == [0, 16, 32, 9]
 
 
 def test_parts_divide_buckets_by_the_length_of_audio_too() -> None:
@@ -88,9 +90,9 @@ def test_parts_divide_buckets_by_the_length_of_audio_too() -> None:
     audio = RowAudio(rule=rule, present=np.array([1, 0, 1, 1, 1], bool), fps=np.array([8.0, 8, 24, 0, 8]))
     references = references_of([[], [], [], [], [(9, 32, 32)]])
     ids = table.assign([9, 9, 9, 1, 9], [64] * 5, [64] * 5).bucket_id.tolist()
-    parts = bucket_parts(ids, table=table, spec=spec, references=references, audio=audio)
+    parts = bucket_parts(ids, RowConditions.of(references, audio), table=table, spec=spec)
     assert len({*parts.ids.tolist()}) == 5, "28 tokens, none, 9, an image, and 28 with a reference"
-    assert parts.beside_tokens[parts.ids].tolist() == [28, 0, 9, 0, 28 + 2]
+    assert parts.condition_tokens[parts.ids].tolist() == [28, 0, 9, 0, 28 + 2]
     assert parts.bucket_ids[parts.ids].tolist() == ids
 
 

@@ -1,0 +1,248 @@
+"""All conditions of rows as one value: the tokens that they take, and which rows can be stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..buckets.arrays import IntArray
+from ..buckets.sizes import LatentSpec, Size
+from ..errors import BucketingError
+from .appended import NO_FRAMES, AppendedFrames, RowAppended
+from .audio import AudioRule, RowAudio
+from .names import REFERENCE
+from .references import ReferenceRule, RowReferences
+
+
+class ConditionRule(Protocol):
+    """How one condition is counted beside a sample."""
+
+    @property
+    def setting(self) -> str:
+        """Name under which states of streams hold the rule."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a data set by which it is counted."""
+
+    def rows(self, columns: Mapping[str, Any], *, num_rows: int) -> ConditionRows:
+        """Return it of `num_rows` rows by these columns: sequences of cells, or [`Lists`] for cells that are lists."""
+
+    def tokens_of_key(self, key: int, size: Size, *, spec: LatentSpec) -> int:
+        """Return its tokens beside a sample of a size, by the key of [`RowConditions.keys`]."""
+
+
+class ConditionRows(Protocol):
+    """One condition of rows."""
+
+    @property
+    def name(self) -> str:
+        """Name of the condition."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of the rows."""
+
+    def select(self, rows: npt.ArrayLike) -> ConditionRows:
+        """Return it of some rows."""
+
+    def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return its tokens of each row, `(n,)`, with those that it adds to text.
+
+        Args:
+            samples (array of `int`, shape `(n, 3)`): Frames, height and width that each row's sample has in a batch;
+                0 for rejected rows, whose conditions are not counted.
+            spec ([`LatentSpec`]): Strides and patch of the model.
+        """
+
+    def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return the tokens among these that it adds to the text of each row, `(n,)`."""
+
+    def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return a number for each row, `(n,)`, equal among these rows where they can be stacked; 0 for none."""
+
+    def keys(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> Sequence[int]:
+        """Return a whole number for each row, equal for any rows that can be stacked, in bits of its own.
+
+        The lowest [`AUDIO_BITS`] are those of audio; all above them are those of references.
+        """
+
+    def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[tuple[Size, ...]]:
+        """Return the sizes of what it adds to the latents of each row as further grids of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditionRules:
+    """How the conditions of a data set are counted in a run.
+
+    Args:
+        rules (`tuple` of [`ConditionRule`]): Rules of those that add tokens to a sample, in the order in which they
+            stand behind it; none where no condition does.
+    """
+
+    rules: tuple[ConditionRule, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        conditions: Collection[str],
+        *,
+        references: ReferenceRule,
+        audio: AudioRule | None = None,
+        appended: AppendedFrames = NO_FRAMES,
+    ) -> ConditionRules:
+        """Return the rules of what samples have: references if they are among the names of conditions, and so on.
+
+        Args:
+            conditions (collection of `str`): Names of the data set's conditions.
+            references ([`ReferenceRule`]): Rule of references.
+            audio ([`AudioRule`], *optional*): Rule of audio; None where samples have none.
+            appended ([`AppendedFrames`]): Frames that a run appends.
+        """
+        rules: list[ConditionRule] = [references.counted] if REFERENCE in conditions else []
+        rules += [appended] if appended.most else []
+        rules += [] if audio is None else [audio]
+        return cls(rules=tuple(rules))
+
+    def __bool__(self) -> bool:
+        """Whether any condition is counted."""
+        return bool(self.rules)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a data set by which conditions are counted, each once."""
+        return tuple(dict.fromkeys(column for rule in self.rules for column in rule.columns))
+
+    def rows(self, columns: Mapping[str, Any], *, num_rows: int) -> RowConditions:
+        """Return the conditions of rows by these columns, see [`ConditionRule.rows`]."""
+        rows = tuple(rule.rows(columns, num_rows=num_rows) for rule in self.rules)
+        return RowConditions(num_rows=num_rows, rows=rows)
+
+    def settings(self) -> dict[str, object]:
+        """Return the rules by the names under which states of streams hold them."""
+        return {rule.setting: rule for rule in self.rules}
+
+    def tokens_of_key(self, key: int, size: Size, *, spec: LatentSpec) -> int:
+        """Return the tokens of all conditions beside a sample of a size, by a key of [`RowConditions.keys`]."""
+        return sum(rule.tokens_of_key(key, size, spec=spec) for rule in self.rules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowConditions:
+    """All conditions of rows that add tokens to a sample.
+
+    Without conditions, all numbers are 0.
+
+    Args:
+        num_rows (`int`): Number of the rows.
+        rows (`tuple` of [`ConditionRows`]): Their conditions.
+
+    Raises:
+        BucketingError: If a condition is that of another number of rows.
+
+    Example:
+        >>> rules = ConditionRules.of(["reference"], references=ReferenceRule(multiples=(16, 16)))
+        >>> rows = rules.rows({"reference_sizes": [[1, 64, 64, 1, 32, 64], []]}, num_rows=2)
+        >>> spec = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
+        >>> rows.num_tokens([[1, 64, 64], [1, 64, 64]], spec=spec).tolist()
+        [24, 0]
+    """
+
+    num_rows: int
+    rows: tuple[ConditionRows, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rows in self.rows:
+            if rows.num_rows != self.num_rows:
+                raise BucketingError(
+                    f"The {rows.name} conditions are those of {rows.num_rows} rows, but there are {self.num_rows} rows."
+                )
+
+    @classmethod
+    def of(cls, *rows: ConditionRows) -> RowConditions:
+        """Return the value of one or more conditions of the same rows.
+
+        Raises:
+            BucketingError: If they are those of other numbers of rows.
+        """
+        return cls(num_rows=rows[0].num_rows, rows=rows)
+
+    def __bool__(self) -> bool:
+        """Whether any condition is counted."""
+        return bool(self.rows)
+
+    @property
+    def references(self) -> RowReferences:
+        """Their references; none of any row where samples have none."""
+        found = [rows for rows in self.rows if isinstance(rows, RowReferences)]
+        return found[0] if found else RowReferences.of_lists([()] * self.num_rows, rule=ReferenceRule())
+
+    @property
+    def audio(self) -> RowAudio | None:
+        """Their audio; None where none is trained."""
+        return next((rows for rows in self.rows if isinstance(rows, RowAudio)), None)
+
+    @property
+    def without_audio(self) -> RowConditions:
+        """Those that stand in the sequence of a sample's video."""
+        return replace(self, rows=tuple(rows for rows in self.rows if not isinstance(rows, RowAudio)))
+
+    @property
+    def appended(self) -> AppendedFrames:
+        """Frames that a run appends to them."""
+        return next((rows.rule for rows in self.rows if isinstance(rows, RowAppended)), NO_FRAMES)
+
+    def appending(self, frames: AppendedFrames) -> RowConditions:
+        """Return these conditions as a run counts them that appends frames to its samples."""
+        others = [rows for rows in self.rows if not isinstance(rows, RowAppended)]
+        appended = [RowAppended(rule=frames, num_rows=self.num_rows)] if frames.most else []
+        return replace(self, rows=(*others, *appended))
+
+    def select(self, rows: npt.ArrayLike) -> RowConditions:
+        """Return the conditions of some rows."""
+        return replace(self, num_rows=np.size(rows), rows=tuple(part.select(rows) for part in self.rows))
+
+    def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return the tokens of all conditions of each row, `(n,)`, see [`ConditionRows.num_tokens`]."""
+        tokens = np.zeros(self.num_rows, np.int64)
+        for rows in self.rows:
+            tokens += rows.num_tokens(samples, spec=spec)
+        return tokens
+
+    def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
+        """Return the tokens among these that conditions add to the text of each row, `(n,)`."""
+        tokens = np.zeros(self.num_rows, np.int64)
+        for rows in self.rows:
+            tokens += rows.text_tokens(samples, spec=spec)
+        return tokens
+
+    def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[IntArray]:
+        """Return for each condition [`ConditionRows.signatures`], all of which are equal where rows can be stacked."""
+        return [rows.signatures(samples, spec=spec) for rows in self.rows]
+
+    def keys(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[int]:
+        """Return a whole number of any length for each row, equal for any rows that can be stacked; 0 for none."""
+        keys = [0] * self.num_rows
+        for rows in self.rows:
+            keys = [key | of_rows for key, of_rows in zip(keys, rows.keys(samples, spec=spec), strict=True)]
+        return keys
+
+    def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[tuple[Size, ...]]:
+        """Return the sizes of what stands behind the latents of each row as further grids of tokens."""
+        sizes: list[tuple[Size, ...]] = [()] * self.num_rows
+        for rows in self.rows:
+            sizes = [(*before, *more) for before, more in zip(sizes, rows.sizes(samples, spec=spec), strict=True)]
+        return sizes
+
+    def most(self, size: Size, *, spec: LatentSpec) -> RowConditions:
+        """Return the conditions of one row, those that take most tokens beside a sample of a size."""
+        tokens = self.num_tokens(np.tile(size, (self.num_rows, 1)), spec=spec)
+        return self.select([tokens.argmax()])
+
+    def audio_tokens(self, samples: npt.ArrayLike) -> list[int]:
+        """Return the tokens of the audio of each row, a sequence of its own; none where none is trained."""
+        return [] if self.audio is None else self.audio.num_tokens(samples).tolist()
