@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,9 +52,7 @@ def models() -> Iterator[Model]:
 
 
 def title(name: str) -> str:
-    """Return the model's name, with which the docstring of its folder begins."""
-    folder = type(families()[name]).__module__.rpartition(".")[0]
-    return str(importlib.import_module(folder).__doc__).partition(":")[0].rstrip(".")
+    return families()[name].title
 
 
 def refused() -> str:

@@ -1,9 +1,9 @@
 from .compilation import compile_blocks as compile_blocks
 from .enable import disable_packing as disable_packing, enable_packing as enable_packing
-from .ltx.packing import PackedLTXVideoAttnProcessor as PackedLTXVideoAttnProcessor
+from .families.ltx import PackedLTXVideoAttnProcessor as PackedLTXVideoAttnProcessor
+from .families.wan import PackedWanAttnProcessor as PackedWanAttnProcessor
 from .verify import (
     VerificationCheck as VerificationCheck,
     VerificationReport as VerificationReport,
     verify_packing as verify_packing,
 )
-from .wan.packing import PackedWanAttnProcessor as PackedWanAttnProcessor

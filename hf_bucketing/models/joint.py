@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,21 +27,35 @@ class JointFamily(Family):
 
     Attributes:
         guidance (`float`): The distilled guidance that the pipeline passes by default.
+        takes (`tuple` of `str`): Conditioning that the forward takes where the configuration has channels for it.
         rotates_text (`bool`): Whether the model rotates text tokens too, see [`text_positions`].
+        text_norms (`tuple` of `str`): Norms that modulate text alone, such as `transformer_blocks.*.norm1_context`.
+        text_modulations (`tuple` of `str`): Modules that make modulation of text alone of an embedding of timesteps.
+        joint_norms (`tuple` of `str`): Norms that modulate tokens and text, whose outputs of these numbers
+            (`text_outputs`) are the text's.
+        row_norms (`tuple` of `str`): Norms that modulate rows of text slots and tokens, the former in front
+            (`text_first`) or behind.
     """
 
     processor_class = PackedJointAttnProcessor
     text: ClassVar[TextTokens] = TextTokens(rows="slots")
     cast_inputs: ClassVar[tuple[str, ...]] = (*Family.cast_inputs, "pooled_projections")
     guidance: ClassVar[float] = 3.5
+    takes: ClassVar[tuple[str, ...]] = ("pooled_projections", "guidance")
     rotates_text: ClassVar[bool] = False
+    text_norms: ClassVar[tuple[str, ...]] = ()
+    text_modulations: ClassVar[tuple[str, ...]] = ()
+    joint_norms: ClassVar[tuple[str, ...]] = ()
+    text_outputs: ClassVar[Sequence[int]] = ()
+    row_norms: ClassVar[tuple[str, ...]] = ()
+    text_first: ClassVar[bool] = False
 
     def conditioning(self, transformer: Transformer) -> Mapping[str, Draw]:
         """Return any pooled text embeddings, `(n, pooled_projection_dim)`, and any distilled guidance, `(n,)`."""
         width, draws = transformer.config.get("pooled_projection_dim"), dict[str, Draw]()
-        if width:
+        if width and "pooled_projections" in self.takes:
             draws["pooled_projections"] = lambda grids: torch.randn(len(grids), width)
-        if transformer.config.get("guidance_embeds"):
+        if transformer.config.get("guidance_embeds") and "guidance" in self.takes:
             draws["guidance"] = lambda grids: torch.full((len(grids),), self.guidance)
         return draws
 
@@ -74,6 +88,22 @@ class JointFamily(Family):
         """
         raise NotImplementedError
 
+    def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
+        """Hook also what modulates text, to do so by its own sample's timestep; see [`hook_norms`]."""
+        return [*super().hook_positions(transformer, base_size), *self.hook_norms(transformer)]
+
+    def hook_norms(self, transformer: Transformer) -> list[Any]:
+        """Let blocks modulate the text in a strip's slots by its own sample's timestep, not by the strip's."""
+        return [
+            *hook_text_norms(_modules(transformer, self.text_norms)),
+            *hook_joint_norms(_modules(transformer, self.joint_norms), text_outputs=self.text_outputs),
+            *hook_row_modulation(_modules(transformer, self.row_norms), text_first=self.text_first),
+            *(
+                module.register_forward_pre_hook(embeddings_of_text)
+                for module in _modules(transformer, self.text_modulations)
+            ),
+        ]
+
     def pack_tables(self, base_size: Grid | None) -> PackTables:
         """Return a function of the module that makes the tables of the active pack: of tokens, then of text slots.
 
@@ -81,6 +111,14 @@ class JointFamily(Family):
         """
         by_strip = super().pack_tables(base_size)
         return partial(_joint_tables, by_strip, Tables(partial(_of_text, self))) if self.rotates_text else by_strip
+
+
+def _modules(transformer: Transformer, names: Iterable[str]) -> Iterator[torch.nn.Module]:
+    """Yield the modules of all blocks that names such as `transformer_blocks.*.norm1` stand for."""
+    for name in names:
+        blocks, _, inner = name.partition(".*.")
+        for block in getattr(transformer, blocks):
+            yield getattr(block, inner)
 
 
 def _of_text(family: JointFamily, module: Any, key: tuple[tuple[Grid, ...], int], *, device: torch.device) -> Rotary:
@@ -146,24 +184,6 @@ def order_by_sample(layout: PackedLayout, *added: Sequence[int]) -> torch.Tensor
         spans[sample].append((start, start + length))
         start += longest
     return to_device(torch.cat([torch.arange(*span) for sample in spans for span in sample]), layout.device)
-
-
-def hook_text_modulation(transformer: Transformer, *, single: Literal["first", "last"] | None = None) -> list[Any]:
-    """Let the blocks modulate the text in a strip's slots by its own sample's timestep, not by the strip's.
-
-    Args:
-        transformer (`torch.nn.Module`): Transformer whose `transformer_blocks` have a norm for the text.
-        single (`"first"` or `"last"`, *optional*): Where its `single_transformer_blocks` put the text of a row, which
-            they modulate together with its tokens; None if it has none.
-
-    Returns:
-        `list`: Handles of the hooks.
-    """
-    handles = hook_text_norms(block.norm1_context for block in transformer.transformer_blocks)
-    if single is not None:
-        norms = [block.norm for block in transformer.single_transformer_blocks]
-        handles += hook_row_modulation(norms, text_first=single == "first")
-    return handles
 
 
 def hook_text_norms(norms: Iterable[torch.nn.Module]) -> list[Any]:

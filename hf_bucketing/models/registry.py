@@ -1,8 +1,8 @@
 """Find the model family of a transformer and the training recipe of a pipeline.
 
-Every folder beside this one is a model family: its `packing.py` has the `FAMILY`. If its pipelines can be trained, its
-`recipe.py` has `RECIPES`; where a pipeline cannot be trained, it has `REFUSED`, the reason by its class. Nothing else
-lists them. A look-up by the name of a class imports the modules that name it, and no others.
+Each module of `families/` holds models that are kin: its `RECIPES` name the family that packs their transformer. Where
+a pipeline cannot be trained, it has `REFUSED`, the reason by its class. Nothing else lists them. A look-up by the name
+of a class imports the modules that name it, and no others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from ..errors import BucketingError, HubError, PackingError
 from ..packing.family import Family
 from ..packing.unchanged import replaced_forward
+from . import families as families_package
 from .index import read_index
 from .unpackable import OTHER_KINDS, UNPACKABLE, UNTRAINED
 
@@ -30,43 +31,42 @@ if TYPE_CHECKING:
 @functools.cache
 def families() -> dict[str, Family]:
     """Return the model families by the name of their transformer class in diffusers."""
-    return {module.FAMILY.transformer_class: module.FAMILY for module in _modules("packing")}
+    return {recipe.family.transformer_class: recipe.family for recipe in reversed(recipes().values())}
 
 
 @functools.cache
 def recipes() -> dict[str, type[Recipe]]:
     """Return the training recipes by the name of their pipeline class in diffusers."""
-    return {recipe.pipeline_class: recipe for module in _modules("recipe") for recipe in module.RECIPES}
+    return {recipe.pipeline_class: recipe for module in _modules() for recipe in module.RECIPES}
 
 
 @functools.cache
 def refused_pipelines() -> dict[str, str]:
     """Return why pipelines of known transformers cannot be trained, by the name of their class in diffusers."""
-    refused = {name: why for module in _modules("recipe") for name, why in getattr(module, "REFUSED", {}).items()}
+    refused = {name: why for module in _modules() for name, why in getattr(module, "REFUSED", {}).items()}
     return {**refused, **UNTRAINED}
 
 
 @functools.cache
 def find_family(transformer_class: str) -> Family | None:
     """Return the model family of a transformer class in diffusers by its name; None if there is none."""
-    named = (module.FAMILY for module in _modules("packing", naming=transformer_class))
+    named = (recipe.family for module in _modules(naming=transformer_class) for recipe in module.RECIPES)
     return next((family for family in named if family.transformer_class == transformer_class), None)
 
 
 @functools.cache
 def find_recipe(pipeline_class: str) -> type[Recipe] | None:
     """Return the training recipe of a pipeline class in diffusers by its name; None if there is none."""
-    named = (recipe for module in _modules("recipe", naming=pipeline_class) for recipe in module.RECIPES)
+    named = (recipe for module in _modules(naming=pipeline_class) for recipe in module.RECIPES)
     return next((recipe for recipe in named if recipe.pipeline_class == pipeline_class), None)
 
 
-def _modules(name: str, *, naming: str = "") -> Iterator[ModuleType]:
-    """Import a module of that name from every folder of a model family that has one, and whose text names a class."""
-    package = importlib.import_module(__package__)
-    for folder in pkgutil.iter_modules(package.__path__):
-        file = Path(*package.__path__, folder.name, f"{name}.py")
-        if file.is_file() and naming in file.read_text(encoding="utf-8"):
-            yield importlib.import_module(f"{__package__}.{folder.name}.{name}")
+def _modules(*, naming: str = "") -> Iterator[ModuleType]:
+    """Import the modules of families whose text names a class."""
+    for folder in families_package.__path__:
+        for module in pkgutil.iter_modules([folder]):
+            if naming in Path(folder, f"{module.name}.py").read_text(encoding="utf-8"):
+                yield importlib.import_module(f"{families_package.__name__}.{module.name}")
 
 
 def family_of(transformer: torch.nn.Module) -> Family:

@@ -74,7 +74,7 @@ class ShiftByRoot:
     """A shift that grows with the square root of tokens or pixels: fourfold pixels have twice the shift.
 
     By default that of Stable Diffusion 3: √(m/n), which Esser et al. (section 5.3.2) chose as 3 at 1024×1024 pixels.
-    CogView4 and GLM-Image take `offset + factor·√(tokens/256)` (`calculate_shift` in `pipeline_cogview4.py`).
+    CogView4 takes `offset + factor·√(tokens/256)` (`calculate_shift` in `pipeline_cogview4.py`).
 
     Args:
         of (`"pixels"` or `"tokens"`): Pixels of a frame, however many frames there are, or tokens of the sample.

@@ -1,16 +1,36 @@
-"""Transformers of diffusers that strips cannot carry: each does something across the tokens of a batch row."""
+"""Transformers of diffusers that packing refuses, and pipelines that no recipe trains, each with the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_TILES = (
+    "diffusers encodes with its VAE tile by tile only, in tiles of 24×320×320 pixels, and returns zeros for what does "
+    "not fill a tile, so for every image and for most sizes of videos"
+)
+_BETWEEN_LEVELS = (
+    "its model is distilled to predict the mean velocity between the noise level of a step and the next, and flow "
+    "matching, which trains the velocity at one level, would leave the steps between levels as they are"
+)
+_FACE = (
+    "its call takes embeddings of a face, which models outside the pipeline make, and a data set has no column for "
+    "them"
+)
+_PRIOR_TOKENS = (
+    "its transformer draws after one token for each patch, which the pipeline's vision-language model makes of an "
+    "image, and the processor of that model resizes images, such as those below 512 pixels, so that they have another "
+    "number of tokens than of patches"
+)
+
 UNPACKABLE: Mapping[str, str] = MappingProxyType(
     {
+        "AllegroTransformer3DModel": f"no recipe trains it, since {_TILES}",
         "AnyFlowFARTransformer3DModel": (
             "it cuts a batch row into chunks of frames, the older ones in larger patches, and attends from chunk "
             "to chunk by a mask over the row"
         ),
+        "AnyFlowTransformer3DModel": f"no recipe trains it, since {_BETWEEN_LEVELS}",
         "BriaFibo2Transformer2DModel": (
             "it squeezes texts into tokens, as many as the longest of them asks for, and puts all of these in front "
             "of each batch row; some of its blocks read further layers of the text"
@@ -19,6 +39,8 @@ UNPACKABLE: Mapping[str, str] = MappingProxyType(
             "each of its blocks replaces half of the channels of a batch row's text by another layer of the text "
             "encoder"
         ),
+        "ConsisIDTransformer3DModel": f"no recipe trains it, since {_FACE}",
+        "GlmImageTransformer2DModel": f"no recipe trains it, since {_PRIOR_TOKENS}",
         "HeliosTransformer3DModel": (
             "it puts earlier frames, in patches of three sizes, in front of the tokens of a batch row, and as many of "
             "them in front of each row"
@@ -77,9 +99,18 @@ _CHUNKS = (
 )
 
 UNTRAINED: Mapping[str, str] = MappingProxyType(
-    {"HeliosPipeline": _CHUNKS, "HeliosPyramidPipeline": _CHUNKS, "HunyuanVideoFramepackPipeline": _CHUNKS}
+    {
+        "AllegroPipeline": _TILES,
+        "AnyFlowFARPipeline": _BETWEEN_LEVELS,
+        "AnyFlowPipeline": _BETWEEN_LEVELS,
+        "ConsisIDPipeline": _FACE,
+        "GlmImagePipeline": _PRIOR_TOKENS,
+        "HeliosPipeline": _CHUNKS,
+        "HeliosPyramidPipeline": _CHUNKS,
+        "HunyuanVideoFramepackPipeline": _CHUNKS,
+    }
 )
-"""Why buckets do not train the pipeline of such a transformer either, by the name of its class in diffusers 0.42.1."""
+"""Why no recipe trains the pipeline of such a transformer, by the name of its class in diffusers 0.42.1."""
 
 OTHER_KINDS: Mapping[str, str] = MappingProxyType(
     {

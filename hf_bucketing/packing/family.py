@@ -53,12 +53,15 @@ class Family:
     `(batch, channels, frames, height, width)`, one timestep per batch row, and text that each row attends to.
 
     Attributes:
+        title (`str`): Name of the models, for tables.
         transformer_class (`str`): Name of the class in `diffusers`.
         tested_forwards (`tuple[str, ...]`): Digests of the code of that class and its blocks, in the versions of
             diffusers that packing was tested with; see `models/stock.py`.
         processor_class (`type`): Packed processor of the attention modules.
         stock_processors (`tuple` of `str`): Names of the processors in diffusers that it stands for; models with
             others are refused.
+        stock_attention (`tuple` of `str`): Parts of the names of attention modules that keep their own processors,
+            since they attend inside one text.
         processors_read_fusion (`bool`): Whether all of these use the projections that diffusers fused; else those do
             that say so in their name.
         text ([`TextTokens`][hf_bucketing.packing.texts.TextTokens]): How text tokens take part in a pack.
@@ -77,6 +80,8 @@ class Family:
             holds its rows. `*` stands for a number, `**` for any rest. Some layers hold several modules, their rows in
             the order given here. By default, the names are not proven.
         original_prefix (`str`): What ComfyUI expects in front of these names.
+        token_patch (`(t, h, w)`, *optional*): Latent frames, rows and columns per token, where the pipeline chooses
+            them; by default, the configuration says them.
         channels (`str`): Setting of the transformer's configuration that holds the channels of its input.
         width_settings (`tuple` of `str`): Settings whose product is the channels of a token between the blocks.
         timesteps_per (`"row"`, `"frame"` or `"token"`): Whether the model takes one timestep for each row alone, or
@@ -85,12 +90,17 @@ class Family:
         cast_inputs (`tuple` of `str`): Arguments of the forward that layers take in the model's own dtype. Positions
             and schedules read all others, which stay exact where FSDP or DeepSpeed cast inputs.
         attention_kwargs (`str`, *optional*): Argument of the transformer's forward that has the scale of LoRA layers.
+        timestep_unit (`float`): How many of the scheduler's timesteps, which go up to 1000, are one of the model's.
+        turns_timesteps (`bool`): Whether the model's timesteps rise from noise to data.
         negates (`bool`): Whether the model predicts data − noise, where training and others have noise − data.
         max_references (`int`): Most references of a sample, 0 where the model takes none. Families that take some
             override [`reference_positions`], or place references where they place a sample's own tokens.
         references_as_frames (`bool`): Whether the references of an unpacked sample are further frames of it, of its
             height and width.
         reference_parts (`tuple` of `str`): Parts of the names of parameters that serve references alone.
+        unused_parts (`tuple` of `str`): Parts of the names of further parameters that predictions do not depend on.
+        unused_at_end (`tuple` of `str`): Likewise, of parameters of the last of `transformer_blocks`, such as what it
+            does with the text after attention.
         references_apart (`bool`): Whether the references of a sample attend to themselves alone, while all else of the
             sample attends to them too.
         runs_alone (`bool`): Whether the unpacked model takes one sample per forward, or masks no text, so that the
@@ -113,6 +123,7 @@ class Family:
         untraceable (`str`, *optional*): Why `torch.compile` cannot trace the blocks of packs; None where it can.
     """
 
+    title: ClassVar[str]
     transformer_class: ClassVar[str]
     tested_forwards: ClassVar[tuple[str, ...]]
     processor_class: ClassVar[type[PackedAttnProcessor | PackedJointAttnProcessor]] = PackedAttnProcessor
@@ -124,6 +135,7 @@ class Family:
         "XFormersAttnProcessor",
         "AttnProcessorNPU",
     )
+    stock_attention: ClassVar[tuple[str, ...]] = ()
     processors_read_fusion: ClassVar[bool] = False
     text: ClassVar[TextTokens] = TextTokens()
     interpolates: ClassVar[bool] = False
@@ -135,15 +147,20 @@ class Family:
     without_lora: ClassVar[tuple[str, ...]] = ()
     original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
     original_prefix: ClassVar[str] = "diffusion_model."
+    token_patch: ClassVar[Grid | None] = None
     channels: ClassVar[str] = "in_channels"
     width_settings: ClassVar[tuple[str, ...]] = ("num_attention_heads", "attention_head_dim")
     timesteps_per: ClassVar[TimestepsPer] = "row"
     cast_inputs: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     attention_kwargs: ClassVar[str | None] = None
+    timestep_unit: ClassVar[float] = 1
+    turns_timesteps: ClassVar[bool] = False
     negates: ClassVar[bool] = False
     max_references: ClassVar[int] = 0
     references_as_frames: ClassVar[bool] = False
     reference_parts: ClassVar[tuple[str, ...]] = ()
+    unused_parts: ClassVar[tuple[str, ...]] = ()
+    unused_at_end: ClassVar[tuple[str, ...]] = ()
     references_apart: ClassVar[bool] = False
     runs_alone: ClassVar[bool] = False
     audio_parts: ClassVar[tuple[str, ...]] = ()
@@ -252,6 +269,8 @@ class Family:
 
     def patch(self, config: Mapping[str, Any]) -> Grid:
         """Return latent frames, rows and columns per token, by the configuration of the transformer."""
+        if self.token_patch is not None:
+            return self.token_patch
         size = config["patch_size"]
         sides = [size, size] if isinstance(size, int) else list(size)
         t, h, w = sides if len(sides) == 3 else [config.get("patch_size_t") or 1, *sides]
@@ -284,7 +303,11 @@ class Family:
         [`freeze_unused`] freezes them: they get no gradient, for which DDP would wait. Those of `audio_parts` and
         `reference_parts` are among them.
         """
-        return ()
+        parts = (*self.audio_parts, *self.reference_parts, *self.unused_parts)
+        if not self.unused_at_end:
+            return parts
+        last = len(transformer.transformer_blocks) - 1
+        return *parts, *(f"transformer_blocks.{last}.{part}" for part in self.unused_at_end)
 
     def unused_in(self, transformer: Transformer, *, audio: bool, references: bool = False) -> list[str]:
         """Return what is [`unused`], without `audio_parts` and `reference_parts` where samples have such parts too."""
@@ -324,7 +347,7 @@ class Family:
 
     def processor(self, name: str, backend: Backend) -> Any:
         """Return the packed processor for the attention module of that name; `None` keeps the module's own."""
-        return self.processor_class(backend)
+        return None if any(part in name for part in self.stock_attention) else self.processor_class(backend)
 
     def trial_grids(self, transformer: Transformer) -> list[Grid]:
         """Return token grids of samples that the model takes, for trying it out: of mixed sizes, and of one token."""
@@ -342,9 +365,9 @@ class Family:
     def text_length(self, config: Mapping[str, Any]) -> int | None:
         """Return the one length that texts must have, padding included; None where each has its own.
 
-        It follows from the configuration of the transformer.
+        It is that of [`text`][Family], or follows from the configuration of the transformer.
         """
-        return None
+        return self.text.length
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return a sample's rotary tables, cosines and sines in turn, each `(t·h·w, channels)`.
@@ -422,12 +445,20 @@ class Family:
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the transformer's forward for batch rows, packed or not."""
+        timesteps = rows.frame_timesteps if self.timesteps_per == "frame" else rows.timesteps
+        mask = rows.known_mask if self.text.needs_mask else rows.text_mask
         return {
             "hidden_states": self.arranged((rows.latents, *rows.references), rows.patch),
-            "timestep": rows.frame_timesteps if self.timesteps_per == "frame" else rows.timesteps,
+            "timestep": self.model_timesteps(timesteps),
             "encoder_hidden_states": rows.text,
+            **({} if self.text.mask is None else {self.text.mask: mask}),
             **rows.conditioning,
         }
+
+    def model_timesteps(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """Return the scheduler's timesteps, up to 1000, as the model counts them."""
+        scaled = timesteps if self.timestep_unit == 1 else timesteps / self.timestep_unit
+        return 1000 / self.timestep_unit - scaled if self.turns_timesteps else scaled
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Return the arguments that differ without packing, such as positions, which hooks provide in a pack."""

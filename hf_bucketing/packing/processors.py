@@ -68,8 +68,8 @@ class Processor:
 class PackedAttnProcessor(Processor):
     """Self- and cross-attention of `diffusers.models.attention_processor.Attention` over the strips of a pack.
 
-    Latte, PixArt, Allegro and Cosmos use it directly. Families with an attention module of their own derive from it:
-    they say how that module normalises and rotates queries and keys, and which keys its text has.
+    Latte, PixArt and Cosmos use it directly. Families with an attention module of their own derive from it: they say
+    how that module normalises and rotates queries and keys, and which keys its text has.
 
     Args:
         backend (`str`): See [`packed_attention`][hf_bucketing.packing.packed_attention].

@@ -38,12 +38,18 @@ class TextTokens:
             batch rows. Joint attention reads them in slots of their sample's strips, or hooks fill these slots after
             the model has refined a row per sample. A model that takes the whole pack as one sequence gets them in one
             row, and puts them beside the tokens itself.
+        mask (`str`, *optional*): Argument of the forward for the mask of texts, for models that take one.
+        needs_mask (`bool`): Whether they take it also where no text is padded.
+        length (`int`, *optional*): Tokens of every text, padding included; by default each has its own number.
         shortest (`int`): Fewest tokens of a text, 1 where the model pools a text or refines it by attention.
     """
 
     channels: str = "caption_channels"
     padding: TextRule = "masked"
     rows: TextRows = "one"
+    mask: str | None = None
+    needs_mask: bool = False
+    length: int | None = None
     shortest: int = 0
 
     @property

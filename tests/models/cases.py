@@ -129,13 +129,6 @@ LTX = FamilyCase(
         "rope_interpolation_scale": torch.tensor([[8 / (12 + sample), 32.0, 32.0] for sample in range(count)])
     },
 )
-# The stock Allegro cannot run a sample of one token, whose dimension its blocks squeeze away.
-ALLEGRO = FamilyCase(
-    make=cross_models.make_allegro,
-    alone=cross_models.allegro_alone,
-    sizes=tuple((1, 2, 4) if size == (1, 2, 2) else size for size in SIZES),
-    shortest_strip=2,
-)
 COSMOS = FamilyCase(
     make=cross_models.make_cosmos,
     alone=cross_models.cosmos_alone,
@@ -195,7 +188,6 @@ FLUX = FamilyCase(
 )
 
 CROSS: dict[str, FamilyCase] = {
-    "allegro": ALLEGRO,
     "cosmos": COSMOS,
     "cosmos rotary only": COSMOS_ROTARY_ONLY,
     "latte": LATTE,

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from diffusers import (
-    AllegroPipeline,
-    AllegroTransformer3DModel,
     CosmosTransformer3DModel,
     LatteTransformer3DModel,
     LTXPipeline,
@@ -100,40 +98,6 @@ def ltx_alone(
         rope_interpolation_scale=tuple(rope_interpolation_scale.tolist()),
     ).sample
     return LTXPipeline._unpack_latents(output, t, h, w, **sides)[0]
-
-
-def make_allegro(**config: Any) -> AllegroTransformer3DModel:
-    settings = {
-        "num_attention_heads": 4,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "cross_attention_dim": 48,
-        "caption_channels": 16,
-        "sample_height": 8,
-        "sample_width": 8,
-    }
-    return AllegroTransformer3DModel(**{**settings, **config})
-
-
-class _AllegroPipeline(AllegroPipeline):
-    """Nothing but what makes the rotary tables."""
-
-    def __init__(self, transformer: AllegroTransformer3DModel) -> None:
-        self.__dict__.update(transformer=transformer, vae_scale_factor_spatial=8)
-
-
-def allegro_alone(model: Any, latent: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    frames, height, width = latent.shape[1:]
-    rotary = _AllegroPipeline(model)._prepare_rotary_positional_embeddings(1, 8 * height, 8 * width, frames, "cpu")
-    return model(
-        latent[None],
-        encoder_hidden_states=torch.cat([text, text.new_full((3, text.shape[1]), 7.0)])[None],
-        encoder_attention_mask=(torch.arange(len(text) + 3)[None] < len(text)).to(text.dtype),
-        timestep=timestep[None],
-        image_rotary_emb=rotary,
-    ).sample[0]
 
 
 WAN = {

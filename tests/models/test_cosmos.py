@@ -127,7 +127,7 @@ def test_samples_of_several_rates_and_long_ones_are_refused_by_name(folders, mon
     with pytest.raises(BucketingError, match="statistics for 16 latent frames, and a sample has 17"):
         recipe.encode_latents(torch.zeros(1, 3, 65, 16, 16))
     recipe = replace(recipe, config={**recipe.config, "concat_padding_mask": True})
-    monkeypatch.setattr("hf_bucketing.models.cosmos.recipe.is_torchvision_available", lambda: False)
+    monkeypatch.setattr("hf_bucketing.models.families.cosmos.is_torchvision_available", lambda: False)
     assert "install torchvision" in recipe.refusal(samples_of(recipe, fps=[8.0]))
 
 

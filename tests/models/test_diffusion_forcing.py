@@ -15,9 +15,9 @@ from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.errors import PackingError
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.families.wan import SkyReelsV2DiffusionForcingRecipe
 from hf_bucketing.models.objectives import DiffusionForcing, FlowMatching
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.skyreels_v2.recipe import SkyReelsV2DiffusionForcingRecipe
 from tests.models.recipe_cases import samples_of
 
 

@@ -15,9 +15,9 @@ from peft import LoraConfig
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing, stock
+from hf_bucketing.models.families.wan import WanFamily
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE
-from hf_bucketing.models.wan.packing import WanFamily
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import TIMESTEPS, Samples, largest_difference, make_model
 from tests.models.families import CASES

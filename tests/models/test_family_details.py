@@ -13,7 +13,8 @@ from diffusers.models.transformers import transformer_cosmos
 from diffusers.utils import is_torchvision_available
 
 from hf_bucketing import PackingError
-from hf_bucketing.models import cosmos, disable_packing, enable_packing, verify_packing
+from hf_bucketing.models import disable_packing, enable_packing, verify_packing
+from hf_bucketing.models.families import cosmos
 from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
 from hf_bucketing.packing.attention import choice, dispatch, grouped
 from tests.models.cases import CASES, Samples, largest_difference
@@ -120,7 +121,7 @@ def test_cosmos_with_a_padding_mask_gets_one_of_zeros(monkeypatch) -> None:
     modes = SimpleNamespace(NEAREST="nearest")
     torchvision = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=modes)
     monkeypatch.setattr(transformer_cosmos, "transforms", torchvision, raising=False)
-    monkeypatch.setattr(cosmos.packing, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(cosmos, "is_torchvision_available", lambda: True)
     case = replace(CASES["cosmos"], make=partial(make_cosmos, concat_padding_mask=True))
     model, samples = case.model(), Samples(case=case)
     outputs = samples.alone(model)

@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from hf_bucketing.buckets.sizes import LatentSpec, Size
-from hf_bucketing.models.cosmos.packing import FAMILY
+from hf_bucketing.models.families.cosmos import FAMILY
 from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, FirstFrameRecipe, shown_ends
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.registry import recipe_of

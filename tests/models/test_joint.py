@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.cogvideox.packing import centred
+from hf_bucketing.models.families.cogvideox import centred
 from hf_bucketing.models.joint import JointFamily
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedJointAttnProcessor, packed_forward

@@ -26,8 +26,8 @@ from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.conditions.audio import AudioRule
 from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.families.kandinsky6 import FAMILY
 from hf_bucketing.models.first_frame import pictures
-from hf_bucketing.models.kandinsky6.packing import FAMILY
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import KEYFRAMES

@@ -21,7 +21,7 @@ from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.conditions.shares import Drawn
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.ltx.packing import SCALES
+from hf_bucketing.models.families.ltx import SCALES
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import KEYFRAMES, Samples

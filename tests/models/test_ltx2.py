@@ -13,8 +13,8 @@ from hf_bucketing.adapters.lora import start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.caching.fingerprints import text_fingerprint
 from hf_bucketing.models import enable_packing, verify_packing
+from hf_bucketing.models.families.ltx2 import FAMILY
 from hf_bucketing.models.loading import Loading
-from hf_bucketing.models.ltx2.packing import FAMILY
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing import packed_forward

@@ -36,9 +36,9 @@ from hf_bucketing.columns.settings import RowsConfig
 from hf_bucketing.conditions.references import REFERENCE_SIZES
 from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.families.minimax_h3 import AT_END, PICTURE_TOKENS
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.loading import Loading
-from hf_bucketing.models.minimax_h3.packing import AT_END, PICTURE_TOKENS
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.models.samples import Samples as RecipeSamples

@@ -13,9 +13,9 @@ import torch
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.losses import GaussianPosterior
 from hf_bucketing.media import frame_rates
-from hf_bucketing.models.ltx.recipe import LTXRecipe
+from hf_bucketing.models.families.ltx import LTXRecipe
+from hf_bucketing.models.families.wan import WanRecipe
 from hf_bucketing.models.objectives import EDM, Denoising, DiffusionForcing, FlowMatching, sample_generator
-from hf_bucketing.models.wan.recipe import WanRecipe
 from tests.models.recipe_cases import samples_of
 
 

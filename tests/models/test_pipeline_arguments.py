@@ -18,7 +18,7 @@ from hf_bucketing.batching.encoded import media_of, text_of
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.conditions.names import MASK, REFERENCE
 from hf_bucketing.models.calls import IMAGES
-from hf_bucketing.models.ltx2.packing import modulates_text
+from hf_bucketing.models.families.ltx2 import modulates_text
 from hf_bucketing.models.objectives import DiffusionForcing, Noised, NoisedAudio
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.samples import Samples

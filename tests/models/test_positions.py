@@ -17,7 +17,7 @@ from tests.models.cases import CASES, FamilyCase, Samples, each_case, largest_di
 pytestmark = pytest.mark.usefixtures("hooks_that_look")
 
 Size = tuple[int, int, int]
-NAMES = ("allegro", "cosmos rotary only", "ltx", "wan", "cogvideox", "cogvideox-1.5", "hunyuan", "flux")
+NAMES = ("cosmos rotary only", "ltx", "wan", "cogvideox", "cogvideox-1.5", "hunyuan", "flux")
 ROTARY = {name: CASES[name] for name in NAMES}
 ADDED = {"latte": "pos_embed", "pixart": "pos_embed", "sd3": "pos_embed"}
 ADDED |= {"cogvideox-sincos": "patch_embed", "cogvideox-learned": "patch_embed"}
@@ -44,9 +44,6 @@ def rotary_tables(model: Any, run: Callable[[], Any]) -> list[torch.Tensor]:
     run()
     handle.remove()
     (rotary,) = seen
-    if torch.long in (getattr(part, "dtype", None) for part in rotary[1]):
-        frequencies, positions = rotary  # Allegro's own: a table per axis, and where each token looks it up
-        rotary = [(cos[at], sin[at]) for (cos, sin), at in zip(frequencies, positions, strict=True)]
     flat = [table for pair in rotary for table in (pair if isinstance(pair, tuple) else (pair,))]
     return [table.reshape(-1, table.shape[-1]) for table in flat]
 

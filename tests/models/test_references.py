@@ -22,11 +22,10 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.families.flux2 import FAMILY, KV_FAMILY, Flux2Recipe
+from hf_bucketing.models.families.ltx import SCALES
+from hf_bucketing.models.families.qwen_image_21 import SLOT
 from hf_bucketing.models.first_frame import pictures
-from hf_bucketing.models.flux2.packing import FAMILY, KV_FAMILY
-from hf_bucketing.models.flux2.recipe import Flux2Recipe
-from hf_bucketing.models.ltx.packing import SCALES
-from hf_bucketing.models.qwen_image_21.packing import SLOT
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import family_of, recipe_of, recipes
 from hf_bucketing.models.samples import REFERENCES

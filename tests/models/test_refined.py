@@ -12,7 +12,7 @@ import torch
 from hf_bucketing import BucketingError
 from hf_bucketing.errors import PackingError
 from hf_bucketing.models import disable_packing, enable_packing
-from hf_bucketing.models.kandinsky5.recipe import Kandinsky5Recipe
+from hf_bucketing.models.families.kandinsky5 import Kandinsky5Recipe
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
 from tests.models.cases import Samples
 from tests.models.families import CASES, kandinsky5, lumina2, z_image

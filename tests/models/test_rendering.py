@@ -15,8 +15,8 @@ from PIL import Image
 from hf_bucketing import Size
 from hf_bucketing.models import rendering
 from hf_bucketing.models.calls import IMAGES
+from hf_bucketing.models.families.motif_video import MotifVideoRecipe
 from hf_bucketing.models.loading import Loading
-from hf_bucketing.models.motif_video.recipe import MotifVideoRecipe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.rendering import Call, render_together

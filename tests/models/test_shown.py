@@ -20,11 +20,11 @@ from hf_bucketing.batching.step_rows import LargestStep
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.media import MediaSource, probe, write_video
+from hf_bucketing.models.families.wan import VACE_CONTROL
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.wan_vace.packing import CONTROL
 from hf_bucketing.training.estimate import _random_batch
 from tests.conftest import run_script_here
 
@@ -50,11 +50,11 @@ def test_vace_keeps_the_sample_where_a_mask_is_black_and_counts_where_it_is_whit
     media = recipe.encode_media(pixels, {"mask": [mask]})
     grey = pixels.clone()
     grey[..., 16:] = 0
-    stays, generated = media[CONTROL][0][:4], media[CONTROL][0][4:8]
+    stays, generated = media[VACE_CONTROL][0][:4], media[VACE_CONTROL][0][4:8]
     assert torch.allclose(stays, recipe.encode_latents(grey)[0], atol=1e-6)
     assert torch.allclose(generated, recipe.encode_latents(torch.zeros_like(pixels))[0], atol=1e-6)
-    assert media[CONTROL][0][8:, :, :, :2].eq(0).all()
-    assert media[CONTROL][0][8:, :, :, 2:].eq(1).all()
+    assert media[VACE_CONTROL][0][8:, :, :, :2].eq(0).all()
+    assert media[VACE_CONTROL][0][8:, :, :, 2:].eq(1).all()
     assert media[LOSS_MASK][0][0, 0, 0].tolist() == [0, 0, 1, 1, 1, 1]
 
 
@@ -73,9 +73,9 @@ def test_a_reference_is_a_latent_frame_in_front_that_does_not_count(folder) -> N
     alone, media = recipe.encode_media(pixels), recipe.encode_media(pixels, shown)
     assert media["latents"].shape == (2, 4, 3, 4, 6)
     assert media["latents"][:, :, 1:].equal(alone["latents"])
-    assert media[CONTROL][:, :, 1:].equal(alone[CONTROL])
-    assert media[CONTROL][:, :4, 0].equal(media["latents"][:, :, 0])
-    assert media[CONTROL][:, 4:, 0].eq(0).all()
+    assert media[VACE_CONTROL][:, :, 1:].equal(alone[VACE_CONTROL])
+    assert media[VACE_CONTROL][:, :4, 0].equal(media["latents"][:, :, 0])
+    assert media[VACE_CONTROL][:, 4:, 0].eq(0).all()
     assert media[LOSS_MASK].mean((0, 1, 3, 4)).tolist() == [0, 1, 1]
     canvas = torch.ones(3, 1, 32, 48)
     canvas[:, :, 8:24] = references[0]
@@ -99,7 +99,7 @@ def test_vace_renders_with_a_control_as_it_is_trained(folder) -> None:
     recipe.render("red", SIZE, video=video, guidance_scale=1.0, **RENDER)
     hook.remove()
     control = torch.from_numpy(levels).permute(3, 0, 1, 2) / 127.5 - 1
-    trained = recipe.encode_media(torch.zeros(1, 3, 5, 32, 48), {"control": [control]})[CONTROL]
+    trained = recipe.encode_media(torch.zeros(1, 3, 5, 32, 48), {"control": [control]})[VACE_CONTROL]
     assert torch.allclose(calls[0]["control_hidden_states"], trained, atol=1e-5)
 
 

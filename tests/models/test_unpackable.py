@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 from diffusers.pipelines.omnigen.processor_omnigen import OmniGenCollator
 from torch.utils._pytree import tree_leaves
 
@@ -407,3 +409,61 @@ def test_the_refiner_of_sana_wm_keeps_earlier_keys_of_all_rows_in_one_tensor() -
     assert float((run(1, 1, **attending) - run(1, 1)).abs().max()) > 1e-3, "the model attends to them"
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         run(2, 1, **attending)
+
+
+@shows("AllegroTransformer3DModel")
+@torch.no_grad()
+def test_the_vae_of_allegro_encodes_nothing_that_does_not_fill_its_tiles() -> None:
+    vae = diffusers.AutoencoderKLAllegro(block_out_channels=(32,) * 4, layers_per_block=1, sample_size=160).eval()
+    vae.encoder = torch.nn.Sequential(torch.nn.AvgPool3d((4, 8, 8)), torch.nn.Conv3d(3, 8, 1))  # tiling is the point
+    pixels = torch.rand(1, 3, 25, 160, 168)
+    with pytest.raises(NotImplementedError, match="without tiling"):
+        vae.encode(pixels)
+    vae.enable_tiling()
+    assert vae.kernel == (24, 160, 160)
+    latents, beyond = vae.encode(pixels).latent_dist.mode(), pixels.clone()
+    beyond[:, :, 24:], beyond[..., 160:] = 0, 0
+    assert torch.equal(latents, vae.encode(beyond).latent_dist.mode())
+    assert not torch.equal(latents, vae.encode(-pixels).latent_dist.mode())
+    short = pixels[:, :, :17, :, :160]
+    assert torch.equal(vae.encode(short).latent_dist.mode(), vae.encode(-short).latent_dist.mode())
+
+
+@shows("AnyFlowTransformer3DModel")
+@torch.no_grad()
+def test_what_any_flow_predicts_depends_on_the_level_to_which_a_step_leads() -> None:
+    torch.manual_seed(0)
+    model = diffusers.AnyFlowTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=24,
+        ffn_dim=32,
+        num_layers=1,
+        rope_max_seq_len=16,
+    )
+    latents, text, levels = torch.randn(1, 2, 4, 4, 6), torch.randn(1, 5, 16), torch.full((1, 2), 500.0)
+    here, next_one = (
+        model(latents, timestep=levels, r_timestep=levels * share, encoder_hidden_states=text).sample
+        for share in (1.0, 0.5)
+    )
+    assert not torch.allclose(here, next_one)
+
+
+@shows("ConsisIDTransformer3DModel")
+def test_the_call_of_consis_id_takes_embeddings_of_a_face_and_no_component_of_it_makes_them() -> None:
+    taken = inspect.signature(ConsisIDPipeline.__call__).parameters
+    assert {"id_vit_hidden", "id_cond"} <= taken.keys()
+    components = inspect.signature(ConsisIDPipeline.__init__).parameters.keys() - {"self"}
+    assert components == {"tokenizer", "text_encoder", "vae", "transformer", "scheduler"}
+
+
+@shows("GlmImageTransformer2DModel")
+def test_small_images_of_glm_image_have_another_number_of_tokens_than_of_patches() -> None:
+    """A token stands for 2×2 patches of 16 pixels."""
+    processing = pytest.importorskip("transformers.models.glm_image.image_processing_pil_glm_image")
+    for (height, width), fits in {(1024, 768): True, (512, 512): True, (256, 320): False}.items():
+        sides = processing.smart_resize(height, width, factor=16, min_pixels=512**2, max_pixels=2048**2)
+        assert (sides == (height // 2, width // 2)) is fits

@@ -7,7 +7,7 @@ import torch
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
-from hf_bucketing.models.wan.packing import WanFamily
+from hf_bucketing.models.families.wan import WanFamily
 from hf_bucketing.packing import SegmentSpans, attention, strip_positions
 from tests.conftest import run_script_here
 from tests.models.cases import CASES, Samples, make_model

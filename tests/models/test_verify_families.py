@@ -7,7 +7,7 @@ import torch
 
 from hf_bucketing import PackingError
 from hf_bucketing.models import VerificationReport, enable_packing, verify_packing
-from hf_bucketing.models.flux2.packing import Flux2Family
+from hf_bucketing.models.families.flux2 import Flux2Family
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.attachment import unwrap

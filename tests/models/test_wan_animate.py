@@ -17,11 +17,11 @@ from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.step_rows import LargestStep
 from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.models import enable_packing
+from hf_bucketing.models.families.wan_animate import KNOWN
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import SHOWN_FRAMES
-from hf_bucketing.models.wan_animate.recipe import KNOWN
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.estimate import _random_batch
 from tests.models.cases import CASES, Samples, largest_difference, outputs_beside_nan

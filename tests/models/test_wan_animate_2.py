@@ -18,12 +18,12 @@ from hf_bucketing import PackingError
 from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.families.wan_animate import KNOWN
 from hf_bucketing.models.loss_mask import LOSS_MASK
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.models.samples import SHOWN_FRAMES, Samples as TrainedSamples
-from hf_bucketing.models.wan_animate.recipe import KNOWN
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
 from tests.models.cases import Samples, largest_difference, outputs_beside_nan

@@ -49,7 +49,7 @@ def clips(frames: int, count: int = 2, side: int = 64) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blank_conditions_have_the_shapes_of_encoded_ones(name: str, folder, monkeypatch) -> None:
-    monkeypatch.setattr("hf_bucketing.models.wan.recipe.CLIP_TOKENS", 5)  # of the tiny image encoder
+    monkeypatch.setattr("hf_bucketing.models.families.wan.CLIP_TOKENS", 5)  # of the tiny image encoder
     recipe = load(folder(name))
     media = recipe.encode_media(clips(5))
     latents = media.pop("latents")

@@ -21,14 +21,13 @@ STOCK_WAITS = {
     f"{COPIED}transformer_kandinsky.py:forward": "multiplies timesteps by a table that it keeps on the CPU",
     f"{COPIED}transformer_qwenimage.py:forward": "marks tokens that have no noise",
     f"{COPIED}transformer_skyreels_v2.py:forward": "takes frame rates as a list",
-    "tolist in hunyuan_video_15/packing.py:_image_lengths": "zeros in the place of an image are no image",
+    "tolist in families/hunyuan.py:_image_lengths": "zeros in the place of an image are no image",
 }
 """All that waits in packs, and why: copies to the device in diffusers' own forwards, and one read of ours.
 
 That read is needed where there are image embeddings, some of which may be zeros: a pack's layout depends on them.
 """
 FIRST_WAITS = {
-    f"{COPIED}transformer_anyflow.py:_build_freqs": "moves its table of positions",
     f"{COPIED}transformer_chronoedit.py:forward": "takes positions by a list of their indices",
     f"{COPIED}transformer_ltx2.py:prepare_video_coords": "makes the positions of a size",
     f"{COPIED}transformer_qwenimage.py:_get_device_freqs": "moves its table of positions",

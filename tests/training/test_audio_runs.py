@@ -27,7 +27,7 @@ from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.conditions.audio import AUDIO, HAS_AUDIO, AudioRule
 from hf_bucketing.loaders import resume
-from hf_bucketing.models.ltx2.recipe import log_mel_spectrum
+from hf_bucketing.models.families.ltx2 import log_mel_spectrum
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.placement.context_parallel import check_audio

@@ -25,8 +25,8 @@ from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.experts import make_experts
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.models.experts import TrainedComponent, transformers_of
+from hf_bucketing.models.families.wan import WanRecipe
 from hf_bucketing.models.objectives import FlowMatching
-from hf_bucketing.models.wan.recipe import WanRecipe
 from hf_bucketing.report import render_page
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.page import run_page

@@ -150,7 +150,7 @@ def test_images_are_refused_before_training_where_they_leave_nothing_to_predict(
 def test_a_validation_prompt_without_its_image_is_refused_before_weights_are_loaded(
     folders, tmp_path: Path, monkeypatch
 ) -> None:
-    from hf_bucketing.models.wan.recipe import WanImageToVideoRecipe
+    from hf_bucketing.models.families.wan import WanImageToVideoRecipe
 
     monkeypatch.setattr(WanImageToVideoRecipe, "load", lambda *args, **options: pytest.fail("weights were loaded"))
     prepared = prepare(folders, "videos", "wan-i2v")

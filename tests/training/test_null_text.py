@@ -23,7 +23,7 @@ from hf_bucketing.batching.rows import make_data
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.ideogram4.packing import TEXT as IDEOGRAM_TEXT
+from hf_bucketing.models.families.ideogram4 import TEXT as IDEOGRAM_TEXT
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.models.texts import TextEmbeddings
 from tests.caching.test_caching import OPTIONS, cached, collator_of, first, prepared

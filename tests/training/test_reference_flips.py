@@ -24,7 +24,7 @@ from hf_bucketing.columns.prepared_stream import prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.media import ViewRule
-from hf_bucketing.models.flux2.recipe import Flux2Recipe
+from hf_bucketing.models.families.flux2 import Flux2Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.opened import open_run
 from tests.training.training_cases import in_process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers import ChromaPipeline, ChromaTransformer2DModel, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from transformers import T5EncoderModel
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, TEXT_DIM, image_vae, t5_components
 
 

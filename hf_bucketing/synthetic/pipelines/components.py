@@ -32,7 +32,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 
 CHANNELS = 4
 """Channels of a latent."""

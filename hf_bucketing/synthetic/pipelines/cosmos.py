@@ -18,7 +18,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from ...models.cosmos.recipe import CosmosRecipe
+from ...models.families.cosmos import CosmosRecipe
 from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components, wan_vae
 
 _LATENT_FRAMES = 16

@@ -11,7 +11,7 @@ from diffusers import (
 )
 from transformers import Mistral3Config, Mistral3Model
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, TEXT_DIM, block_vae, template_tokenizer
 
 _DECODER = {

@@ -15,7 +15,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, T5EncoderModel
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, CLIP_DIM, TEXT_DIM, clip_components, image_vae, numbered, t5_components
 
 

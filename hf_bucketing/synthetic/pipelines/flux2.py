@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, block_vae, template_tokenizer
 
 _WIDTH = 16

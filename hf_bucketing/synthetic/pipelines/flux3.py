@@ -7,7 +7,7 @@ from typing import Any
 from diffusers import Flux3AutoBlocks, Flux3ModularPipeline, Flux3Transformer2DModel
 from transformers import CLIPImageProcessorPil, LlavaProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, block_vae, template_tokenizer
 
 _WIDTH = 16

@@ -10,7 +10,7 @@ from diffusers import (
 )
 from transformers import Qwen3VLModel
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, TEXT_DIM, block_vae, qwen3_vl, template_tokenizer
 
 _BEGIN = "<|im_start|>"

@@ -6,7 +6,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Krea2P
 from tokenizers import AddedToken
 from transformers import Qwen3VLModel
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, TEXT_DIM, empty_pipeline, qwen3_vl, qwen_vae, template_tokenizer
 
 LAYERS = (1, 3)

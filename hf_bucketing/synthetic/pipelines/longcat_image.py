@@ -10,7 +10,7 @@ from diffusers import (
 )
 from transformers import Qwen3VLForConditionalGeneration
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import TEXT_DIM, empty_pipeline, image_vae, qwen3_vl, template_tokenizer
 
 _CHANNELS = 16

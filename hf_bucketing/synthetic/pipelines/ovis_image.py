@@ -10,7 +10,7 @@ from diffusers import (
 )
 from transformers import Qwen3Model
 
-from ...models.flux.packing import BLOCK
+from ...models.families.flux import BLOCK
 from .components import CHANNELS, TEXT_DIM, chat_components, empty_pipeline, image_vae
 
 

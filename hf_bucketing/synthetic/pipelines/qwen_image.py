@@ -14,7 +14,7 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from ...models.qwen_image.packing import BLOCK
+from ...models.families.qwen_image import BLOCK
 from .components import CHANNELS, TEXT_DIM, qwen_components, qwen_vae
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from diffusers import EasyAnimateTransformer3DModel
 
-from hf_bucketing.models.easyanimate.packing import TEXT_LENGTH
+from hf_bucketing.models.families.cogvideox import EASYANIMATE_TEXT
 from tests.models.cases import SIZES, FamilyCase
 from tests.models.recipe_cases import Drawn, RecipeCase
 
@@ -39,7 +39,7 @@ CASES = {
     "easyanimate": FamilyCase(
         make=make,
         alone=alone,
-        text_lengths=(TEXT_LENGTH,) * len(SIZES),
+        text_lengths=(EASYANIMATE_TEXT,) * len(SIZES),
         empty_text=False,
         without_gradient=LAST,
     )
@@ -65,7 +65,7 @@ RECIPES = {
         tiny="easyanimate",
         loss=text_to_video_loss,
         render={"num_inference_steps": 2, "guidance_scale": 1.0, "num_frames": 5},
-        max_sequence_length=TEXT_LENGTH,
+        max_sequence_length=EASYANIMATE_TEXT,
         max_tokens=1024,
     )
 }

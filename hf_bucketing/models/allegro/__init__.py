@@ -1,1 +1,0 @@
-"""Allegro: rotary positions over frames, rows and columns, made by its pipeline."""

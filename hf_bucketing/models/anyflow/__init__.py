@@ -1,1 +1,0 @@
-"""AnyFlow: Wan, distilled to steps between any two noise levels."""

@@ -1,1 +1,0 @@
-"""CogView3-Plus."""

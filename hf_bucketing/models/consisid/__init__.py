@@ -1,1 +1,0 @@
-"""ConsisID: CogVideoX, shown a face."""

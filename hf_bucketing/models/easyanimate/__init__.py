@@ -1,1 +1,0 @@
-"""EasyAnimate 5.1."""

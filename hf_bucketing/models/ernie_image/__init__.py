@@ -1,1 +1,0 @@
-"""ERNIE-Image: images in 2×2 blocks, at positions after their text, in one sequence with it."""

@@ -1,1 +1,0 @@
-"""HunyuanImage 2.1."""

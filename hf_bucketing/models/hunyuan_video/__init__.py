@@ -1,1 +1,0 @@
-"""HunyuanVideo: rotary positions over frames, rows and columns; text refined by itself, then in joint attention."""

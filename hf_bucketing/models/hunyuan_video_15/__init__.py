@@ -1,1 +1,0 @@
-"""HunyuanVideo 1.5: two texts and image tokens in joint attention; a first frame as channels of the latent."""

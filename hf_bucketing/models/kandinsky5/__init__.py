@@ -1,1 +1,0 @@
-"""Kandinsky 5: text refined by blocks of its own, then attended to; positions scaled by size; flow matching."""

@@ -1,1 +1,0 @@
-"""Qwen-Image and Edit, 2509 and 2511."""

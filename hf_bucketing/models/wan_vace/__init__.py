@@ -1,1 +1,0 @@
-"""Wan VACE: Wan with a branch of blocks that reads a control video."""
