@@ -37,6 +37,17 @@ DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
+    _add_adapters(parser)
+    parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
+    _add_conditions(parser)
+    _add_prompts(parser)
+    _add_loading(parser)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], common=True, help="Seeds of the noise.")
+    return parser
+
+
+def _add_adapters(parser: FlagParser) -> None:
+    """Add the flags of adapters and their strengths."""
     parser.add_argument(
         "--adapter",
         "--lora_weights",
@@ -68,7 +79,10 @@ def make_parser() -> FlagParser:
         help="Transformers that the adapters are for, where the pipeline has two; MiniMax-H3 renders with references "
         "by its transformer_ref.",
     )
-    parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
+
+
+def _add_conditions(parser: FlagParser) -> None:
+    """Add the flags of images and videos that the pipeline is given."""
     parser.add_argument(
         "--image",
         help="Image, or video whose first frame counts, to begin the clip with, where the pipeline takes it.",
@@ -96,6 +110,10 @@ def make_parser() -> FlagParser:
         help="How many times larger the clip is than its references, where they lie over it (default: they have "
         "sizes of their own).",
     )
+
+
+def _add_prompts(parser: FlagParser) -> None:
+    """Add the flags of prompts, and of the arguments of the pipeline's call."""
     parser.add_argument(
         "--prompt",
         nargs="+",
@@ -136,6 +154,10 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--max_sequence_length", type=int, help="Text tokens, as in training (default: the pipeline's)."
     )
+
+
+def _add_loading(parser: FlagParser) -> None:
+    """Add the flags of precision and memory."""
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
@@ -154,8 +176,6 @@ def make_parser() -> FlagParser:
         action="store_true",
         help="Decode tile by tile, which takes less memory and changes results slightly.",
     )
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], common=True, help="Seeds of the noise.")
-    return parser
 
 
 def main(args: argparse.Namespace) -> None:
