@@ -81,7 +81,7 @@ class ReferenceRule(SizeRule):
     def __repr__(self) -> str:
         """Return the rule as locks of data sets and states of streams hold it, whatever release wrote them.
 
-        Fields that rules had not always are left out where they have their defaults; those of frames that a run
+        Fields that rules had not always are omitted where they have their defaults; those of frames that a run
         appends were a part of rules.
         """
         values = {**{name: getattr(self, name) for name in _ALWAYS}, **_FRAMES, **self.added}

@@ -109,7 +109,7 @@ class ConditionRules:
         return cls(rules=tuple(rules))
 
     def __bool__(self) -> bool:
-        """Whether any condition is counted."""
+        """Return whether any condition is counted."""
         return bool(self.rules)
 
     @property
@@ -172,7 +172,7 @@ class RowConditions:
         return cls(num_rows=rows[0].num_rows, rows=rows)
 
     def __bool__(self) -> bool:
-        """Whether any condition is counted."""
+        """Return whether any condition is counted."""
         return bool(self.rows)
 
     @property
