@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..buckets.sizes import LatentSpec
-from ..conditions.names import REFERENCE
+from ..conditions.names import KEYFRAMES, REFERENCE
 from ..conditions.shares import Drawn
 from ..models.recipe import Recipe
-from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
+from ..models.samples import KEYFRAME_PLACES, REFERENCES
 from ..models.texts import TextEmbeddings
 
 
@@ -121,7 +121,7 @@ def pictures_in_text(
     shown, found = batch.get("shown", {}), []
     if recipe.text_sees_references and REFERENCE in shown:
         found.append(shown[REFERENCE])
-    if recipe.keyframe_text_tokens is not None and any(keyframes):
+    if recipe.text_sees_keyframes and any(keyframes):
         pairs = zip(batch["pixel_values"], keyframes, strict=True)
         found.append([[clip[:, frame : frame + 1] for frame in frames] for clip, frames in pairs])
     return [[picture for parts in sample for picture in parts] for sample in zip(*found, strict=True)] or None

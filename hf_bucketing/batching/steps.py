@@ -17,9 +17,11 @@ from ..conditions.audio import AUDIO
 from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions
 from ..configuration.preservation import PreservationConfig
 from ..devices import to_device
+from ..errors import BucketingError
 from ..loaders.occurrences import OCCURRENCE
 from ..media.rows import SOURCE
 from ..media.sample import frame_rates
+from ..models.condition_checks import OfSamples
 from ..models.loss_mask import LOSS_MASK
 from ..models.objectives import Noised, NoisedAudio, Objective
 from ..models.recipe import Recipe
@@ -248,7 +250,9 @@ class Step(ABC):
         if self.recipe.audio and any(heard):
             rates = np.array(batch["fps"], np.float64)
             rows = np.flatnonzero(np.array(heard) & (rates > 0))
-            self.recipe.check_audio_rates(rates[rows], [batch["index"][row] for row in rows])
+            samples = OfSamples(rates[rows], [batch["index"][row] for row in rows])
+            if faults := [*self.recipe.audio_faults(samples)]:
+                raise BucketingError(faults[0])
 
     def _noised_audio(
         self, media: Mapping[str, Any], noised: Noised, drawn: Sequence[Drawn], *, keys: Sequence[tuple[int, ...]]

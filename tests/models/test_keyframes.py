@@ -19,12 +19,13 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets.sizes import LatentSpec, Size
+from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import Drawn
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.families.ltx import SCALES
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.samples import KEYFRAMES, Samples
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.strips import patchify, unpatchify

@@ -152,7 +152,7 @@ def make_batch(recipe: Recipe, *, stacked: bool = False, mask: bool = False) -> 
     masks = [torch.ones(1, *size) for size in sizes]
     for white in masks:
         white[..., :32] = 0
-    shows = recipe.max_references > 0 and not stacked
+    shows = recipe.reference_condition().most > 0 and not stacked
     references = [(clip[..., ::2, ::2],) * (row % 2 * shows) for row, clip in enumerate(pixels)]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,
@@ -412,9 +412,9 @@ def test_diffusion_forcing_keeps_the_levels_of_frames_that_are_not_shown(recipe:
 )
 def test_conditions_that_a_model_is_not_shown_are_refused(recipe, condition, cached, message) -> None:
     with pytest.raises(BucketingError, match=message):
-        recipe.check_drawn(read_condition(condition), [], cached=cached)
+        recipe.check_conditions([], drawn=[read_condition(condition)], cached=cached)
 
 
 @pytest.mark.parametrize("recipe", ["wan-i2v"], indirect=True)
 def test_conditions_with_the_embedded_frame_are_taken(recipe: Recipe) -> None:
-    recipe.check_drawn(read_condition("first_frame:0.5,prefix+last_frame:0.5"), [], cached=False)
+    recipe.check_conditions([], drawn=[read_condition("first_frame:0.5,prefix+last_frame:0.5")], cached=False)

@@ -18,10 +18,12 @@ from hf_bucketing.batching.encoded import latent_frames_of
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.conditions.appended import AppendedFrames
+from hf_bucketing.conditions.condition import Condition
+from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import Drawn, read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
+from hf_bucketing.models.samples import KEYFRAME_PLACES
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.memory import sample_shape
@@ -290,7 +292,9 @@ def test_a_stream_counts_frames_that_texts_see_and_resumes_exactly(
         made.settings(mode, tmp_path / "counted"),
         recipe_of(str(made.pipeline)).read_spec(str(made.pipeline)),
     )
-    tokens = ModelTokens(width=24, text_tokens=16, keyframe_text_tokens=118)
+    tokens = ModelTokens(
+        width=24, text_tokens=16, keyframes=Condition(name=KEYFRAMES, enters="tokens", text_tokens=118)
+    )
     data = make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
     loader = loader_of(data)
     for batch in itertools.islice(loader, 3):
