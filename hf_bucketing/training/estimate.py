@@ -345,7 +345,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             for condition in data.conditions
             if condition != AUDIO
         }
-        if (audio := data.row_conditions.audio) is not None:
+        if (audio := largest.conditions.audio) is not None:
             samples = map(audio.rule.num_samples, largest.audio)
             batch["shown"][AUDIO] = [torch.rand(CHANNELS, count, device=device) for count in samples]
     else:
@@ -359,7 +359,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             (random_media(size._replace(frames=1)),) * (latent.shape[1] - 1)
             for size, latent in zip(sizes, media, strict=True)
         ]
-        if data.row_conditions.audio is not None:
+        if largest.conditions.audio is not None:
             channels = family.audio_channels(transformer)
             batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]
     if not recipe.modules("text_encoders"):
