@@ -31,6 +31,19 @@ from ..texts import TextEmbeddings
 
 BLOCK = 2
 """Latent rows and columns that the pipelines put into one token."""
+_SIDES = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+)
+"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
+LONGCAT_TEXT = 512
+"""Tokens of a text, with its padding."""
 
 
 class FluxFamily(JointFamily):
@@ -141,19 +154,6 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
     shown_as = MappingProxyType({"control": "control_image"})
 
 
-_SIDES = (
-    (672, 1568),
-    (688, 1504),
-    (720, 1456),
-    (752, 1392),
-    (800, 1328),
-    (832, 1248),
-    (880, 1184),
-    (944, 1104),
-)
-"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
-
-
 class FluxKontextRecipe(FluxRecipe):
     """Recipe of `FluxKontextPipeline`, for FLUX.1 Kontext [dev], whose samples have one reference or none.
 
@@ -247,10 +247,6 @@ class OvisImageRecipe(Recipe):
     default_sequence_length = 256
     native_sizes = ((1024, 1024),)
     prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
-
-
-LONGCAT_TEXT = 512
-"""Tokens of a text, with its padding."""
 
 
 class LongCatImageFamily(FluxFamily):

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenRefiner
     from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TokenRefiner
 
+GLYPHS, GLYPH_MASK, IMAGE = "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"
+ORDER = "token_order"
+"""Argument of the forward that a hook takes away: where each sample's own tokens lie, see [`order_by_sample`]."""
+GLYPH_TOKENS, IMAGE_TOKENS = 256, 729
+"""Tokens that the pipelines pass of the glyph text, padding included, and of an image."""
+IMAGE_LATENTS = "image_latents"
+"""Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
+
 
 class HunyuanVideoFamily(JointFamily):
     """HunyuanVideo: rotary positions over frames, rows and columns; text refined by itself, then in joint attention.
@@ -130,13 +138,6 @@ class HunyuanVideoRecipe(Recipe):
     prompt_outputs = ("values", "pooled_projections", "mask")
     native_sizes = ((544, 960), (624, 832), (720, 720), (720, 1280), (832, 1104), (960, 960))
     """The sizes of 540p and 720p on the model card; it also names their portrait counterparts."""
-
-
-GLYPHS, GLYPH_MASK, IMAGE = "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"
-ORDER = "token_order"
-"""Argument of the forward that a hook takes away: where each sample's own tokens lie, see [`order_by_sample`]."""
-GLYPH_TOKENS, IMAGE_TOKENS = 256, 729
-"""Tokens that the pipelines pass of the glyph text, padding included, and of an image."""
 
 
 class HunyuanVideo15Family(HunyuanVideoFamily):
@@ -326,10 +327,6 @@ def _fill_with_joined(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Put the joined tokens, a row of all samples, into the text slots of the samples' strips."""
     strips, joined, *rest = args
     return strips, active_layout().joint.fill_slots(joined[0]), *rest
-
-
-IMAGE_LATENTS = "image_latents"
-"""Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
 
 
 class GuiderRecipe(Recipe):

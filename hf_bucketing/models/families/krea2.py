@@ -28,6 +28,9 @@ from ..texts import TextEmbeddings
 from .flux import FluxFamily, token_ids
 from .qwen_image import QwenImageRecipe
 
+DISTILLED_SHIFT = math.exp(1.15)
+"""Shift with which the pipeline calls distilled models (`is_distilled`), whatever the size."""
+
 
 class PackedKrea2AttnProcessor(PackedJointAttnProcessor):
     """Gated attention of Krea 2 over the strips of a pack: of text and tokens, or of the text that it refines."""
@@ -133,10 +136,6 @@ def _modulate_row(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     text, length = of_text(embedding), active_layout().strip_length
     rows = ModulatedRows([text, embedding], [hidden_states.shape[1] - length, length])
     return hidden_states, embedding if text is embedding else rows, *others
-
-
-DISTILLED_SHIFT = math.exp(1.15)
-"""Shift with which the pipeline calls distilled models (`is_distilled`), whatever the size."""
 
 
 class Krea2Recipe(Recipe):

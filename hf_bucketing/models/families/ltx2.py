@@ -40,6 +40,25 @@ from ..samples import Samples
 from ..texts import AUDIO_TEXT, TextEmbeddings
 from .ltx import LTXRecipe, first_frames, keyframe_places, numbers_of_grids, over_sample, reference_factors
 
+_AUDIO_PARTS = {
+    "audio_attn1": "within",
+    "audio_attn2": "to_text",
+    "audio_to_video_attn": "of_video",
+    "video_to_audio_attn": "to_video",
+}
+"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
+_MODULATIONS = {
+    "prompt_adaln": "text",
+    "audio_prompt_adaln": "audio_text",
+    "av_cross_attn_video_scale_shift": "strips",
+    "av_cross_attn_video_a2v_gate": "strips",
+    "av_cross_attn_audio_scale_shift": "audio",
+    "av_cross_attn_audio_v2a_gate": "audio",
+}
+"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
+FFT_LENGTH = 1024
+"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
+
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
     """Attention of LTX-2, `LTX2Attention`, over the strips of a pack and the rows of its audio.
@@ -140,25 +159,6 @@ def filled_up(rows: torch.Tensor, parallel_config: Any) -> torch.Tensor:
         return rows
     missing = -rows.shape[1] % parallel_config.context_parallel_config.ulysses_degree
     return F.pad(rows, (*[0, 0] * (rows.ndim - 2), 0, missing))
-
-
-_AUDIO_PARTS = {
-    "audio_attn1": "within",
-    "audio_attn2": "to_text",
-    "audio_to_video_attn": "of_video",
-    "video_to_audio_attn": "to_video",
-}
-"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
-
-_MODULATIONS = {
-    "prompt_adaln": "text",
-    "audio_prompt_adaln": "audio_text",
-    "av_cross_attn_video_scale_shift": "strips",
-    "av_cross_attn_video_a2v_gate": "strips",
-    "av_cross_attn_audio_scale_shift": "audio",
-    "av_cross_attn_audio_v2a_gate": "audio",
-}
-"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
 
 
 class LTX2Family(Family):
@@ -538,10 +538,6 @@ class LTX2InContextRecipe(LTX2Recipe):
             )
         conditions = [LTX2ReferenceCondition(frames=list(frames)) for frames in references]
         return {cls.shown_as["reference"]: conditions, "reference_downscale_factor": factor}
-
-
-FFT_LENGTH = 1024
-"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
 
 
 def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) -> torch.Tensor:

@@ -63,6 +63,14 @@ AT_END = "at_end"
 """Conditioning `(n, most)`: of each latent frame that a sample is shown, 1 if it is its last frame and 0 if it is its
 first. Without it, what is shown are references."""
 _PACKED_AT_END = "packed_at_end"
+FEWEST_FRAMES = 124
+"""Frames of the shortest video that the pipeline makes, of about five seconds."""
+TRANSFORMER_REF: Final = "transformer_ref"
+"""Name of the pipeline's transformer for samples with references."""
+SHORT_SIDE = "reference_image_short_edge"
+"""Setting of the pipeline: the shorter side in pixels to which it brings pictures that are references."""
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and deviation of pixels in [0, 1], by which those that the VAE encodes are normalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,19 +439,6 @@ def _describe(
 
 
 FAMILY = MiniMaxH3Family()
-
-
-FEWEST_FRAMES = 124
-"""Frames of the shortest video that the pipeline makes, of about five seconds."""
-
-TRANSFORMER_REF: Final = "transformer_ref"
-"""Name of the pipeline's transformer for samples with references."""
-
-SHORT_SIDE = "reference_image_short_edge"
-"""Setting of the pipeline: the shorter side in pixels to which it brings pictures that are references."""
-
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and deviation of pixels in [0, 1], by which those that the VAE encodes are normalised."""
 
 
 class MiniMaxH3Recipe(ModularRecipe):
