@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
 
 OFFSET = 2.0
-"""The `ofs` that the image-to-video pipeline always passes."""
+"""The `ofs` that CogVideoX' image-to-video pipeline always passes."""
 EASYANIMATE_TEXT = 256
-"""Tokens of a text, with its padding, in every call of the pipeline."""
+"""Tokens of a text of EasyAnimate, with its padding, in every call of the pipeline."""
 
 
 class CogVideoXFamily(JointFamily):

@@ -43,7 +43,7 @@ _SIDES = (
 )
 """Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
 LONGCAT_TEXT = 512
-"""Tokens of a text, with its padding."""
+"""Tokens of a text of LongCat-Image, with its padding."""
 
 
 class FluxFamily(JointFamily):
@@ -230,12 +230,12 @@ class OvisImageFamily(FluxFamily):
 
     title = "Ovis-Image"
     transformer_class = "OvisImageTransformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("6e80047554eb",)
-    stock_processors: ClassVar[tuple[str, ...]] = ("OvisImageAttnProcessor",)
+    tested_forwards = ("6e80047554eb",)
+    stock_processors = ("OvisImageAttnProcessor",)
     text = replace(FluxFamily.text, padding="keep_padding")
     text_axes = (1, 2)
-    max_references: ClassVar[int] = 0
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    max_references = 0
+    original_names = None
 
 
 class OvisImageRecipe(Recipe):
@@ -246,7 +246,7 @@ class OvisImageRecipe(Recipe):
     image_vae = True
     default_sequence_length = 256
     native_sizes = ((1024, 1024),)
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
 
 
 class LongCatImageFamily(FluxFamily):
@@ -258,15 +258,15 @@ class LongCatImageFamily(FluxFamily):
 
     title = "LongCat-Image"
     transformer_class = "LongCatImageTransformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("abe7ca1adaa9",)
-    stock_processors: ClassVar[tuple[str, ...]] = ("LongCatImageAttnProcessor",)
+    tested_forwards = ("abe7ca1adaa9",)
+    stock_processors = ("LongCatImageAttnProcessor",)
     text = replace(FluxFamily.text, length=LONGCAT_TEXT)
     text_axes = (1, 2)
     first_ids = (1, LONGCAT_TEXT, LONGCAT_TEXT)
     takes = ()  # no pooled text, though the configuration counts its channels
-    attention_kwargs: ClassVar[str | None] = None
-    max_references: ClassVar[int] = 0
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    attention_kwargs = None
+    max_references = 0
+    original_names = None
 
 
 class LongCatImageRecipe(Recipe):
@@ -280,7 +280,7 @@ class LongCatImageRecipe(Recipe):
     image_vae = True
     default_sequence_length = LONGCAT_TEXT
     native_sizes = ((1024, 1024), (768, 1344), (1344, 768))
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
 
 
 class BriaFamily(FluxFamily):
@@ -305,7 +305,7 @@ class BriaRecipe(Recipe):
     image_vae = True
     default_sequence_length = 128
     native_sizes = ((1024, 1024),)
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
     constructor_reads = ("vae", "trained")
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

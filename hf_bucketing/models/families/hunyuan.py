@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TokenRefiner
 
 GLYPHS, GLYPH_MASK, IMAGE = "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"
+"""Arguments of the forward for the text that an image shall spell, its mask, and the tokens of a first frame."""
 ORDER = "token_order"
 """Argument of the forward that a hook takes away: where each sample's own tokens lie, see [`order_by_sample`]."""
 GLYPH_TOKENS, IMAGE_TOKENS = 256, 729
-"""Tokens that the pipelines pass of the glyph text, padding included, and of an image."""
+"""Tokens that the pipelines of HunyuanVideo 1.5 pass of the glyph text, padding included, and of an image."""
 IMAGE_LATENTS = "image_latents"
 """Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
 

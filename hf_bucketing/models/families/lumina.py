@@ -26,8 +26,9 @@ from ..texts import TextEmbeddings
 
 _SCOPES: dict[str, RowScope] = {"noise_refiner": "tokens", "context_refiner": "text", "layers": "joint"}
 PATCH, FRAMES_OF_PATCH = 2, 1
-"""Patch with which the pipeline calls the model; a model may have embeddings of several."""
+"""Patch with which the pipeline calls Z-Image; a model may have embeddings of several."""
 _METHOD = "patchify_and_embed"
+"""Method of Z-Image that a pack replaces."""
 
 
 class RefinedFamily(JointFamily):

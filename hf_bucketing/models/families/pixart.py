@@ -30,7 +30,7 @@ from ..samples import Samples
 from ..texts import TextEmbeddings, cleans_captions
 
 _TOKENS = 120
-"""Text tokens per caption, which the pipeline fixes."""
+"""Text tokens per caption, which the pipeline of Latte fixes."""
 
 
 class PixArtFamily(Family):

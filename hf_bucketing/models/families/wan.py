@@ -42,8 +42,9 @@ CLIP_TOKENS = 257
 IMAGE_LATENTS = "image_latents"
 """Condition of a sample: latents of the clip whose frames are grey but for the first (and the last)."""
 SKYREELS_FPS = "fps"
-VACE_CONTROL = "control_hidden_states"
-VACE_SCALE = "control_hidden_states_scale"
+"""Argument of the forward for the number of the frame rate, of models of SkyReels-V2 that embed it."""
+VACE_CONTROL, VACE_SCALE = "control_hidden_states", "control_hidden_states_scale"
+"""Arguments of the forward of VACE for the control channels, and their scale by layer."""
 
 
 class PackedWanAttnProcessor(PackedAttnProcessor):
