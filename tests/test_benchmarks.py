@@ -25,7 +25,6 @@ SMALL = {
     },
     "lengths": {"rows": 5000, "lazy_rows": 500, "duration_rows": 5000, "processes": 1},
     "packing": {"layers": 1, "heads": 2, "shrink": 4},
-    "rendering": {"heads": 1, "layers": 1, "steps": 1},
     "saving": {"layers": 1},
     "preservation": {"samples": 6, "steps": 1, "inference_steps": 1},
     "references": {"samples": 12, "side": 64, "epoch_side": 64, "layers": 1, "heads": 1},

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from tests.conftest import ROOT
 
 PYTHON = sorted([*(ROOT / "hf_bucketing").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
@@ -213,22 +211,22 @@ def sources() -> list[Text]:
     return [*(Text(path, 1, path.read_text()) for path in [*PYTHON, *MARKDOWN]), *notebooks]
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_forbidden_words_are_not_used(name: str) -> None:
+def test_forbidden_words_are_not_used() -> None:
     hits = []
-    for path, line, text in sources() if WORDS[name].everywhere else texts():
-        for match in PATTERNS[name].finditer(text):
-            number = line + text.count("\n", 0, match.start())
-            hits.append(f"{path.relative_to(ROOT)}:{number}: {' '.join(match[0].split())}")
-    assert not hits, f"write {WORDS[name].use} instead:\n" + "\n".join(hits)
+    for name, word in WORDS.items():
+        for path, line, text in sources() if word.everywhere else texts():
+            for match in PATTERNS[name].finditer(text):
+                number = line + text.count("\n", 0, match.start())
+                place = f"{path.relative_to(ROOT)}:{number}"
+                hits.append(f"{place}: {' '.join(match[0].split())} (write {word.use} instead)")
+    assert not hits, "\n".join(hits)
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_each_pattern_finds_its_example_and_no_more(name: str) -> None:
-    word = WORDS[name]
-    assert PATTERNS[name].search(word.found)
-    assert PATTERNS[name].search(word.found.replace(" ", "\n")) or word.everywhere
-    assert not PATTERNS[name].search(word.passed)
+def test_each_pattern_finds_its_example_and_no_more() -> None:
+    for name, word in WORDS.items():
+        assert PATTERNS[name].search(word.found), name
+        assert PATTERNS[name].search(word.found.replace(" ", "\n")) or word.everywhere, name
+        assert not PATTERNS[name].search(word.passed), name
 
 
 def test_text_in_backquotes_and_doctests_is_code() -> None:
@@ -254,13 +252,11 @@ def docstrings(path: Path) -> Iterator[tuple[int, str, bool]]:
                 yield getattr(node, "lineno", 1), text, is_action
 
 
-@pytest.mark.parametrize("kind", ["function", "module, class or property"])
-def test_docstrings_open_in_plain_english(kind: str) -> None:
-    hits = [
-        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in PYTHON
-        for line, text, is_action in docstrings(path)
-        if is_action == (kind == "function") and (NOT_IMPERATIVE if is_action else FRAGMENT).match(text)
-    ]
-    advice = "an imperative sentence" if kind == "function" else "a noun phrase that makes sense alone"
-    assert not hits, f"open with {advice}:\n" + "\n".join(hits)
+def test_docstrings_open_in_plain_english() -> None:
+    hits: dict[bool, list[str]] = {True: [], False: []}
+    for path in PYTHON:
+        for line, text, is_action in docstrings(path):
+            if (NOT_IMPERATIVE if is_action else FRAGMENT).match(text):
+                hits[is_action].append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not hits[True], "open with an imperative sentence:\n" + "\n".join(hits[True])
+    assert not hits[False], "open with a noun phrase that makes sense alone:\n" + "\n".join(hits[False])

@@ -44,19 +44,8 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         return None
     root = str(request.path)
     extension = "." + (request.caption_extension or CAPTION_EXTENSION).lstrip(".").lower()
-    media: dict[str, list[str]] = {}
-    captions: dict[str, str] = {}
-    ignored: Counter[str] = Counter()
     others = [folder for folders in request.companions.values() for folder in folders]
-    aside = set(map(os.path.realpath, others))
-    for path in files_below(root, ignored, aside=aside):
-        stem, ending = os.path.splitext(path)
-        if ending.lower() in MEDIA_FILES:
-            media.setdefault(stem, []).append(path)
-        elif ending.lower() == extension:
-            captions[stem] = path
-        else:
-            ignored["of other types"] += 1
+    media, captions, ignored = _media_and_captions(root, extension, aside=others)
     if not media.keys() & captions.keys() and not (media and request.missing_caption is not None):
         if request.beside:
             raise MediaError(
@@ -74,18 +63,8 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     columns = {"file_name": _as_paths(paths)}
     texts = _as_paths(captions_of) if request.streaming else _read_captions(captions_of, request.missing_caption)
     columns["caption"] = texts
-    missing = []
-    stems = [os.path.splitext(file)[0] for file in files]
-    for name, named in request.companions.items():
-        if name == REFERENCE:
-            references = _references(named, stems, root, above=above)
-            columns[name], lacking = _lists_of_paths(references), references.count([])
-        else:
-            (folder,) = named
-            found = _companions(folder, stems, root, above=above)
-            columns[name], lacking = _as_paths(found), found.count(None)
-        missing.append(f"; {lacking} without a {name}" if lacking else "")
-    dataset = listed_rows(request, pa.table(columns))
+    companions, missing = _columns_of_companions(request, files, above=above)
+    dataset = listed_rows(request, pa.table(columns | companions))
     if isinstance(dataset, IterableDataset):
         function = partial(_captions_of_batch, missing=request.missing_caption)
         dataset = dataset.map(function, batched=True, batch_size=_CAPTIONS_AT_ONCE)
@@ -93,11 +72,51 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     return SourceRows(
         dataset=dataset,
         layout=f"{len(files)} media files with {extension} captions beside them (ignored files: {words or 'none'})"
-        + "".join(missing),
+        + missing,
         choose=f'give `caption_extension="{extension}"`',
         root=above,
         texts=TextFiles() if request.streaming else TextFiles.beside([*captions.values()], extension=extension),
     )
+
+
+def _media_and_captions(
+    root: str, extension: str, *, aside: Sequence[str]
+) -> tuple[dict[str, list[str]], dict[str, str], Counter[str]]:
+    """Return the media files and the captions below a folder by their stems, and how many others there are.
+
+    Files in the folders `aside` belong to neither.
+    """
+    media: dict[str, list[str]] = {}
+    captions: dict[str, str] = {}
+    ignored: Counter[str] = Counter()
+    for path in files_below(root, ignored, aside=set(map(os.path.realpath, aside))):
+        stem, ending = os.path.splitext(path)
+        if ending.lower() in MEDIA_FILES:
+            media.setdefault(stem, []).append(path)
+        elif ending.lower() == extension:
+            captions[stem] = path
+        else:
+            ignored["of other types"] += 1
+    return media, captions, ignored
+
+
+def _columns_of_companions(
+    request: SourceRequest, files: Sequence[str], *, above: str
+) -> tuple[dict[str, pa.Array], str]:
+    """Return the columns of the files beside media files, `(n,)` each, and how many media files lack one, in words."""
+    columns: dict[str, pa.Array] = {}
+    missing = ""
+    stems = [os.path.splitext(file)[0] for file in files]
+    for name, folders in request.companions.items():
+        if name == REFERENCE:
+            references = _references(folders, stems, str(request.path), above=above)
+            columns[name], lacking = _lists_of_paths(references), references.count([])
+        else:
+            (folder,) = folders
+            paths = _companions(folder, stems, str(request.path), above=above)
+            columns[name], lacking = _as_paths(paths), paths.count(None)
+        missing += f"; {lacking} without a {name}" if lacking else ""
+    return columns, missing
 
 
 def _read_captions(paths: Sequence[str | None], missing: str | None) -> pa.Array:

@@ -180,21 +180,20 @@ def _check_rows(
     named = {} if source.size_columns is None else read_size_columns(source.size_columns)
     rows: Dataset = loaded.dataset if loaded.first_rows is None else loaded.first_rows
     columns = rows.column_names
-    of_audio = [] if source.audio_caption_column is None else [source.audio_caption_column]
-    weights = [] if source.weight_column is None else [source.weight_column]
-    rows = with_nested(rows, [*texts, *of_audio, *named.values(), *all_columns(source.conditions), *weights])
+    rows = _with_named_columns(rows, source, [*texts, *named.values()])
     check_condition_columns(rows, source.conditions)
-    treatment = source.treatment
     captions = check_captions(
         rows,
         texts,
-        on_error=treatment.captions,
+        on_error=source.treatment.captions,
         template=source.caption_template,
         media_column=loaded.column,
         audio_column=source.audio_caption_column,
         report=lambda error: faults.report(for_source(error)),
     )
-    metadata = MediaMetadata(loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=treatment.files)
+    metadata = MediaMetadata(
+        loaded.column, target_fps=source.target_fps, root=loaded.root, on_error=source.treatment.files
+    )
     sized = add_sizes(
         captions.dataset,
         metadata,
@@ -203,39 +202,15 @@ def _check_rows(
         num_proc=num_proc,
         report=faults.report,
     )
-    dataset = captions.mark(sized.dataset)
-    if captions.summary and treatment.captions != "raise":
+    if captions.summary and source.treatment.captions != "raise":
         say(captions.summary)
     say(sized.origin)
     if sized.transparency:
         say(sized.transparency)
-    if clips is not None:
-        dataset, summary = cut_clips(
-            dataset,
-            clips,
-            on_error=treatment.files,
-            media_column=loaded.column,
-            caption_column=captions.column,
-            report=faults.report,
-        )
-        say(summary)
-    elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
-        say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
-    files = MediaColumns(
-        column=loaded.column, root=loaded.root, conditions=source.conditions, references=source.reference_rule(taken)
+    dataset = _cut(
+        captions.mark(sized.dataset), source, loaded, faults, clips=clips, caption_column=captions.column, say=say
     )
-    dataset, sentences = check_conditions(
-        dataset,
-        ConditionColumns(files, on_error=treatment.files),
-        media_column=loaded.column,
-        num_proc=num_proc,
-        report=faults.report,
-    )
-    for sentence in sentences:
-        say(sentence)
-    if source.with_audio:
-        dataset = map_columns(dataset, AudioColumns(files), num_proc=num_proc, overwrite=True)
-        say(describe_audio(dataset))
+    dataset = _with_conditions(dataset, source, loaded, faults, taken=taken, num_proc=num_proc, say=say)
     say(describe_columns(columns, _columns_read(source, loaded, texts, sizes=sized.columns, present=columns)))
     dataset = with_marks(dataset, source, say=say)
     sizes = ",".join(f"{name}={column}" for name, column in sized.columns.items())
@@ -248,6 +223,67 @@ def _check_rows(
         clip_frames=None if clips is None else clips.frames,
     )
     return replace(loaded, dataset=dataset, conditions=source.conditions), config
+
+
+def _with_named_columns(rows: Dataset, source: SourceConfig, names: Sequence[str]) -> Dataset:
+    """Return rows with the columns that settings name, those within others too, as columns of their own."""
+    others = [source.audio_caption_column, source.weight_column]
+    return with_nested(rows, [*names, *all_columns(source.conditions), *(name for name in others if name is not None)])
+
+
+def _cut(
+    dataset: Dataset,
+    source: SourceConfig,
+    loaded: MediaDataset,
+    faults: Faults,
+    *,
+    clips: ClipRule | None,
+    caption_column: str,
+    say: Callable[[str], None],
+) -> Dataset:
+    """Return the clips of the files, if there is a rule for them."""
+    if clips is not None:
+        dataset, summary = cut_clips(
+            dataset,
+            clips,
+            on_error=source.treatment.files,
+            media_column=loaded.column,
+            caption_column=caption_column,
+            report=faults.report,
+        )
+        say(summary)
+    elif {SCENE_START, SCENE_END} <= set(dataset.column_names):
+        say(f"The columns {SCENE_START} and {SCENE_END} are not used; `clips` scenes cuts files by them.")
+    return dataset
+
+
+def _with_conditions(
+    dataset: Dataset,
+    source: SourceConfig,
+    loaded: MediaDataset,
+    faults: Faults,
+    *,
+    taken: ReferenceRule | None,
+    num_proc: int | None,
+    say: Callable[[str], None],
+) -> Dataset:
+    """Check the conditions of rows, and add the columns of their sizes and of sound."""
+    files = MediaColumns(
+        column=loaded.column, root=loaded.root, conditions=source.conditions, references=source.reference_rule(taken)
+    )
+    dataset, sentences = check_conditions(
+        dataset,
+        ConditionColumns(files, on_error=source.treatment.files),
+        media_column=loaded.column,
+        num_proc=num_proc,
+        report=faults.report,
+    )
+    for sentence in sentences:
+        say(sentence)
+    if source.with_audio:
+        dataset = map_columns(dataset, AudioColumns(files), num_proc=num_proc, overwrite=True)
+        say(describe_audio(dataset))
+    return dataset
 
 
 def _columns_read(

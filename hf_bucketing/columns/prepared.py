@@ -254,7 +254,7 @@ class PreparedDataset:
             "root": self.root and root_from(self.root, target),
             "other_roots": [root_from(root, target) for root in self.other_roots],
             "conditions": dict(self.conditions),
-            "references": asdict(self.references),
+            "references": self.references.settings,
             "audio": None if self.audio is None else self.audio.settings,
             "cache": None
             if self.cache is None
@@ -382,7 +382,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_rule(manifest: Mapping[str, Any]) -> ReferenceRule:
     """Return the rule of references of a manifest, or that of folders that were written before there were any."""
     before = {"multiples": read_open_table(manifest["open_table"]).spec.multiples}
-    return ReferenceRule(**manifest.get("references", before))
+    return ReferenceRule.from_settings(manifest.get("references", before))
 
 
 def read_open_table(values: Mapping[str, Any]) -> OpenTable:

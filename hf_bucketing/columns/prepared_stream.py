@@ -288,7 +288,7 @@ class PreparedStream:
             "version": MANIFEST_VERSION,
             "table": json.loads(self.table.to_json()),
             "open_table": asdict(self.open_table),
-            "references": asdict(self.references),
+            "references": self.references.settings,
             "audio": None if self.audio is None else self.audio.settings,
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }

@@ -19,6 +19,9 @@ from .help import FlagHelp, short_help
 
 Config = TypeVar("Config")
 
+_REMOVED = {"validation_max_tokens": "prompts are rendered one after another"}
+"""Settings of earlier releases, with what happens without them."""
+
 
 class _ShowHelp(argparse.Action):
     """Print the help of a script, and end it; the value `all` asks for every flag."""
@@ -259,12 +262,12 @@ class FlagParser(argparse.ArgumentParser):
         scripts = rule.others() if file.entries.keys() - known else {}
         known = known.union(*scripts.values())
         for name, entry in file.entries.items():
-            if name not in scripts and name not in known:
+            if name not in scripts and name not in known and not _is_void(name, entry):
                 raise FlagError(f"{file.where(entry)}: {_no_setting(name, {*known, *scripts})}")
             if name in scripts and not isinstance(entry.value, dict):
                 raise FlagError(f"{file.where(entry)}: {name} must hold settings of that script, `name: value`.")
             for inner, setting in entry.value.items() if name in scripts else ():
-                if inner not in scripts[name]:
+                if inner not in scripts[name] and not _is_void(inner, setting):
                     raise FlagError(f"{file.where(setting)}: {_no_setting(inner, scripts[name])}")
         own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
         return own
@@ -324,7 +327,14 @@ def _options(setting: Setting) -> dict[str, Any]:
 
 def _no_setting(name: str, known: Collection[str]) -> str:
     """Return why a name in a file is refused, with the name to use instead if there is one."""
+    if name in _REMOVED:
+        return f"there is no setting {name} any more: {_REMOVED[name]}. Omit it."
     return f"there is no setting {name}{did_you_mean(name.replace('-', '_'), known)}"
+
+
+def _is_void(name: str, entry: Entry) -> bool:
+    """Return whether an entry is a removed setting without a value, as config.yaml of earlier runs names it."""
+    return name in _REMOVED and entry.value is None
 
 
 def _value_of(action: argparse.Action, entry: Entry, file: ConfigFile) -> Any:

@@ -9,8 +9,10 @@ Also under `accelerate launch`: each process encodes its share. Run again, it en
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .. import BucketingError
 from ..caching.settings import CacheConfig
@@ -20,6 +22,10 @@ from ..command_line.script import run_script
 from ..errors import FlagError
 from ..files import check_folder_writable
 from .script_settings import settings_of_scripts
+
+if TYPE_CHECKING:
+    from ..columns import PreparedDataset
+    from ..models.recipe import Recipe
 
 INTERRUPTED = "What was encoded stays in the cache; run the same command again."
 
@@ -60,12 +66,9 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    import torch
     from accelerate import Accelerator
 
     from ..caching import cache_dataset
-    from ..caching.keys import describe_latents
-    from ..caching.store import TensorCache
     from ..columns import PreparedDataset
     from ..conditions.shares import read_conditions
     from ..configuration.prepared import check_same_settings
@@ -73,20 +76,14 @@ def main(args: argparse.Namespace) -> None:
     from ..media.remote import is_url
     from ..media.rows import check_flips
     from ..models.caption_lengths import describe_caption_lengths
-    from ..models.loading import Loading, Part
     from ..models.registry import recipe_of
     from ..training.data_changes import describe_edited_texts
 
-    on_disk = not is_url(args.cache_dir)
-    cache_dir = Path(args.cache_dir).resolve()
-    if on_disk and Path(args.output_dir).resolve() in (cache_dir, *cache_dir.parents):
-        raise FlagError("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
-    TensorCache(args.cache_dir).check_writable()
-    check_folder_writable(args.output_dir)
+    _check_folders(args)
     accelerator = Accelerator()
-    if on_disk:
+    if not is_url(args.cache_dir):
         advice = "the main process reads the entries of all, so give a --cache_dir on a disk that all machines share"
-        check_shared(accelerator, cache_dir, advice=advice)
+        check_shared(accelerator, Path(args.cache_dir).resolve(), advice=advice)
     prepared = PreparedDataset.load(args.dataset_dir)
     check_same_settings(args.config, args.dataset_dir, settings=prepared.settings, cached=False)
     for sentence in describe_edited_texts(prepared, args.dataset_dir) if accelerator.is_main_process else ():
@@ -100,17 +97,8 @@ def main(args: argparse.Namespace) -> None:
             f"{args.pretrained_model_name_or_path} has; prepare it again for this model."
         )
     conditions = None if args.condition is None else read_conditions(args.condition)
-    appended = None if conditions is None else conditions.appended_frames
-    config = replace(config, appended_frames=appended)
-    parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
-    loading = Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling)
-    loaded = recipe.load(
-        args.pretrained_model_name_or_path,
-        max_sequence_length=args.max_sequence_length,
-        trained=recipe.transformer_for(prepared.shown),
-        loading=loading,
-        audio=prepared.audio is not None,
-    )
+    config = replace(config, appended_frames=None if conditions is None else conditions.appended_frames)
+    loaded = _load(args, prepared, recipe)
     for shares in () if conditions is None else conditions.all:
         loaded.check_drawn(shares, prepared.shown, cached=True)
     model, length = args.pretrained_model_name_or_path, loaded.max_sequence_length
@@ -120,20 +108,56 @@ def main(args: argparse.Namespace) -> None:
     loaded.to(accelerator.device)
     cached, counts = cache_dataset(prepared, loaded, config)
     if cached is not None:
-        given = {name: value for name, value in vars(args).items() if name != "config"}
-        info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)
-        settings = {**prepared.settings, CACHE: given}
-        replace(cached, cache=info, settings=settings).save(args.output_dir)
-        for name in ("encoded", "found", "unreadable", "rejected"):
-            print(f"{counts[name]:8} rows {name}")
-        for name in ("encoded", "found"):
-            print(f"{counts[f'captions {name}']:8} captions {name}")
-        for name, what in (("not finite", "rows"), ("captions not finite", "captions")):
-            if counts[name]:
-                print(f"{counts[name]:8} {what} not finite: the model makes NaN or infinite numbers of them")
-        print(f"Latents: {describe_latents(cached)}")
-        print(f"Saved to {args.output_dir}; entries in {args.cache_dir}")
+        _save(args, cached, counts, made_with=prepared.settings)
     accelerator.end_training()
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    """Check that entries and the prepared folder can be written, and do not overlap."""
+    from ..caching.store import TensorCache
+    from ..media.remote import is_url
+
+    cache_dir = Path(args.cache_dir).resolve()
+    if not is_url(args.cache_dir) and Path(args.output_dir).resolve() in (cache_dir, *cache_dir.parents):
+        raise FlagError("--cache_dir must lie outside --output_dir, which is replaced as a whole.")
+    TensorCache(args.cache_dir).check_writable()
+    check_folder_writable(args.output_dir)
+
+
+def _load(args: argparse.Namespace, prepared: PreparedDataset, recipe: type[Recipe]) -> Recipe:
+    """Load the models that encode."""
+    import torch
+
+    from ..models.loading import Loading, Part
+
+    parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
+    return recipe.load(
+        args.pretrained_model_name_or_path,
+        max_sequence_length=args.max_sequence_length,
+        trained=recipe.transformer_for(prepared.shown),
+        loading=Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling),
+        audio=prepared.audio is not None,
+    )
+
+
+def _save(
+    args: argparse.Namespace, cached: PreparedDataset, counts: Mapping[str, int], *, made_with: Mapping[str, Any]
+) -> None:
+    """Write the prepared folder, and say what was encoded."""
+    from ..caching.keys import describe_latents
+
+    given = {name: value for name, value in vars(args).items() if name != "config"}
+    info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)
+    replace(cached, cache=info, settings={**made_with, CACHE: given}).save(args.output_dir)
+    for name in ("encoded", "found", "unreadable", "rejected"):
+        print(f"{counts[name]:8} rows {name}")
+    for name in ("encoded", "found"):
+        print(f"{counts[f'captions {name}']:8} captions {name}")
+    for name, what in (("not finite", "rows"), ("captions not finite", "captions")):
+        if counts[name]:
+            print(f"{counts[name]:8} {what} not finite: the model makes NaN or infinite numbers of them")
+    print(f"Latents: {describe_latents(cached)}")
+    print(f"Saved to {args.output_dir}; entries in {args.cache_dir}")
 
 
 if __name__ == "__main__":

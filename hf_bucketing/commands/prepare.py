@@ -7,9 +7,10 @@ r"""Read the sizes of a data set's images and videos, assign buckets, and save a
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..buckets.table import BucketTable
 from ..columns.settings import SourceConfig
@@ -27,6 +28,10 @@ from ..report import (
 )
 from ..report.text import NO_BUCKET
 from .script_settings import settings_of_scripts
+
+if TYPE_CHECKING:
+    from ..columns import PreparedDataset
+    from ..columns.prepared_stream import PreparedStream
 
 SIZES = ("num_frames", "height", "width")
 OWN = ("pretrained_model_name_or_path", "num_proc", "overwrite", "streaming", "output_dir")
@@ -88,30 +93,13 @@ def main(args: argparse.Namespace) -> None:
     if args.streaming:
         stream, columns = prepare_stream(sources, spec=spec, **of_model, say=print)
         replace(stream, settings=settings).save(args.output_dir)
-        print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
-        named = columns["file"]
-        print(
-            describe_assignment(
-                columns, table=stream.table, name_rows=lambda rows: [named[row] for row in rows], **shared
-            )
-        )
-        print(describe_packed_frames(columns["num_frames"], stream.open_table))
+        _describe_stream(stream, columns, shared)
         print(f"Saved the description of the stream to {args.output_dir}")
         return
     prepared = prepare(sources, spec=spec, **of_model, num_proc=args.num_proc, overwrite=args.overwrite)
     replace(prepared, settings=settings).save(args.output_dir)
     columns = {name: column_array(prepared.dataset, name) for name in (*SIZES, "bucket_id", "rejection")}
-    print(describe_assignment(columns, table=prepared.table, name_rows=prepared.file_names, **shared))
-    print(describe_packed_frames(columns["num_frames"], prepared.open_table))
-    shown = measure_references(
-        columns["bucket_id"],
-        prepared.row_conditions(),
-        table=prepared.table,
-        spec=spec,
-        config=ReportConfig(num_processes=1),
-    )
-    if shown is not None:
-        print(describe_references(shown))
+    _describe_rows(prepared, columns, shared)
     for sentence in describe_caption_lengths(prepared, recipe, args.pretrained_model_name_or_path):
         print(sentence)
     if prepared.sources:
@@ -119,3 +107,28 @@ def main(args: argparse.Namespace) -> None:
     print(f"Saved to {args.output_dir}")
     if not (columns["bucket_id"] >= 0).any():
         print(fill(NO_BUCKET, width=118))
+
+
+def _describe_stream(stream: PreparedStream, columns: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Say what became of the first rows of a stream."""
+    print(f"A sample, the first {stream.sample.rows} rows; the others are assigned while training reads them:")
+    names = columns["file"]
+    print(
+        describe_assignment(columns, table=stream.table, name_rows=lambda rows: [names[row] for row in rows], **shared)
+    )
+    print(describe_packed_frames(columns["num_frames"], stream.open_table))
+
+
+def _describe_rows(prepared: PreparedDataset, columns: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Say what became of rows, and which references they have."""
+    print(describe_assignment(columns, table=prepared.table, name_rows=prepared.file_names, **shared))
+    print(describe_packed_frames(columns["num_frames"], prepared.open_table))
+    references = measure_references(
+        columns["bucket_id"],
+        prepared.row_conditions(),
+        table=prepared.table,
+        spec=prepared.spec,
+        config=ReportConfig(num_processes=1),
+    )
+    if references is not None:
+        print(describe_references(references))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..adapters.settings import parse_adapter
@@ -38,6 +37,17 @@ DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def make_parser() -> FlagParser:
     parser = FlagParser(__doc__)
     parser.add_argument("pipeline", help="Pipeline, on the hub or in a folder.")
+    _add_adapters(parser)
+    parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
+    _add_conditions(parser)
+    _add_prompts(parser)
+    _add_loading(parser)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], common=True, help="Seeds of the noise.")
+    return parser
+
+
+def _add_adapters(parser: FlagParser) -> None:
+    """Add the flags of adapters and their strengths."""
     parser.add_argument(
         "--adapter",
         "--lora_weights",
@@ -69,7 +79,10 @@ def make_parser() -> FlagParser:
         help="Transformers that the adapters are for, where the pipeline has two; MiniMax-H3 renders with references "
         "by its transformer_ref.",
     )
-    parser.add_argument("--output", required=True, help="File to write: mp4, or png for a single frame.")
+
+
+def _add_conditions(parser: FlagParser) -> None:
+    """Add the flags of images and videos that the pipeline is given."""
     parser.add_argument(
         "--image",
         help="Image, or video whose first frame counts, to begin the clip with, where the pipeline takes it.",
@@ -97,6 +110,10 @@ def make_parser() -> FlagParser:
         help="How many times larger the clip is than its references, where they lie over it (default: they have "
         "sizes of their own).",
     )
+
+
+def _add_prompts(parser: FlagParser) -> None:
+    """Add the flags of prompts, and of the arguments of the pipeline's call."""
     parser.add_argument(
         "--prompt",
         nargs="+",
@@ -137,6 +154,10 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--max_sequence_length", type=int, help="Text tokens, as in training (default: the pipeline's)."
     )
+
+
+def _add_loading(parser: FlagParser) -> None:
+    """Add the flags of precision and memory."""
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
@@ -155,14 +176,6 @@ def make_parser() -> FlagParser:
         action="store_true",
         help="Decode tile by tile, which takes less memory and changes results slightly.",
     )
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], common=True, help="Seeds of the noise.")
-    parser.add_argument(
-        "--max_tokens",
-        type=int,
-        help="Most tokens of a pack, to render what is compared together, where the pipeline's model packs (default: "
-        "one by one).",
-    )
-    return parser
 
 
 def main(args: argparse.Namespace) -> None:
@@ -183,8 +196,6 @@ def main(args: argparse.Namespace) -> None:
     pipeline_class, recipe = getattr(diffusers, index.class_name), find_recipe(index.class_name) or Recipe
     if index.is_modular and args.offload != "none":
         raise FlagError(f"Omit --offload: a {index.class_name}, as a modular pipeline, has no such offload.")
-    if args.max_tokens is not None and (find_recipe(index.class_name) is None or args.offload != "none"):
-        raise FlagError(f"Omit --max_tokens: a {index.class_name} packs here only without --offload, if it is known.")
     blocks = recipe.blocks(args.trained_component)
     parameters = call_parameters(pipeline_class, blocks)
     given: dict[str, Any] = {**recipe.call_defaults, **duration_of(args, parameters)}
@@ -207,13 +218,12 @@ def main(args: argparse.Namespace) -> None:
     else:
         # A build of torch for CUDA names it also where no driver is.
         pipeline.to((torch.accelerator.is_available() and torch.accelerator.current_accelerator()) or "cpu")
-    results: list[tuple[Cell, Any]] = []
+    results: dict[Cell, Any] = {}
     for strength in grid.strengths:
         if args.adapter:
             set_strengths(pipeline, args.adapter, factor=strength)
-        cells = [cell for cell in grid.cells if cell.strength == strength]
-        results += zip(cells, results_of(args, cells, pipeline, recipe, given), strict=True)
-    write(args, grid, dict(results), pipeline, recipe)
+        results |= {cell: rendered(args, cell, pipeline, given) for cell in grid.cells if cell.strength == strength}
+    write(args, grid, results, pipeline, recipe)
 
 
 def grid_of(args: argparse.Namespace) -> RenderGrid:
@@ -226,43 +236,19 @@ def grid_of(args: argparse.Namespace) -> RenderGrid:
     return RenderGrid(prompts=prompts, seeds=seeds, strengths=strengths, steps=steps)
 
 
-def results_of(
-    args: argparse.Namespace, cells: Sequence[Cell], pipeline: Any, recipe: type[Recipe], given: Mapping[str, Any]
-) -> list[Any]:
-    """Return what the pipeline's call returns for each rendering: one by one, or all rendered together."""
+def rendered(args: argparse.Namespace, cell: Cell, pipeline: Any, given: Mapping[str, Any]) -> Any:
+    """Return what the pipeline's call returns for a rendering."""
     import torch
 
-    from ..models.calls import DURATIONS
-    from ..models.rendering import Call, render_together
-
-    def call(pipeline: Any, cell: Cell) -> Any:
-        return pipeline(
-            prompt=cell.prompt,
-            height=args.height,
-            width=args.width,
-            num_inference_steps=cell.steps,
-            generator=torch.Generator().manual_seed(cell.seed),
-            output_type="np",
-            **given,
-        )
-
-    def run(cell: Cell, waiting: Recipe) -> Any:
-        return call(waiting.pipeline, cell)
-
-    if args.max_tokens is None:
-        return [call(pipeline, cell) for cell in cells]
-    beside = [name for name in ("transformer_2",) if getattr(pipeline, name, None) is not None]
-    loaded = recipe(
-        pipeline=pipeline,
-        spec=recipe.read_spec(args.pipeline),
-        max_sequence_length=args.max_sequence_length or recipe.default_sequence_length,
-        beside=tuple(beside),
-        trained=args.trained_component if getattr(pipeline, "transformer", None) is None else "transformer",
+    return pipeline(
+        prompt=cell.prompt,
+        height=args.height,
+        width=args.width,
+        num_inference_steps=cell.steps,
+        generator=torch.Generator().manual_seed(cell.seed),
+        output_type="np",
+        **given,
     )
-    frames = next((given[name] for name in DURATIONS if name in given), 1)
-    tokens = loaded.spec.grid(Size(frames, args.height, args.width))
-    calls = [Call(tokens, partial(run, cell)) for cell in cells]
-    return render_together(loaded, calls, max_tokens=args.max_tokens)
 
 
 def write(

@@ -40,6 +40,9 @@ _ALWAYS = (
 _ADDED = ("area", "shapes", "cropped", "alone_pixels", "as_stored", "resample")
 """Fields that were added when data sets had been prepared with the others."""
 
+_FRAMES = {"appended": 0, "appended_first": False, "appended_text": None}
+"""Fields of frames that a run appends, which rules of earlier releases had, as data sets have them."""
+
 _COUNTED = 2**20
 """References whose grids are computed at once, so that those of 100 million rows fit in memory."""
 
@@ -78,12 +81,21 @@ class ReferenceRule(SizeRule):
     def __repr__(self) -> str:
         """Return the rule as locks of data sets and states of streams hold it, whatever release wrote them.
 
-        Fields that rules had not always are left out where they have their defaults; those of frames that a run
+        Fields that rules had not always are omitted where they have their defaults; those of frames that a run
         appends were a part of rules.
         """
-        frames = {"appended": 0, "appended_first": False, "appended_text": None}
-        values = {**{name: getattr(self, name) for name in _ALWAYS}, **frames, **self.added}
+        values = {**{name: getattr(self, name) for name in _ALWAYS}, **_FRAMES, **self.added}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All fields, as manifests of prepared folders hold them."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> ReferenceRule:
+        """Return the rule of a manifest; those of earlier releases also held the frames that runs append: none."""
+        return cls(**{name: value for name, value in settings.items() if name not in _FRAMES})
 
     @property
     def added(self) -> dict[str, Any]:

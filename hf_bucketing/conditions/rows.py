@@ -109,7 +109,7 @@ class ConditionRules:
         return cls(rules=tuple(rules))
 
     def __bool__(self) -> bool:
-        """Whether any condition is counted."""
+        """Return whether any condition is counted."""
         return bool(self.rules)
 
     @property
@@ -159,7 +159,7 @@ class RowConditions:
         for rows in self.rows:
             if rows.num_rows != self.num_rows:
                 raise BucketingError(
-                    f"The {rows.name} conditions are those of {rows.num_rows} rows, but there are {self.num_rows} rows."
+                    f"`{rows.name}` conditions are those of {rows.num_rows} rows, but others of {self.num_rows}."
                 )
 
     @classmethod
@@ -172,7 +172,7 @@ class RowConditions:
         return cls(num_rows=rows[0].num_rows, rows=rows)
 
     def __bool__(self) -> bool:
-        """Whether any condition is counted."""
+        """Return whether any condition is counted."""
         return bool(self.rows)
 
     @property

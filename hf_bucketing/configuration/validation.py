@@ -25,29 +25,26 @@ class ValidationConfig:
             are shown with the prompts: as many for each prompt, those of the first prompt first. They have the sizes
             that references of the data set have.
         validation_sizes (`str`): Sizes to render each prompt at, as "frames,height,width;…" in pixels.
-        validation_max_tokens (`int`, *optional*): Most tokens of a pack, to render all prompts at all sizes together;
-            pipelines that pass their model more than packs hold render one by one all the same (default: all do).
         validation_steps (`int`): Optimizer steps between renderings.
         validation_inference_steps (`int`): Scheduler steps of a rendering.
         validation_guidance_scale (`float`): Scale of classifier-free guidance in a rendering.
         validation_fps (`float`): Frame rate of the rendered files.
 
     Raises:
-        BucketingError: If a number of steps or tokens is below 1, or there are images or references without prompts.
+        BucketingError: If a number of steps is below 1, or there are images or references without prompts.
     """
 
     validation_prompts: list[str] | None = setting(None, common=True)
     validation_images: list[str] | None = None
     validation_references: list[str] | None = None
     validation_sizes: str = "17,480,832"
-    validation_max_tokens: int | None = None
     validation_steps: int = 500
     validation_inference_steps: int = 30
     validation_guidance_scale: float = 5.0
     validation_fps: float = 16.0
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "validation_steps", "validation_inference_steps", "validation_max_tokens")
+        check_at_least(1, self, "validation_steps", "validation_inference_steps")
         for name in ("validation_images", "validation_references"):
             if getattr(self, name) and not self.validation_prompts:
                 raise BucketingError(f"Omit `{name}`: no effect without `validation_prompts`.")

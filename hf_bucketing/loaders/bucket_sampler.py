@@ -104,17 +104,8 @@ class BucketBatchSampler(PlannedBatchSampler):
             seed=seed,
             evaluation=evaluation,
         )
-        if config.base is not None or config.remainder == "catch_all":
-            if self.parts is not None:
-                raise PlanError(
-                    '`remainder="catch_all"` stacks what is left of all buckets, but audio and references of several '
-                    'sizes cannot be stacked; give `remainder="short"`.'
-                )
-            if config.base not in (None, self._base()):
-                raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {table.base}.")
-            config = replace(config, base=self._base())
         super().__init__(
-            self._solved(config),
+            self._solved(self._with_base(config)),
             num_rows=len(self.bucket_ids),
             weights=weights,
             longest_first=longest_first,
@@ -124,14 +115,30 @@ class BucketBatchSampler(PlannedBatchSampler):
         if self.longest_first and self.spec is None:
             raise PlanError("`longest_first` counts tokens: pass spec=LatentSpec(…).")
         if isinstance(self.weights, Mapping):
-            unknown = [bucket for bucket in self.weights if not 0 <= bucket < _end(table)]
-            if unknown:
-                raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(table) - 1}.")
-            if self.parts is not None:
-                self.weights = row_weights(self.bucket_ids.astype(np.int64), self.weights)
+            self.weights = self._weights_of_buckets(self.weights)
         self._column = RowColumn(name=column_name(bucket_ids) or "bucket_id", values=self.bucket_ids, must_equal=True)
         usable = has_bucket(self.bucket_ids)
         warn_of_rejected(bucket_ids, usable, rejection=rejection, process_index=self.process_index)
+
+    def _with_base(self, config: BucketPlanConfig) -> BucketPlanConfig:
+        """Return the settings with the base bucket of the table, if they stack what is left of all buckets in it."""
+        if config.base is None and config.remainder != "catch_all":
+            return config
+        if self.parts is not None:
+            raise PlanError(
+                '`remainder="catch_all"` stacks what is left of all buckets, but audio and references of several '
+                'sizes cannot be stacked; give `remainder="short"`.'
+            )
+        if config.base not in (None, self._base()):
+            raise PlanError(f"`config` has base={config.base}, but the base bucket of the table is {self.table.base}.")
+        return replace(config, base=self._base())
+
+    def _weights_of_buckets(self, weights: Mapping[int, float]) -> Mapping[int, float] | FloatArray:
+        """Return weights of buckets as they are, or those of rows where buckets are divided."""
+        unknown = [bucket for bucket in weights if not 0 <= bucket < _end(self.table)]
+        if unknown:
+            raise PlanError(f"`weights` names the buckets {unknown}, but the table has 0 to {_end(self.table) - 1}.")
+        return weights if self.parts is None else row_weights(self.bucket_ids.astype(np.int64), weights)
 
     def _solved(self, config: BucketPlanConfig) -> BucketPlanConfig:
         """Return the settings with the batch size of each bucket that occurs in place of the limits."""

@@ -109,11 +109,7 @@ class Packing:
         patch = self.family.patch(self.transformer.config)
         texts = apply_text_mask(self.family.text.padding, text, mask=text_mask)
         self._check_timesteps(timesteps, count=len(latents))
-        if not len(latents) == len(texts) == len(timesteps) or not len(latents):
-            raise PackingError(
-                f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
-                f"and {len(timesteps)} timesteps."
-            )
+        _check_counts(latents, texts, timesteps)
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
         shown = self._shown_grids(latents, references)
@@ -138,18 +134,9 @@ class Packing:
         self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
         if padded:
             layout = replace(layout, strip_length=self._padded_length(layout))
-        layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
-        layout = replace(
-            layout,
-            padding_strips=_padding("strips", layout.num_strips, pad_to),
-            text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
-        )
+        layout = self._fitted(layout, pad_to=pad_to, pad_text_to=pad_text_to)
         if not isinstance(timesteps, torch.Tensor) or (shown is not None and self.family.timesteps_per != "row"):
-            pairs = enumerate(zip(timesteps, layout.sample_grids, strict=True))
-            by_token = [
-                token_timesteps(levels, *sample_grids, sample=sample) for sample, (levels, sample_grids) in pairs
-            ]
-            timesteps = by_strip(by_token, layout)
+            timesteps = _strip_timesteps(timesteps, layout)
         batch = PackedBatch(
             strips=to_strips(latents, patch, layout=layout, references=references),
             timesteps=exact_timesteps(timesteps),
@@ -160,6 +147,15 @@ class Packing:
         )
         return replace(
             batch, conditioning={name: self._packed(batch, name, values) for name, values in conditions.items()}
+        )
+
+    def _fitted(self, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None) -> PackedLayout:
+        """Return a layout with its text fitted and padded to a fixed shape, if one is given."""
+        layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
+        return replace(
+            layout,
+            padding_strips=_padding("strips", layout.num_strips, pad_to),
+            text_padding=_padding("text tokens", layout.num_text_tokens, pad_text_to),
         )
 
     def _padded_length(self, layout: PackedLayout) -> int:
@@ -288,6 +284,21 @@ class Packing:
                 f"{count} rows; got {got or 'none'}.{hint}"
             )
         return conditioning
+
+
+def _check_counts(latents: Sequence[Any], texts: Sequence[Any], timesteps: Sequence[Any] | torch.Tensor) -> None:
+    if not len(latents) == len(texts) == len(timesteps) or not len(latents):
+        raise PackingError(
+            f"A pack needs one text and one timestep per latent, got {len(latents)} latents, {len(texts)} texts "
+            f"and {len(timesteps)} timesteps."
+        )
+
+
+def _strip_timesteps(timesteps: torch.Tensor | Sequence[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
+    """Return timesteps per token of the strips, `(num_strips, strip_length)`."""
+    pairs = enumerate(zip(timesteps, layout.sample_grids, strict=True))
+    by_token = [token_timesteps(levels, *grids, sample=sample) for sample, (levels, grids) in pairs]
+    return by_strip(by_token, layout)
 
 
 def _padding(what: str, count: int, fixed: int | None) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from ..media.write import Sound, write_image, write_video
 from ..models.calls import IMAGES
 from ..models.first_frame import pictures
 from ..models.recipe import Recipe
-from ..models.rendering import Call, render_together
 from .trackers import track_rendering
 
 
@@ -60,9 +58,9 @@ class Validation:
             transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
         try:
-            renderings = list(product(self.sizes, range(len(self.config.validation_prompts or []))))
-            pairs = zip(renderings, self._frames(recipe, accelerator, renderings), strict=True)
-            for (size, number), (frames, sound) in pairs:
+            for size, number in product(self.sizes, range(len(self.config.validation_prompts or []))):
+                with torch.no_grad(), accelerator.autocast():
+                    frames, sound = self._sample(recipe, size, number)
                 if not accelerator.is_main_process:
                     continue
                 file = self.file_of(number, size, step=step)
@@ -97,23 +95,6 @@ class Validation:
         each = product(self.sizes, enumerate(self.config.validation_prompts or []))
         files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in each}
         return {file: prompt for file, prompt in files.items() if file.is_file()}
-
-    def _frames(
-        self, recipe: Recipe, accelerator: Accelerator, renderings: Sequence[tuple[Size, int]]
-    ) -> Iterable[tuple[np.ndarray, Sound | None]]:
-        """Return frames and sound of prompts, given by their positions, at sizes: one by one, or rendered together."""
-
-        def frames_of(recipe: Recipe, size: Size, number: int) -> tuple[np.ndarray, Sound | None]:
-            with torch.no_grad(), accelerator.autocast():
-                return self._sample(recipe, size, number)
-
-        if self.config.validation_max_tokens is None:
-            return (frames_of(recipe, *rendering) for rendering in renderings)
-        calls = [
-            Call(recipe.spec.grid(size), partial(frames_of, size=size, number=number)) for size, number in renderings
-        ]
-        with accelerator.autocast():
-            return render_together(recipe, calls, max_tokens=self.config.validation_max_tokens)
 
     def _sample(self, recipe: Recipe, size: Size, number: int) -> tuple[np.ndarray, Sound | None]:
         """Return frames of 8 bits, and their sound where audio is trained."""

@@ -65,13 +65,6 @@ def test_a_grid_holds_what_is_rendered_alone(sampled, adapter: Path) -> None:
     assert len({picture.tobytes() for picture in cells}) == len(cells)
 
 
-def test_what_is_compared_renders_together_as_alone(sampled, adapter: Path, caplog) -> None:
-    compared = ("--prompt", "red", "a blue square", "--num_inference_steps", 1, "--adapter", adapter, "--compare_base")
-    alone, together = sampled(*compared), sampled(*compared, "--max_tokens", 99)
-    assert np.abs(together - alone).max() <= 1
-    assert "one by one" not in caplog.text
-
-
 def test_a_negative_prompt_steers_also_with_a_build_for_cuda_without_a_driver(
     sampled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

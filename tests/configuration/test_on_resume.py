@@ -166,6 +166,13 @@ def test_settings_that_must_stay_equal_are_refused_by_name(checked, before, afte
         checked(before, after)
 
 
+def test_settings_that_are_gone_do_not_keep_a_checkpoint_from_being_resumed(make: Make) -> None:
+    accelerator = Accelerator(cpu=True)
+    saved = {**settings_of(make(), accelerator), "validation_max_tokens": 4096}
+    assert resumed_config(saved, make(), accelerator) == make()
+    assert applied_changes(saved, make(), accelerator) == []
+
+
 def test_precision_and_sharding_are_compared_as_accelerate_chose_them(make: Make, monkeypatch) -> None:
     accelerator = Accelerator(cpu=True)
     saved = settings_of(make(), accelerator)

@@ -124,3 +124,9 @@ def test_a_plan_encodes_no_more_tokens_than_clip_takes(folder_of) -> None:
         ),
     )
     assert plan.phases["text encoding"].text_encoder > 0
+
+
+def test_a_vae_takes_latents_of_the_precision_of_the_transformer(folder_of) -> None:
+    pipeline = recipe_of(folder_of("flux2")).load(folder_of("flux2"), loading=Loading(dtype=torch.bfloat16)).pipeline
+    latents = torch.zeros(1, pipeline.vae.config.latent_channels, 4, 4, dtype=torch.bfloat16)
+    assert pipeline.vae.decode(latents).sample.dtype == torch.float32

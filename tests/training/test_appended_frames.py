@@ -87,7 +87,7 @@ def test_appended_frames_count_in_limits_and_in_the_largest_step(mode: str, runs
     sizes, tokens = largest.sizes, largest.tokens
     assert tokens == sum(TOKENS[size.frames] for size in sizes)
     assert {*largest.references} == {()}
-    for size, shown in zip(sizes, largest.shown, strict=True):
+    for size, shown in zip(sizes, largest.conditions.sizes(sizes, spec=data.spec), strict=True):
         assert shown == (size._replace(frames=1),) * {9: 2, 5: 1, 1: 0}[size.frames]
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 from PIL import Image
 
 from hf_bucketing import BucketingError, LatentSpec, Size
+from hf_bucketing.command_line.config_file import write_config
+from hf_bucketing.commands.train import make_parser
 from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.configuration.validation import ValidationConfig
+from hf_bucketing.errors import FlagError
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
@@ -92,30 +97,45 @@ def test_prompts_that_begin_alike_are_rendered_to_files_of_their_own(tmp_path: P
     assert files[3].stem == f"{files[0].stem}-3"
 
 
-def test_prompts_and_sizes_that_render_together_are_those_rendered_one_by_one(pipeline_dirs, tmp_path: Path) -> None:
-    accelerator, recipe = Accelerator(cpu=True), load(pipeline_dirs["wan"])
+def test_every_prompt_is_rendered_at_every_size_as_by_the_pipeline_alone(pipeline_dirs, tmp_path: Path) -> None:
+    recipe, prompts, sizes = load(pipeline_dirs["wan"]), ["red", "a blue square"], [Size(1, 32, 64), Size(1, 64, 32)]
+    validation = Validation(
+        config=ValidationConfig(
+            validation_prompts=prompts, validation_inference_steps=2, validation_guidance_scale=2.0
+        ),
+        images=[(), ()],
+        references=[(), ()],
+        rule=ReferenceRule(),
+        sizes=sizes,
+        seed=0,
+        folder=tmp_path,
+    )
+    validation.render(recipe, Accelerator(cpu=True), step=1)
+    assert len([*tmp_path.rglob("*.png")]) == 4
+    for size, (number, prompt) in product(sizes, enumerate(prompts)):
+        with torch.no_grad():
+            (frame,) = recipe.render(
+                prompt,
+                size,
+                num_inference_steps=2,
+                guidance_scale=2.0,
+                generator=torch.Generator().manual_seed(0),
+            )
+        with Image.open(validation.file_of(number, size, step=1)) as picture:
+            assert np.abs(np.asarray(picture) - frame * 255).max() <= 0.51
 
-    def rendered(name: str, max_tokens: int | None) -> dict[str, np.ndarray]:
-        validation = Validation(
-            config=ValidationConfig(
-                validation_prompts=["red", "a blue square"],
-                validation_inference_steps=2,
-                validation_guidance_scale=2.0,
-                validation_max_tokens=max_tokens,
-            ),
-            images=[(), ()],
-            references=[(), ()],
-            rule=ReferenceRule(),
-            sizes=[Size(1, 32, 64), Size(1, 64, 32)],
-            seed=0,
-            folder=tmp_path / name,
-        )
-        validation.render(recipe, accelerator, step=1)
-        files = sorted((tmp_path / name).rglob("*.png"))
-        return {file.name: np.array(Image.open(file), np.int64) for file in files}
 
-    alone, together = rendered("alone", None), rendered("together", 64)
-    assert len(alone) == 4
-    assert alone.keys() == together.keys()
-    for name, picture in alone.items():
-        assert np.abs(picture - together[name]).max() <= 1
+def test_files_of_earlier_runs_may_name_a_removed_setting_unless_they_use_it(tmp_path: Path) -> None:
+    file, out = tmp_path / "config.yaml", ["--output_dir", str(tmp_path)]
+    settings = {"pretrained_model_name_or_path": "p", "dataset_dir": "d", "validation_steps": 5}
+    file.write_text(write_config({"train_text_to_video": {**settings, "validation_max_tokens": None}}))
+    assert make_parser().parse_args(["--config", str(file), *out]).validation_steps == 5
+    reason = (
+        r"config\.yaml, line 2: there is no setting validation_max_tokens any more: prompts are rendered one after"
+    )
+    file.write_text("validation_steps: 5\nvalidation_max_tokens: 4096\n")
+    with pytest.raises(FlagError, match=reason):
+        make_parser().parse_args(["--config", str(file)])
+    file.write_text("train_text_to_video:\n  validation_max_tokens: 4096\n")
+    with pytest.raises(FlagError, match=reason):
+        make_parser().parse_args(["--config", str(file)])
