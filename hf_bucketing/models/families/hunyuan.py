@@ -511,29 +511,20 @@ def _by_sample(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tupl
     return texts, timesteps[active_layout().joint.first_strips], mask
 
 
-class _Glyphs(local):
-    """The embedded glyphs of the forward that a thread computes, `(tokens, dim)`, until they join the texts."""
-
-    glyphs: tuple[torch.Tensor, ...] = ()
-
-
-_glyphs = _Glyphs()
-
-
 @torch.compiler.disable  # the glyphs of each pack are as many as they are
 def _embed_glyphs(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Embed the glyphs here, so that the stock forward finds none to sort by masks."""
     rest = dict(kwargs)
     glyphs = rest.pop(GLYPHS, None)
-    _glyphs.glyphs = () if glyphs is None else (transformer.context_embedder_2(glyphs)[0],)
+    _added.added = () if glyphs is None else (transformer.context_embedder_2(glyphs)[0],)
     return args, rest
 
 
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
 def _fill_with_glyphs(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...], texts: torch.Tensor) -> torch.Tensor:
     """Put each sample's glyphs and its refined text into the text slots of strips."""
-    layout, glyphs = active_layout(), _glyphs.glyphs
-    _glyphs.glyphs = ()
+    layout, glyphs = active_layout(), _added.added
+    _added.added = ()
     order = order_by_sample(layout, *([layout.added_lengths] if layout.added_lengths else []))
     return layout.joint.fill_slots(torch.cat([*glyphs, texts.flatten(0, 1)]).index_select(0, order))
 

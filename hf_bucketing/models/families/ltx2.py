@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
-from transformers.audio_utils import mel_filter_bank
 
 from ...buckets.sizes import Size
 from ...conditions.audio import AudioRule
@@ -546,6 +545,8 @@ def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) 
     Spectra are centred, of Hann windows of [`FFT_LENGTH`], and mel bands are Slaney's from 0 to half the rate, as in
     LTX-2's `AudioProcessor`.
     """
+    from transformers.audio_utils import mel_filter_bank  # of the extra `train`, which packing does without
+
     window = torch.hann_window(FFT_LENGTH, device=waveform.device)
     spectrum = torch.stft(waveform, FFT_LENGTH, hop, window=window, pad_mode="reflect", return_complex=True).abs()
     filters = mel_filter_bank(FFT_LENGTH // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
