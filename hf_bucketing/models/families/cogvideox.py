@@ -42,6 +42,11 @@ from ..shift import ShiftLaw
 if TYPE_CHECKING:
     from diffusers.models.embeddings import CogVideoXPatchEmbed
 
+OFFSET = 2.0
+"""The `ofs` that CogVideoX' image-to-video pipeline always passes."""
+EASYANIMATE_TEXT = 256
+"""Tokens of a text of EasyAnimate, with its padding, in every call of the pipeline."""
+
 
 class CogVideoXFamily(JointFamily):
     """CogVideoX 2B, 5B and 1.5: sincos, rotary or learned positions; text before the video in one sequence."""
@@ -198,10 +203,6 @@ def sincos_table(embed: CogVideoXPatchEmbed, grid: Grid, base_size: Grid | None,
     return joint[0, embed.max_text_seq_length :]
 
 
-OFFSET = 2.0
-"""The `ofs` that the image-to-video pipeline always passes."""
-
-
 class CogVideoXRecipe(Recipe):
     """Recipe of `CogVideoXPipeline`; see [`Recipe`].
 
@@ -320,10 +321,6 @@ class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:
         return replace(super().read_spec(name_or_path), repeats_first=False)
-
-
-EASYANIMATE_TEXT = 256
-"""Tokens of a text, with its padding, in every call of the pipeline."""
 
 
 class EasyAnimateFamily(JointFamily):

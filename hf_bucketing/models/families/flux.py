@@ -31,6 +31,19 @@ from ..texts import TextEmbeddings
 
 BLOCK = 2
 """Latent rows and columns that the pipelines put into one token."""
+_SIDES = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+)
+"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
+LONGCAT_TEXT = 512
+"""Tokens of a text of LongCat-Image, with its padding."""
 
 
 class FluxFamily(JointFamily):
@@ -141,19 +154,6 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
     conditions = (control_as("control_image"),)
 
 
-_SIDES = (
-    (672, 1568),
-    (688, 1504),
-    (720, 1456),
-    (752, 1392),
-    (800, 1328),
-    (832, 1248),
-    (880, 1184),
-    (944, 1104),
-)
-"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
-
-
 class FluxKontextRecipe(FluxRecipe):
     """Recipe of `FluxKontextPipeline`, for FLUX.1 Kontext [dev], whose samples have one reference or none.
 
@@ -228,12 +228,12 @@ class OvisImageFamily(FluxFamily):
 
     title = "Ovis-Image"
     transformer_class = "OvisImageTransformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("6e80047554eb",)
-    stock_processors: ClassVar[tuple[str, ...]] = ("OvisImageAttnProcessor",)
+    tested_forwards = ("6e80047554eb",)
+    stock_processors = ("OvisImageAttnProcessor",)
     text = replace(FluxFamily.text, padding="keep_padding")
     text_axes = (1, 2)
-    max_references: ClassVar[int] = 0
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    max_references = 0
+    original_names = None
 
 
 class OvisImageRecipe(Recipe):
@@ -244,11 +244,7 @@ class OvisImageRecipe(Recipe):
     image_vae = True
     default_sequence_length = 256
     native_sizes = ((1024, 1024),)
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
-
-
-LONGCAT_TEXT = 512
-"""Tokens of a text, with its padding."""
+    prompt_outputs = ("values",)
 
 
 class LongCatImageFamily(FluxFamily):
@@ -260,15 +256,15 @@ class LongCatImageFamily(FluxFamily):
 
     title = "LongCat-Image"
     transformer_class = "LongCatImageTransformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("abe7ca1adaa9",)
-    stock_processors: ClassVar[tuple[str, ...]] = ("LongCatImageAttnProcessor",)
+    tested_forwards = ("abe7ca1adaa9",)
+    stock_processors = ("LongCatImageAttnProcessor",)
     text = replace(FluxFamily.text, length=LONGCAT_TEXT)
     text_axes = (1, 2)
     first_ids = (1, LONGCAT_TEXT, LONGCAT_TEXT)
     takes = ()  # no pooled text, though the configuration counts its channels
-    attention_kwargs: ClassVar[str | None] = None
-    max_references: ClassVar[int] = 0
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    attention_kwargs = None
+    max_references = 0
+    original_names = None
 
 
 class LongCatImageRecipe(Recipe):
@@ -282,7 +278,7 @@ class LongCatImageRecipe(Recipe):
     image_vae = True
     default_sequence_length = LONGCAT_TEXT
     native_sizes = ((1024, 1024), (768, 1344), (1344, 768))
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
 
 
 class BriaFamily(FluxFamily):
@@ -307,7 +303,7 @@ class BriaRecipe(Recipe):
     image_vae = True
     default_sequence_length = 128
     native_sizes = ((1024, 1024),)
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
     constructor_reads = ("vae", "trained")
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

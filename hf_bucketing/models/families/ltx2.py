@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
-from transformers.audio_utils import mel_filter_bank
 
 from ...buckets.sizes import Size
 from ...conditions.audio import AudioRule
@@ -40,6 +39,25 @@ from ..recipe import Recipe
 from ..samples import Samples
 from ..texts import AUDIO_TEXT, TextEmbeddings
 from .ltx import LTXRecipe, first_frames, keyframe_places, numbers_of_grids, over_sample, reference_factors
+
+_AUDIO_PARTS = {
+    "audio_attn1": "within",
+    "audio_attn2": "to_text",
+    "audio_to_video_attn": "of_video",
+    "video_to_audio_attn": "to_video",
+}
+"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
+_MODULATIONS = {
+    "prompt_adaln": "text",
+    "audio_prompt_adaln": "audio_text",
+    "av_cross_attn_video_scale_shift": "strips",
+    "av_cross_attn_video_a2v_gate": "strips",
+    "av_cross_attn_audio_scale_shift": "audio",
+    "av_cross_attn_audio_v2a_gate": "audio",
+}
+"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
+FFT_LENGTH = 1024
+"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
@@ -141,25 +159,6 @@ def filled_up(rows: torch.Tensor, parallel_config: Any) -> torch.Tensor:
         return rows
     missing = -rows.shape[1] % parallel_config.context_parallel_config.ulysses_degree
     return F.pad(rows, (*[0, 0] * (rows.ndim - 2), 0, missing))
-
-
-_AUDIO_PARTS = {
-    "audio_attn1": "within",
-    "audio_attn2": "to_text",
-    "audio_to_video_attn": "of_video",
-    "video_to_audio_attn": "to_video",
-}
-"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
-
-_MODULATIONS = {
-    "prompt_adaln": "text",
-    "audio_prompt_adaln": "audio_text",
-    "av_cross_attn_video_scale_shift": "strips",
-    "av_cross_attn_video_a2v_gate": "strips",
-    "av_cross_attn_audio_scale_shift": "audio",
-    "av_cross_attn_audio_v2a_gate": "audio",
-}
-"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
 
 
 class LTX2Family(Family):
@@ -540,16 +539,14 @@ class LTX2InContextRecipe(LTX2Recipe):
         return {cls.call_arguments()["reference"]: conditions, "reference_downscale_factor": factor}
 
 
-FFT_LENGTH = 1024
-"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
-
-
 def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) -> torch.Tensor:
     """Return the logarithm of the mel spectrum of sound `(channels, samples)`: `(channels, samples ÷ hop + 1, bins)`.
 
     Spectra are centred, of Hann windows of [`FFT_LENGTH`], and mel bands are Slaney's from 0 to half the rate, as in
     LTX-2's `AudioProcessor`.
     """
+    from transformers.audio_utils import mel_filter_bank  # of the extra `train`, which packing does without
+
     window = torch.hann_window(FFT_LENGTH, device=waveform.device)
     spectrum = torch.stft(waveform, FFT_LENGTH, hop, window=window, pad_mode="reflect", return_complex=True).abs()
     filters = mel_filter_bank(FFT_LENGTH // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")

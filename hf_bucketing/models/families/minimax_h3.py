@@ -64,6 +64,19 @@ AT_END = "at_end"
 """Conditioning `(n, most)`: of each latent frame that a sample is shown, 1 if it is its last frame and 0 if it is its
 first. Without it, what is shown are references."""
 _PACKED_AT_END = "packed_at_end"
+PICTURE_TEXT = 118
+"""Tokens that a picture adds to the text beside its own: those of a label, of at most 16 bytes, of the two tokens
+around it, and of one that is made larger for the text encoder, which sees no less than 256×256 pixels, in whole tokens
+of 32×32."""
+
+FEWEST_FRAMES = 124
+"""Frames of the shortest video that the pipeline makes, of about five seconds."""
+TRANSFORMER_REF: Final = "transformer_ref"
+"""Name of the pipeline's transformer for samples with references."""
+SHORT_SIDE = "reference_image_short_edge"
+"""Setting of the pipeline: the shorter side in pixels to which it brings pictures that are references."""
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and deviation of pixels in [0, 1], by which those that the VAE encodes are normalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,25 +445,6 @@ def _describe(
 
 
 FAMILY = MiniMaxH3Family()
-
-
-FEWEST_FRAMES = 124
-"""Frames of the shortest video that the pipeline makes, of about five seconds."""
-
-TRANSFORMER_REF: Final = "transformer_ref"
-"""Name of the pipeline's transformer for samples with references."""
-
-SHORT_SIDE = "reference_image_short_edge"
-"""Setting of the pipeline: the shorter side in pixels to which it brings pictures that are references."""
-
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and deviation of pixels in [0, 1], by which those that the VAE encodes are normalised."""
-
-
-PICTURE_TEXT = 118
-"""Tokens that a picture adds to the text beside its own: those of a label, of at most 16 bytes, of the two tokens
-around it, and of one that is made larger for the text encoder, which sees no less than 256×256 pixels, in whole tokens
-of 32×32."""
 
 
 class MiniMaxH3Recipe(ModularRecipe):

@@ -32,6 +32,8 @@ from ..texts import TextEmbeddings
 
 BLOCK = 2
 """Latent rows and columns that the pipeline puts into one token."""
+_STEP = 32
+"""Multiple in pixels to which the pipelines round the sides of references."""
 
 
 class PackedQwenDoubleStreamAttnProcessor(PackedJointAttnProcessor):
@@ -142,10 +144,6 @@ def _one_shape(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _first_position(grids: Sequence[Grid]) -> int:
     """Return the position of a text's first token."""
     return max(max(rows // 2, columns // 2) for _, rows, columns in grids)
-
-
-_STEP = 32
-"""Multiple in pixels to which the pipelines round the sides of references."""
 
 
 class QwenImageRecipe(Recipe):

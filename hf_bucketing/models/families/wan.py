@@ -41,6 +41,12 @@ IMAGE_TOKENS = "encoder_hidden_states_image"
 """Argument of the transformer's forward for the image encoder's output."""
 CLIP_TOKENS = 257
 """Tokens that CLIP ViT-H, Wan's image encoder, makes of an image."""
+IMAGE_LATENTS = "image_latents"
+"""Condition of a sample: latents of the clip whose frames are grey but for the first (and the last)."""
+SKYREELS_FPS = "fps"
+"""Argument of the forward for the number of the frame rate, of models of SkyReels-V2 that embed it."""
+VACE_CONTROL, VACE_SCALE = "control_hidden_states", "control_hidden_states_scale"
+"""Arguments of the forward of VACE for the control channels, and their scale by layer."""
 
 
 class PackedWanAttnProcessor(PackedAttnProcessor):
@@ -184,10 +190,6 @@ def _one_row(embedder: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor
 def _frames(embedder: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return image tokens `(n, tokens, dim)`, split into a row per frame for models of a first and a last frame."""
     return tokens if embedder.pos_embed is None else tokens.unflatten(1, (2, -1)).flatten(0, 1)
-
-
-IMAGE_LATENTS = "image_latents"
-"""Condition of a sample: latents of the clip whose frames are grey but for the first (and the last)."""
 
 
 class WanRecipe(Recipe):
@@ -374,9 +376,6 @@ def in_front(first: torch.Tensor, values: torch.Tensor | Sequence[torch.Tensor])
     return torch.cat([F.pad(first, (0,) * 7 + (stack.shape[1] - first.shape[1],)), stack], 2)
 
 
-SKYREELS_FPS = "fps"
-
-
 class SkyReelsV2Family(WanFamily):
     """SkyReels-V2: Wan's transformer with diffusion forcing, a timestep per latent frame.
 
@@ -516,10 +515,6 @@ class ChronoEditRecipe(WanImageToVideoRecipe):
     def size_arguments(cls, size: Size) -> dict[str, int]:
         """Return the sides alone: by default the pipeline renders an image and its edit, five frames."""
         return {"height": size.height, "width": size.width}
-
-
-VACE_CONTROL = "control_hidden_states"
-VACE_SCALE = "control_hidden_states_scale"
 
 
 class WanVACEFamily(WanFamily):

@@ -43,6 +43,15 @@ FACE = "face_pixel_values"
 
 _STRIDE = 4
 """Frames of the face for each latent frame after the first: its encoder halves them twice."""
+KNOWN = "known_channels"
+"""Condition of a sample: a mask of what stays and its latents, `(temporal_stride + C, f, h, w)`."""
+CHARACTER = ReferenceRule(
+    enters="latent frames", least=1, most=1, as_stored=True, resample="lanczos", argument="image"
+)
+"""The picture of the character that a sample shows."""
+
+BACKGROUND = "background"
+"""What a call of the pipeline is shown beside a mask, in the place of a sample's own pixels."""
 
 
 def face_frames(latent_frames: int) -> int:
@@ -238,19 +247,6 @@ def _without_first(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Te
 
 def _with_first(norm: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     return F.pad(output, (0, 0, 1, 0))
-
-
-KNOWN = "known_channels"
-"""Condition of a sample: a mask of what stays and its latents, `(temporal_stride + C, f, h, w)`."""
-
-BACKGROUND = "background"
-"""What a call of the pipeline is shown beside a mask, in the place of a sample's own pixels."""
-
-
-CHARACTER = ReferenceRule(
-    enters="latent frames", least=1, most=1, as_stored=True, resample="lanczos", argument="image"
-)
-"""The picture of the character that a sample shows."""
 
 
 class WanAnimateRecipe(WanRecipe):

@@ -56,6 +56,8 @@ IMAGE_DIM = 1280
 _LONGEST = 512
 """Positions of the stock model on each axis."""
 _NONE: Span = (0, 0)
+DRIVING_PROMPT = "人物动作的参考视频"
+"""Text of every driving video by default: "reference video of a person's motion"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,10 +383,6 @@ def _describe(
         "origin_len": -1,
         "origin_area": (0, 0),
     }
-
-
-DRIVING_PROMPT = "人物动作的参考视频"
-"""Text of every driving video by default: "reference video of a person's motion"."""
 
 
 class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
