@@ -16,8 +16,8 @@ from ..columns.prepared_stream import PreparedStream
 from ..conditions.audio import AUDIO
 from ..conditions.names import MASK, REFERENCE
 from ..conditions.shares import read_conditions
+from ..configuration.objective import read_loss_weight
 from ..configuration.run import TrainingConfig
-from ..configuration.source_weights import read_loss_weight
 from ..errors import BucketingError, quoted
 from ..media.rows import REGULARIZATION, check_flips
 from ..media.views import ViewRule

@@ -29,8 +29,8 @@ from ..columns.prepared_stream import holds_stream
 from ..columns.split import check_apart, split_rows
 from ..conditions.names import REFERENCE
 from ..conditions.rows import RowConditions
+from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
-from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError, quoted
 from ..loaders.agreement import check_same
 from ..loaders.captions import CaptionRule

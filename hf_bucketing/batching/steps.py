@@ -15,11 +15,11 @@ from ..adapters.base import base_model
 from ..buckets.arrays import IntArray
 from ..conditions.audio import AUDIO
 from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions
-from ..configuration.preservation import PreservationConfig
+from ..configuration.preservation import CaptionPair, PreservationConfig
 from ..devices import to_device
 from ..errors import BucketingError
 from ..loaders.occurrences import OCCURRENCE
-from ..media.rows import SOURCE
+from ..media.rows import REGULARIZATION, SOURCE
 from ..media.sample import frame_rates
 from ..models.condition_checks import OfSamples
 from ..models.loss_mask import LOSS_MASK
@@ -33,9 +33,60 @@ from ..packing.names import Grid
 from ..packing.token_drop import Seed
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
-from .base_targets import TARGETS, BaseTarget, base_targets
 from .encoded import finite, finite_samples, latent_frames_of, media_of, text_of, without_references
 from .step_rows import StepRows
+
+TARGETS = ("data", "preservation", "slider")
+"""Targets that a sample may have, whose losses are logged apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseTarget:
+    """What the base model is asked for a sample, in place of a target from its data.
+
+    Attributes:
+        caption (`str`, *optional*): Caption that replaces the sample's, `""` for the null text; None where the sample
+            keeps its caption.
+        pair ([`CaptionPair`], *optional*): Captions whose difference is added.
+        weight (`float`): Factor of the sample's loss.
+    """
+
+    caption: str | None = None
+    pair: CaptionPair | None = None
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """One of `TARGETS`."""
+        return "preservation" if self.pair is None else "slider"
+
+
+def base_targets(
+    config: PreservationConfig, batch: Mapping[str, Any], seeds: Sequence[tuple[int, ...]]
+) -> list[BaseTarget | None]:
+    """Return the target of each sample of a batch, None for those that learn their data.
+
+    Args:
+        config ([`PreservationConfig`]): What is preserved, and the sliders.
+        batch (mapping): Batch of a collator, which holds the list `is_regularization` where rows are marked.
+        seeds (sequence): Key of the draws of each sample, see [`sample_key`][hf_bucketing.randomness.sample_key].
+    """
+    if not config.base_predictions:
+        return [None] * len(seeds)
+    marks = batch.get(REGULARIZATION, [False] * len(seeds))
+    return [_base_target(config, seed, marked=marked) for seed, marked in zip(seeds, marks, strict=True)]
+
+
+def _base_target(config: PreservationConfig, seed: tuple[int, ...], *, marked: bool) -> BaseTarget | None:
+    if config.preservation is not None:
+        share = config.preservation_share
+        if marked or generator(Purpose.PRESERVATION, *seed).random() < share:
+            caption = {"prior": None, "blank": "", "class": config.preservation_caption}[config.preservation]
+            return BaseTarget(caption=caption, weight=config.preservation_weight)
+    if config.slider is None:
+        return None
+    chosen = generator(Purpose.SLIDER, *seed).integers(len(config.pairs))
+    return BaseTarget(pair=config.pairs[chosen])
 
 
 class Computed(NamedTuple):
@@ -69,7 +120,7 @@ class StepLosses(NamedTuple):
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
         targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
-            [`TARGETS`][hf_bucketing.batching.base_targets.TARGETS].
+            [`TARGETS`][hf_bucketing.batching.steps.TARGETS].
         drawn (sequence of [`Drawn`][hf_bucketing.conditions.shares.Drawn]): What each sample was shown.
         encoded (`torch.Tensor` of shape `(n,)`, *optional*): Whether all that was encoded of each sample is finite;
             None from a cache, whose entries are.

@@ -25,8 +25,8 @@ from ..conditions.names import REFERENCE
 from ..conditions.parts import sample_sizes
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
+from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
-from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..losses.reduction import reduction_weights

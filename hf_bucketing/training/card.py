@@ -24,7 +24,7 @@ from ..buckets.assignment import count_rejections
 from ..buckets.sizes import Size
 from ..conditions.names import FRAME_BY_FRAME, REFERENCE
 from ..conditions.shares import AUDIO, NO_AUDIO, VIDEO, read_conditions
-from ..configuration.hub import HubConfig
+from ..configuration.outputs import HubConfig
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..files import complete_file
