@@ -9,22 +9,9 @@ import torch
 
 from ..buckets.sizes import LatentSpec
 from ..conditions.names import KEYFRAMES, REFERENCE
-from ..conditions.shares import Drawn
 from ..models.recipe import Recipe
-from ..models.samples import KEYFRAME_PLACES, REFERENCES
+from ..models.samples import KEYFRAME_PLACES
 from ..models.texts import TextEmbeddings
-
-
-def without_references(batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> Mapping[str, Any]:
-    """Return a batch of any collator in which samples are shown their references if that is drawn."""
-    if all(sample.references for sample in drawn):
-        return batch
-    changed = dict(batch)
-    for part, name in (("shown", REFERENCE), ("conditions", REFERENCES)):
-        if name in batch.get(part, {}):
-            pairs = zip(batch[part][name], drawn, strict=True)
-            changed[part] = {**batch[part], name: [own if sample.references else () for own, sample in pairs]}
-    return changed
 
 
 def media_of(

@@ -34,8 +34,8 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
+from tests.batching.test_drawing import step_of
 from tests.conftest import run_script_here
-from tests.models.test_shown_parts import step_of
 from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
 from tests.training.training_cases import run
 
