@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from .audio import AudioRule, RowAudio
 from .condition import Condition, token_conditions
 from .names import REFERENCE
 from .references import ReferenceRule, RowReferences
+
+Rule = TypeVar("Rule")
 
 
 class ConditionRule(Protocol):
@@ -125,6 +127,10 @@ class ConditionRules:
         """Return the conditions of rows by these columns, see [`ConditionRule.rows`]."""
         rows = tuple(rule.rows(columns, num_rows=num_rows) for rule in self.rules)
         return RowConditions(num_rows=num_rows, rows=rows)
+
+    def rule_of(self, kind: type[Rule]) -> Rule | None:
+        """Return the rule of a kind; None where there is none."""
+        return next((rule for rule in self.rules if isinstance(rule, kind)), None)
 
     def settings(self) -> dict[str, object]:
         """Return the rules by the names under which states of streams hold them."""
