@@ -102,6 +102,7 @@ def test_outcomes_of_tests_are_read_with_workers_and_without_and_where_a_limit_e
     assert outcomes("[gw0] [ 50%] PASSED tests/a.py::test_a\ntests/b.py::te")["passed"] == 1
 
 
+@pytest.mark.slow
 def test_steps_of_the_real_sizes_have_equal_tokens_and_pairs_and_no_sample_of_the_set_is_rejected() -> None:
     scales, strategies = module("scale"), module("strategies")
     for scale, tolerance in ((scales.FULL, 0.005), (scales.SMALL, 0.2)):
