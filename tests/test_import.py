@@ -119,6 +119,14 @@ print(*{name.partition('.')[0] for name in sys.modules})"""
     }
 
 
+def test_families_are_found_without_what_training_installs(in_fresh_interpreter: Callable[[str], str]) -> None:
+    code = """import sys
+sys.modules |= dict.fromkeys(["ftfy", "peft", "tensorboard", "transformers"])
+from hf_bucketing.models.registry import families
+print(*families())"""
+    assert {"WanTransformer3DModel", "LTX2VideoTransformer3DModel"} <= {*in_fresh_interpreter(code).split()}
+
+
 @pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
 def test_every_name_that_a_package_exports_can_be_imported(stub: Path) -> None:
     """Packages import what their stub names when it is first used; type checkers read the stub itself."""

@@ -65,7 +65,7 @@ def _modules(*, naming: str = "") -> Iterator[ModuleType]:
     """Import the modules of families whose text names a class."""
     for folder in families_package.__path__:
         for module in pkgutil.iter_modules([folder]):
-            if naming in Path(folder, f"{module.name}.py").read_text(encoding="utf-8"):
+            if not module.ispkg and naming in Path(folder, f"{module.name}.py").read_text(encoding="utf-8"):
                 yield importlib.import_module(f"{families_package.__name__}.{module.name}")
 
 

@@ -36,6 +36,9 @@ from ..samples import ModelInputs, Samples
 from ..shift import ShiftLaw, ShiftOfLatents, chosen_shift
 from ..texts import TextEmbeddings
 
+CONDITION_SIGMA = 1e-4
+"""The noise level that Predict 2's pipeline names for a conditioning frame by default."""
+
 
 class CosmosFamily(Family):
     """Packing of `CosmosTransformer3DModel`; see [`Family`][hf_bucketing.packing.family.Family].
@@ -157,10 +160,6 @@ def _angles(rope: Any, base_size: Grid | None, rates: torch.Tensor, *, device: t
 
 
 FAMILY = CosmosFamily()
-
-
-CONDITION_SIGMA = 1e-4
-"""The noise level that Predict 2's pipeline names for a conditioning frame by default."""
 
 
 class CosmosModelRecipe(Recipe):

@@ -23,6 +23,9 @@ from ..joint import JointFamily, ModulatedRows, joint_tables, of_text
 from ..texts import TextEmbeddings
 from .flux2 import BlockRecipe, encode_blocks
 
+VARIANCE_EPSILON = 1e-5
+"""What the pipeline adds to the variance of latents before it takes the root."""
+
 
 class PackedErnieImageAttnProcessor(PackedRowAttnProcessor):
     """Attention of ERNIE-Image over the strips of a pack."""
@@ -100,10 +103,6 @@ class _SequenceFirst(ModulatedRows):
 def _modulate(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | ModulatedRows:
     layout, text = active_layout(), of_text(output)
     return output if text is output else _SequenceFirst([output, text], [layout.strip_length, layout.text_slots])
-
-
-VARIANCE_EPSILON = 1e-5
-"""What the pipeline adds to the variance of latents before it takes the root."""
 
 
 class ErnieImageRecipe(BlockRecipe):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import Size
+from ...conditions.references import ReferenceRule
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
@@ -23,7 +23,7 @@ from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens
-from ..control import ControlRecipe
+from ..control import ControlRecipe, control_as
 from ..joint import JointFamily
 from ..recipe import Recipe
 from ..samples import Samples
@@ -31,6 +31,19 @@ from ..texts import TextEmbeddings
 
 BLOCK = 2
 """Latent rows and columns that the pipelines put into one token."""
+_SIDES = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+)
+"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
+LONGCAT_TEXT = 512
+"""Tokens of a text of LongCat-Image, with its padding."""
 
 
 class FluxFamily(JointFamily):
@@ -138,20 +151,7 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
     """
 
     pipeline_class = "FluxControlPipeline"
-    shown_as = MappingProxyType({"control": "control_image"})
-
-
-_SIDES = (
-    (672, 1568),
-    (688, 1504),
-    (720, 1456),
-    (752, 1392),
-    (800, 1328),
-    (832, 1248),
-    (880, 1184),
-    (944, 1104),
-)
-"""Sides in pixels of FLUX.1 Kontext's own sizes but the square."""
+    conditions = (control_as("control_image"),)
 
 
 class FluxKontextRecipe(FluxRecipe):
@@ -163,9 +163,7 @@ class FluxKontextRecipe(FluxRecipe):
 
     pipeline_class = "FluxKontextPipeline"
     native_sizes = (*_SIDES, (1024, 1024), *((width, height) for height, width in _SIDES))
-    max_references = 1
-    reference_sizes = MappingProxyType({"shapes": native_sizes, "resample": "lanczos"})
-    shown_as = MappingProxyType({"reference": "image"})
+    conditions = (ReferenceRule(most=1, shapes=native_sizes, resample="lanczos", argument="image"),)
 
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, Any]:
@@ -230,12 +228,12 @@ class OvisImageFamily(FluxFamily):
 
     title = "Ovis-Image"
     transformer_class = "OvisImageTransformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("6e80047554eb",)
-    stock_processors: ClassVar[tuple[str, ...]] = ("OvisImageAttnProcessor",)
+    tested_forwards = ("6e80047554eb",)
+    stock_processors = ("OvisImageAttnProcessor",)
     text = replace(FluxFamily.text, padding="keep_padding")
     text_axes = (1, 2)
-    max_references: ClassVar[int] = 0
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    max_references = 0
+    original_names = None
 
 
 class OvisImageRecipe(Recipe):
@@ -246,11 +244,7 @@ class OvisImageRecipe(Recipe):
     image_vae = True
     default_sequence_length = 256
     native_sizes = ((1024, 1024),)
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
-
-
-LONGCAT_TEXT = 512
-"""Tokens of a text, with its padding."""
+    prompt_outputs = ("values",)
 
 
 class LongCatImageFamily(FluxFamily):
@@ -262,15 +256,15 @@ class LongCatImageFamily(FluxFamily):
 
     title = "LongCat-Image"
     transformer_class = "LongCatImageTransformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("abe7ca1adaa9",)
-    stock_processors: ClassVar[tuple[str, ...]] = ("LongCatImageAttnProcessor",)
+    tested_forwards = ("abe7ca1adaa9",)
+    stock_processors = ("LongCatImageAttnProcessor",)
     text = replace(FluxFamily.text, length=LONGCAT_TEXT)
     text_axes = (1, 2)
     first_ids = (1, LONGCAT_TEXT, LONGCAT_TEXT)
     takes = ()  # no pooled text, though the configuration counts its channels
-    attention_kwargs: ClassVar[str | None] = None
-    max_references: ClassVar[int] = 0
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = None
+    attention_kwargs = None
+    max_references = 0
+    original_names = None
 
 
 class LongCatImageRecipe(Recipe):
@@ -284,7 +278,7 @@ class LongCatImageRecipe(Recipe):
     image_vae = True
     default_sequence_length = LONGCAT_TEXT
     native_sizes = ((1024, 1024), (768, 1344), (1344, 768))
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
 
 
 class BriaFamily(FluxFamily):
@@ -309,7 +303,7 @@ class BriaRecipe(Recipe):
     image_vae = True
     default_sequence_length = 128
     native_sizes = ((1024, 1024),)
-    prompt_outputs: ClassVar[tuple[str, ...]] = ("values",)
+    prompt_outputs = ("values",)
     constructor_reads = ("vae", "trained")
 
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

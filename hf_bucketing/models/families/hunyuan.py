@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...buckets.sizes import Size
+from ...conditions.condition import Condition
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
 from ...packing.batch import PackedBatch, Rows
@@ -34,6 +35,15 @@ from ..samples import Conditions, ModelInputs, Samples, Shown
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenRefiner
     from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TokenRefiner
+
+GLYPHS, GLYPH_MASK, IMAGE = "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"
+"""Arguments of the forward for the text that an image shall spell, its mask, and the tokens of a first frame."""
+ORDER = "token_order"
+"""Argument of the forward that a hook takes away: where each sample's own tokens lie, see [`order_by_sample`]."""
+GLYPH_TOKENS, IMAGE_TOKENS = 256, 729
+"""Tokens that the pipelines of HunyuanVideo 1.5 pass of the glyph text, padding included, and of an image."""
+IMAGE_LATENTS = "image_latents"
+"""Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
 
 
 class HunyuanVideoFamily(JointFamily):
@@ -130,13 +140,6 @@ class HunyuanVideoRecipe(Recipe):
     prompt_outputs = ("values", "pooled_projections", "mask")
     native_sizes = ((544, 960), (624, 832), (720, 720), (720, 1280), (832, 1104), (960, 960))
     """The sizes of 540p and 720p on the model card; it also names their portrait counterparts."""
-
-
-GLYPHS, GLYPH_MASK, IMAGE = "encoder_hidden_states_2", "encoder_attention_mask_2", "image_embeds"
-ORDER = "token_order"
-"""Argument of the forward that a hook takes away: where each sample's own tokens lie, see [`order_by_sample`]."""
-GLYPH_TOKENS, IMAGE_TOKENS = 256, 729
-"""Tokens that the pipelines pass of the glyph text, padding included, and of an image."""
 
 
 class HunyuanVideo15Family(HunyuanVideoFamily):
@@ -328,10 +331,6 @@ def _fill_with_joined(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return strips, active_layout().joint.fill_slots(joined[0]), *rest
 
 
-IMAGE_LATENTS = "image_latents"
-"""Condition that holds the latents of the first frame, `(C, 1, h, w)`."""
-
-
 class GuiderRecipe(Recipe):
     """Recipe of pipelines with a guider, whose models are shown parts of a clip as channels; see [`Recipe`]."""
 
@@ -388,7 +387,7 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
 
     pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
     takes_image = True
-    shown = ENDS[:1]
+    conditions = (Condition(name=ENDS[0], enters="channels", pictures_only=True),)
 
     @torch.no_grad()
     def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
@@ -513,29 +512,20 @@ def _by_sample(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tupl
     return texts, timesteps[active_layout().joint.first_strips], mask
 
 
-class _Glyphs(local):
-    """The embedded glyphs of the forward that a thread computes, `(tokens, dim)`, until they join the texts."""
-
-    glyphs: tuple[torch.Tensor, ...] = ()
-
-
-_glyphs = _Glyphs()
-
-
 @torch.compiler.disable  # the glyphs of each pack are as many as they are
 def _embed_glyphs(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Embed the glyphs here, so that the stock forward finds none to sort by masks."""
     rest = dict(kwargs)
     glyphs = rest.pop(GLYPHS, None)
-    _glyphs.glyphs = () if glyphs is None else (transformer.context_embedder_2(glyphs)[0],)
+    _added.added = () if glyphs is None else (transformer.context_embedder_2(glyphs)[0],)
     return args, rest
 
 
 @torch.compiler.disable  # loops over the texts of the pack, as position_strips does over its samples
 def _fill_with_glyphs(refiner: torch.nn.Module, args: tuple[torch.Tensor, ...], texts: torch.Tensor) -> torch.Tensor:
     """Put each sample's glyphs and its refined text into the text slots of strips."""
-    layout, glyphs = active_layout(), _glyphs.glyphs
-    _glyphs.glyphs = ()
+    layout, glyphs = active_layout(), _added.added
+    _added.added = ()
     order = order_by_sample(layout, *([layout.added_lengths] if layout.added_lengths else []))
     return layout.joint.fill_slots(torch.cat([*glyphs, texts.flatten(0, 1)]).index_select(0, order))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -27,6 +27,9 @@ from ..shift import ShiftLaw
 from ..texts import TextEmbeddings
 from .flux import FluxFamily, token_ids
 from .qwen_image import QwenImageRecipe
+
+DISTILLED_SHIFT = math.exp(1.15)
+"""Shift with which the pipeline calls distilled models (`is_distilled`), whatever the size."""
 
 
 class PackedKrea2AttnProcessor(PackedJointAttnProcessor):
@@ -62,17 +65,17 @@ class Krea2Family(FluxFamily):
 
     title = "Krea 2 Raw and Turbo"
     transformer_class = "Krea2Transformer2DModel"
-    tested_forwards: ClassVar[tuple[str, ...]] = ("99d7733c78e5",)
+    tested_forwards = ("99d7733c78e5",)
     processor_class = PackedKrea2AttnProcessor
-    stock_processors: ClassVar[tuple[str, ...]] = ("Krea2AttnProcessor",)
+    stock_processors = ("Krea2AttnProcessor",)
     stock_attention = (".layerwise_blocks.",)
     processors_read_fusion = False
     text = TextTokens(rows="slots", channels="text_hidden_dim", shortest=1)
     attention_kwargs = "attention_kwargs"
     position_module = "rotary_emb"
-    max_references: ClassVar[int] = 0
-    untraceable: ClassVar[str | None] = "in packs, torch cannot trace how its blocks modulate texts beside tokens"
-    original_names: ClassVar[tuple[tuple[str, str], ...] | None] = (
+    max_references = 0
+    untraceable = "in packs, torch cannot trace how its blocks modulate texts beside tokens"
+    original_names = (
         *(
             (f"{own}.*.attn.{layer}", f"{original}.*.attn.{name}")
             for own, original in (
@@ -92,7 +95,7 @@ class Krea2Family(FluxFamily):
         ("text_fusion.layerwise_blocks.*.ff.**", "txtfusion.layerwise_blocks.*.mlp.**"),
         ("text_fusion.refiner_blocks.*.ff.**", "txtfusion.refiner_blocks.*.mlp.**"),
     )
-    original_prefix: ClassVar[str] = "diffusion_model."
+    original_prefix = "diffusion_model."
     text_norms = row_norms = ()
 
     def text_dim(self, transformer: Transformer) -> int:
@@ -133,10 +136,6 @@ def _modulate_row(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     text, length = of_text(embedding), active_layout().strip_length
     rows = ModulatedRows([text, embedding], [hidden_states.shape[1] - length, length])
     return hidden_states, embedding if text is embedding else rows, *others
-
-
-DISTILLED_SHIFT = math.exp(1.15)
-"""Shift with which the pipeline calls distilled models (`is_distilled`), whatever the size."""
 
 
 class Krea2Recipe(Recipe):

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import LATENT_DOWNSAMPLE_FACTOR
 from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
-from transformers.audio_utils import mel_filter_bank
 
 from ...buckets.sizes import Size
 from ...conditions.audio import AudioRule
+from ...conditions.condition import Condition
+from ...conditions.references import ReferenceRule
 from ...conditions.shares import APPENDED
 from ...devices import to_device
 from ...errors import BucketingError
@@ -39,6 +39,25 @@ from ..recipe import Recipe
 from ..samples import Samples
 from ..texts import AUDIO_TEXT, TextEmbeddings
 from .ltx import LTXRecipe, first_frames, keyframe_places, numbers_of_grids, over_sample, reference_factors
+
+_AUDIO_PARTS = {
+    "audio_attn1": "within",
+    "audio_attn2": "to_text",
+    "audio_to_video_attn": "of_video",
+    "video_to_audio_attn": "to_video",
+}
+"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
+_MODULATIONS = {
+    "prompt_adaln": "text",
+    "audio_prompt_adaln": "audio_text",
+    "av_cross_attn_video_scale_shift": "strips",
+    "av_cross_attn_video_a2v_gate": "strips",
+    "av_cross_attn_audio_scale_shift": "audio",
+    "av_cross_attn_audio_v2a_gate": "audio",
+}
+"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
+FFT_LENGTH = 1024
+"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
 
 
 class PackedLTX2AttnProcessor(PackedAttnProcessor):
@@ -140,25 +159,6 @@ def filled_up(rows: torch.Tensor, parallel_config: Any) -> torch.Tensor:
         return rows
     missing = -rows.shape[1] % parallel_config.context_parallel_config.ulysses_degree
     return F.pad(rows, (*[0, 0] * (rows.ndim - 2), 0, missing))
-
-
-_AUDIO_PARTS = {
-    "audio_attn1": "within",
-    "audio_attn2": "to_text",
-    "audio_to_video_attn": "of_video",
-    "video_to_audio_attn": "to_video",
-}
-"""Attention modules of a block that read or write audio, and the segments of [`AudioLayout`] in which they attend."""
-
-_MODULATIONS = {
-    "prompt_adaln": "text",
-    "audio_prompt_adaln": "audio_text",
-    "av_cross_attn_video_scale_shift": "strips",
-    "av_cross_attn_video_a2v_gate": "strips",
-    "av_cross_attn_audio_scale_shift": "audio",
-    "av_cross_attn_audio_v2a_gate": "audio",
-}
-"""Modules that embed the noise level of each sample, and the rows whose tokens their output modulates."""
 
 
 class LTX2Family(Family):
@@ -436,7 +436,7 @@ class LTX2Recipe(LTXRecipe):
 
     pipeline_class = "LTX2Pipeline"
     family = FAMILY
-    max_references = 0
+    conditions: ClassVar[tuple[Condition, ...]] = ()
     default_sequence_length = 1024
     native_sizes = ((512, 768), (1024, 1536))
     """The pipeline's default, and twice that, the second stage of the model's own pipelines."""
@@ -518,8 +518,7 @@ class LTX2InContextRecipe(LTX2Recipe):
     """
 
     pipeline_class = "LTX2InContextPipeline"
-    max_references = UNLIMITED
-    shown_as = MappingProxyType({"reference": "reference_conditions"})
+    conditions = (ReferenceRule(resample="bilinear", argument="reference_conditions"),)
 
     @classmethod
     def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
@@ -537,11 +536,7 @@ class LTX2InContextRecipe(LTX2Recipe):
                 f"The call of a {cls.pipeline_class} takes references of one size, got {sorted(set(sizes))}."
             )
         conditions = [LTX2ReferenceCondition(frames=list(frames)) for frames in references]
-        return {cls.shown_as["reference"]: conditions, "reference_downscale_factor": factor}
-
-
-FFT_LENGTH = 1024
-"""Samples of a spectrum, `filter_length` of the original checkpoints, which the audio VAE's settings do not hold."""
+        return {cls.call_arguments()["reference"]: conditions, "reference_downscale_factor": factor}
 
 
 def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) -> torch.Tensor:
@@ -550,6 +545,8 @@ def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) 
     Spectra are centred, of Hann windows of [`FFT_LENGTH`], and mel bands are Slaney's from 0 to half the rate, as in
     LTX-2's `AudioProcessor`.
     """
+    from transformers.audio_utils import mel_filter_bank  # of the extra `train`, which packing does without
+
     window = torch.hann_window(FFT_LENGTH, device=waveform.device)
     spectrum = torch.stft(waveform, FFT_LENGTH, hop, window=window, pad_mode="reflect", return_complex=True).abs()
     filters = mel_filter_bank(FFT_LENGTH // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")

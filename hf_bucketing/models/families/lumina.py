@@ -25,6 +25,10 @@ from ..recipe import Recipe
 from ..texts import TextEmbeddings
 
 _SCOPES: dict[str, RowScope] = {"noise_refiner": "tokens", "context_refiner": "text", "layers": "joint"}
+PATCH, FRAMES_OF_PATCH = 2, 1
+"""Patch with which the pipeline calls Z-Image; a model may have embeddings of several."""
+_METHOD = "patchify_and_embed"
+"""Method of Z-Image that a pack replaces."""
 
 
 class RefinedFamily(JointFamily):
@@ -164,10 +168,6 @@ class Lumina2Recipe(Recipe):
         return shift if isinstance(shift, float) else shift(tokens=self.latent_channels, pixels=1)
 
 
-PATCH, FRAMES_OF_PATCH = 2, 1
-"""Patch with which the pipeline calls the model; a model may have embeddings of several."""
-
-
 class PackedZSingleStreamAttnProcessor(PackedRowAttnProcessor):
     """Attention of Z-Image's blocks over the strips of a pack."""
 
@@ -239,9 +239,6 @@ class ZImageFamily(RefinedFamily):
     def inputs(self, rows: Rows) -> dict[str, Any]:
         """Return lists of images and of captions without padding, and the time from noise to data, as the pipeline."""
         return {"x": list(rows.latents), "t": (1000 - rows.timesteps) / 1000, "cap_feats": rows.texts}
-
-
-_METHOD = "patchify_and_embed"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ from ..recipe import Recipe
 from ..samples import Samples
 from ..texts import TextEmbeddings, cleans_captions
 
+_TOKENS = 120
+"""Text tokens per caption, which the pipeline of Latte fixes."""
+
 
 class PixArtFamily(Family):
     """PixArt-α and PixArt-Σ: images; sine-cosine positions; resolution and aspect ratio where trained with them.
@@ -170,10 +173,6 @@ def _frames(transformer: Transformer, grid: Grid, base_size: Grid | None) -> tor
         frames, _, _ = axis_coordinates(grid, base_size, device=table.device)
         positions = get_1d_sincos_pos_embed_from_grid(table.shape[1], frames, output_type="pt").to(table.dtype)
     return positions.repeat_interleave(h * w, 0)
-
-
-_TOKENS = 120
-"""Text tokens per caption, which the pipeline fixes."""
 
 
 class LatteRecipe(Recipe):
