@@ -197,7 +197,7 @@ def test_a_failure_is_written_and_ends_the_script_with_an_error(
     assert cases_of(tmp_path, "parity")["parity"] == {"failed": "ValueError: wrong"}
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_compiled_steps_are_measured_small(tmp_path: Path) -> None:
     cases = run_here(tmp_path, "compiled_steps", part_seconds=600)["compiled_steps"]
     graphs = {name: case["graphs"] for name, case in cases.items()}
@@ -206,7 +206,7 @@ def test_compiled_steps_are_measured_small(tmp_path: Path) -> None:
     assert graphs["small, stock"] == graphs["new packs, auto"] == 0, "sizes share graphs"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_memory_and_quantisation_are_measured_small(tmp_path: Path) -> None:
     packages = Path(sys.prefix) / "torchao"
     if not packages.is_dir():
