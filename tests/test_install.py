@@ -84,19 +84,22 @@ def without_torch(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def newest(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The running Python with the whole install and the newest versions that setup.cfg allows.
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the clone."""
 
-    Only torch is pinned, as in constraints.txt, so that a CPU build that is at hand is taken. Without one, this
-    downloads about 3 GB and fills 6 GB.
-    """
-    if shutil.disk_usage(clone.parent).free < 12 * 2**30:
-        pytest.skip(f"torch with CUDA needs 12 GiB of free disk at {clone.parent}")
+    def build(folder: Path) -> None:
+        run([sys.executable, "-m", "build", "--wheel", "--outdir", folder, clone])
+
+    (built,) = made_once(tmp_path_factory, "wheel", build).glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def newest(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The running Python with a wheel and the newest versions that setup.cfg allows."""
 
     def make(folder: Path) -> None:
-        (torch,) = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-        python = make_venv(folder, Path(sys.executable))
-        pip_install(python, "--editable", f"{clone}[train]", torch, *TEST_TOOLS)
+        install_wheel(make_venv(folder, Path(sys.executable)), wheel)
 
     return made_once(tmp_path_factory, "newest", make) / "bin" / "python"
 
@@ -130,6 +133,18 @@ def requirement(name: str) -> str:
 
 def pip_install(python: Path, *arguments: object) -> None:
     run([python, "-m", "pip", "install", "--quiet", "--no-compile", *arguments], env=ALONE)
+
+
+def install_wheel(python: Path, wheel: Path) -> None:
+    """Install a wheel for training.
+
+    Only torch is pinned, as in constraints.txt, so that a CPU build that is at hand is taken. Where there is none for
+    this Python, this downloads about 3 GB and fills 6 GB.
+    """
+    if shutil.disk_usage(wheel.parent).free < 12 * 2**30:
+        pytest.skip(f"torch with CUDA needs 12 GiB of free disk at {wheel.parent}")
+    pinned = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pip_install(python, f"{wheel}[train]", *pinned)
 
 
 def make_venv(folder: Path, python: Path) -> Path:
@@ -270,37 +285,30 @@ def test_the_newest_versions_prepare_and_train(
     assert (trained / "model_index.json").exists()
 
 
-@pytest.fixture(scope="module")
-def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the clone."""
-
-    def build(folder: Path) -> None:
-        run([sys.executable, "-m", "build", "--wheel", "--outdir", folder, clone])
-
-    (built,) = made_once(tmp_path_factory, "wheel", build).glob("*.whl")
-    return built
+def test_a_wheel_alone_trains_and_samples_by_its_commands(newest: Path, tmp_path: Path) -> None:
+    run_getting_started(newest, tmp_path)
 
 
-@pytest.mark.parametrize("minor", sorted({10, sys.version_info[1], 13}))
-def test_a_wheel_alone_trains_and_samples_by_its_commands(minor: int, wheel: Path, tmp_path: Path) -> None:
-    """In an empty environment and without the clone: what Getting started does, on ten clips.
-
-    Where no CPU build of torch is at hand for a Python, this downloads about 3 GB and fills 6 GB.
-    """
-    if shutil.disk_usage(tmp_path).free < 12 * 2**30:
-        pytest.skip(f"torch with CUDA needs 12 GiB of free disk at {tmp_path}")
+@pytest.mark.every
+@pytest.mark.parametrize("minor", sorted({10, 13} - {sys.version_info[1]}))
+def test_a_wheel_trains_and_samples_with_other_pythons(minor: int, wheel: Path, tmp_path: Path) -> None:
     python = make_venv(tmp_path / "venv", python_of(minor))
-    pinned = re.findall(r"^torch==.+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pip_install(python, f"{wheel}[train]", *pinned)
-    env = {**ALONE, "ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    (tmp_path / "work").mkdir()
+    install_wheel(python, wheel)
+    run_getting_started(python, tmp_path)
+    shutil.rmtree(tmp_path / "venv")  # of some gigabytes
+
+
+def run_getting_started(python: Path, folder: Path) -> None:
+    """Do what Getting started does, on ten clips, without the clone."""
+    env = {**ALONE, "ACCELERATE_USE_CPU": "true", "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    (folder / "work").mkdir()
     called = []
     for command in PAGES["docs/getting-started.md"].commands():
         name, words = call_of(shlex.split(command)) or ("", [])
         if name and not any("wan" in word.lower() for word in words):
             words = ["10" if word == "20" else word for word in words]
             program = [python.with_name("hf_bucketing"), *name.split(), *words]
-            run(program, cwd=tmp_path / "work", env=env)
+            run(program, cwd=folder / "work", env=env)
             called.append(name)
     assert [*dict.fromkeys(called)] == [
         "demo data",
@@ -311,14 +319,15 @@ def test_a_wheel_alone_trains_and_samples_by_its_commands(minor: int, wheel: Pat
         "sample",
         "report run",
     ]
-    assert (tmp_path / "work" / "trained" / "pytorch_lora_weights.safetensors").is_file()
-    listed = run([python.with_name("hf_bucketing"), "--help"], cwd=tmp_path / "work", env=env).stdout
+    assert (folder / "work" / "trained" / "pytorch_lora_weights.safetensors").is_file()
+    listed = run([python.with_name("hf_bucketing"), "--help"], cwd=folder / "work", env=env).stdout
     assert "  prepare " in listed
-    shutil.rmtree(tmp_path / "venv")  # of some gigabytes
 
 
-def test_the_newest_versions_pass_the_core_tests(clone: Path, newest: Path) -> None:
-    pass_tests(CORE_TESTS, clone, newest, env=ALONE)
+def test_the_newest_versions_pass_the_core_tests(clone: Path, newest: Path, tmp_path: Path) -> None:
+    """Those of the clone, whose package they import."""
+    pip_install(newest, "--target", tmp_path, *TEST_TOOLS)
+    pass_tests(CORE_TESTS, clone, newest, env={**ALONE, "PYTHONPATH": str(tmp_path)})
 
 
 def test_the_lowest_versions_pass_the_core_tests(clone: Path, lowest: Path) -> None:

@@ -26,8 +26,9 @@ from ..plans.epoch import EpochPlan
 from ..plans.rows import EpochConfig
 from ..plans.ways import CachedAs
 from ..streaming.grouping import BucketGrouping, Grouping
+from .drawing import loss_weights
 from .sample_rows import SampleRows, Table
-from .steps import Prediction, Step, loss_weights
+from .steps import Prediction, Step
 from .way import Batching
 
 

@@ -16,8 +16,8 @@ from ..columns.prepared_stream import PreparedStream
 from ..conditions.audio import AUDIO
 from ..conditions.names import MASK, REFERENCE
 from ..conditions.shares import read_conditions
+from ..configuration.objective import read_loss_weight
 from ..configuration.run import TrainingConfig
-from ..configuration.source_weights import read_loss_weight
 from ..errors import BucketingError, quoted
 from ..media.rows import REGULARIZATION, check_flips
 from ..media.views import ViewRule
@@ -196,13 +196,15 @@ def check_data(step: Step, data: RunData) -> None:
         step.recipe.check_frames(data.table, np.repeat(list(counts), list(counts.values())).astype(np.int64))
 
     data.check_buckets(check)
-    step.recipe.check_conditions(data.conditions)
     if step.condition is not None:
         step.condition.check_sources(data.sources)
-        for shares in step.condition.all:
-            step.recipe.check_drawn(shares, data.conditions, cached=data.cached_batch() is not None)
-    data.check_references(step.recipe.check_references)
-    data.check_audio_rates(step.recipe.check_audio_rates)
+    step.recipe.check_conditions(
+        data.conditions,
+        references=data.reference_counts(),
+        audio_rates=data.audio_rates(),
+        drawn=() if step.condition is None else step.condition.all,
+        cached=data.cached_batch() is not None,
+    )
     check_cached(step.recipe, data)
 
 
@@ -241,7 +243,7 @@ def check_cached(recipe: Recipe, data: RunData) -> None:
             f"{recipe.latent_channels}; run hf_bucketing cache again with this pipeline."
         )
     needed = {*recipe.blank_conditions(latent), *([LOSS_MASK] if MASK in data.conditions else [])}
-    if REFERENCE in data.conditions and not recipe.references_in_front:
+    if REFERENCE in data.conditions and not recipe.reference_condition().in_front:
         needed.add(REFERENCES)
     if recipe.audio:
         needed.add(AUDIO)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
+from ..conditions.condition import Condition
+from ..conditions.names import KEYFRAMES
 from ..conditions.references import ReferenceRule
 from ..conditions.rows import ConditionRules
 from ..conditions.shares import appended_by
@@ -24,15 +26,15 @@ class ModelTokens:
             [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
         references ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule]): Where references enter the
             model, and what each adds to the text of its sample.
-        keyframe_text_tokens (`int`, *optional*): Where the text encoder sees appended frames, tokens that each adds to
-            its text beside as many as it has itself.
+        keyframes ([`Condition`][hf_bucketing.conditions.condition.Condition], *optional*): How the text encoder is
+            shown frames that a run appends; None where it is not.
         refuse (callable, *optional*): Returns why the model cannot take a sample of a token grid, or None if it can.
     """
 
     width: int
     text_tokens: int = 0
     references: ReferenceRule = field(default_factory=ReferenceRule)
-    keyframe_text_tokens: int | None = None
+    keyframes: Condition | None = None
     refuse: Callable[[Grid], str | None] | None = None
 
     @classmethod
@@ -42,7 +44,7 @@ class ModelTokens:
             width=recipe.family.width(recipe.transformer),
             text_tokens=recipe.text_tokens(recipe.max_sequence_length),
             references=recipe.reference_rule(),
-            keyframe_text_tokens=recipe.keyframe_text_tokens,
+            keyframes=recipe.condition(KEYFRAMES),
             refuse=lambda grid: recipe.family.refusal(recipe.transformer, grid),
         )
 
@@ -56,5 +58,5 @@ class ModelTokens:
             prepared.conditions,
             references=prepared.references.entering(self.references),
             audio=prepared.audio,
-            appended=appended_by(condition, seen=self.keyframe_text_tokens),
+            appended=appended_by(condition, self.keyframes),
         )

@@ -8,23 +8,10 @@ from typing import Any
 import torch
 
 from ..buckets.sizes import LatentSpec
-from ..conditions.names import REFERENCE
-from ..conditions.shares import Drawn
+from ..conditions.names import KEYFRAMES, REFERENCE
 from ..models.recipe import Recipe
-from ..models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
+from ..models.samples import KEYFRAME_PLACES
 from ..models.texts import TextEmbeddings
-
-
-def without_references(batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> Mapping[str, Any]:
-    """Return a batch of any collator in which samples are shown their references if that is drawn."""
-    if all(sample.references for sample in drawn):
-        return batch
-    changed = dict(batch)
-    for part, name in (("shown", REFERENCE), ("conditions", REFERENCES)):
-        if name in batch.get(part, {}):
-            pairs = zip(batch[part][name], drawn, strict=True)
-            changed[part] = {**batch[part], name: [own if sample.references else () for own, sample in pairs]}
-    return changed
 
 
 def media_of(
@@ -121,7 +108,7 @@ def pictures_in_text(
     shown, found = batch.get("shown", {}), []
     if recipe.text_sees_references and REFERENCE in shown:
         found.append(shown[REFERENCE])
-    if recipe.keyframe_text_tokens is not None and any(keyframes):
+    if recipe.text_sees_keyframes and any(keyframes):
         pairs = zip(batch["pixel_values"], keyframes, strict=True)
         found.append([[clip[:, frame : frame + 1] for frame in frames] for clip, frames in pairs])
     return [[picture for parts in sample for picture in parts] for sample in zip(*found, strict=True)] or None

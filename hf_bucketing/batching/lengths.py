@@ -13,7 +13,7 @@ from ..columns.prepared_stream import PreparedStream
 from ..conditions.rows import ConditionRules
 from ..errors import BucketingError, OversizeError
 from ..loaders.length_sampler import LengthBatchSampler
-from ..loaders.rejected import warn_of_rejected
+from ..loaders.row_column import warn_of_rejected
 from ..plans.lengths import LengthPlanConfig
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..plans.rows import EpochConfig

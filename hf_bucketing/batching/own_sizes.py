@@ -31,9 +31,10 @@ from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
 from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
 from ..plans.ways import CachedAs
+from .drawing import loss_weights
 from .oversize import beyond_positions, exceeding
 from .sample_rows import SampleRows, Table, counted_tokens
-from .steps import Computed, Prediction, Step, loss_weights
+from .steps import Computed, Prediction, Step
 from .way import Batching, Plan
 
 

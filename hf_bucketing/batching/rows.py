@@ -29,8 +29,8 @@ from ..columns.prepared_stream import holds_stream
 from ..columns.split import check_apart, split_rows
 from ..conditions.names import REFERENCE
 from ..conditions.rows import RowConditions
+from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
-from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError, quoted
 from ..loaders.agreement import check_same
 from ..loaders.captions import CaptionRule
@@ -38,6 +38,7 @@ from ..loaders.occurrences import NumberedRows
 from ..loaders.planned import PlannedBatchSampler, StepCount
 from ..loaders.random_resize import RandomResize
 from ..losses.reduction import reduction_weights
+from ..models.condition_checks import NO_SAMPLES, OfSamples
 from ..models.texts import TextEmbeddings
 from ..placement.context_parallel import prepare_in_groups
 from ..plans.epoch import EpochPlan
@@ -257,17 +258,19 @@ class TrainingData(RunData):
         """Return the sizes in which the references of each row are counted."""
         return self.row_conditions.references.select(rows).sizes(self.sizes(rows))
 
-    def check_references(self, check: Callable[[IntArray, Sequence[Any]], None]) -> None:
-        """Call a function with the numbers of references of the usable rows, and the numbers of these rows."""
+    def reference_counts(self) -> OfSamples:
+        """Return the number of references of each usable row."""
+        if REFERENCE not in self.conditions:
+            return NO_SAMPLES
         rows = np.flatnonzero(self.num_tokens > 0)
-        if REFERENCE in self.conditions:
-            check(self.row_conditions.references.counts[rows], rows.tolist())
+        return OfSamples(self.row_conditions.references.counts[rows], rows.tolist())
 
-    def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
-        """Call a function with the frame rates of the usable rows that have audio, and the numbers of these rows."""
-        if (audio := self.row_conditions.audio) is not None:
-            rows = np.flatnonzero((self.num_tokens > 0) & audio.present)
-            check(audio.fps[rows], rows.tolist())
+    def audio_rates(self) -> OfSamples:
+        """Return the frame rate of each usable row with audio."""
+        if (audio := self.row_conditions.audio) is None:
+            return NO_SAMPLES
+        rows = np.flatnonzero((self.num_tokens > 0) & audio.present)
+        return OfSamples(audio.fps[rows], rows.tolist())
 
 
 def make_data(

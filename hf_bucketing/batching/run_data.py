@@ -24,6 +24,7 @@ from ..conditions.names import MASK
 from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
 from ..losses.reduction import Reduction
+from ..models.condition_checks import OfSamples
 from ..models.texts import TextEmbeddings
 from ..runs.run_log import log_path
 from . import Batching
@@ -136,12 +137,12 @@ class RunData(ABC):
         check(self.bucket_counts())
 
     @abstractmethod
-    def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
-        """Call a function, which may raise, with the numbers of references of samples, and the samples' names."""
+    def reference_counts(self) -> OfSamples:
+        """Return the number of references of each sample, as far as they are known; none where samples have none."""
 
     @abstractmethod
-    def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
-        """Call a function, which may raise, with the frame rates of samples with audio, and the samples' names."""
+    def audio_rates(self) -> OfSamples:
+        """Return the frames per second of each sample with audio, as far as they are known."""
 
     def name_rows(self, rows: Sequence[int]) -> list[str]:
         """Return what messages call rows, by their numbers: their files, where these are known."""

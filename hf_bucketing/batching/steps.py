@@ -15,25 +15,77 @@ from ..adapters.base import base_model
 from ..buckets.arrays import IntArray
 from ..conditions.audio import AUDIO
 from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions
-from ..configuration.preservation import PreservationConfig
+from ..configuration.preservation import CaptionPair, PreservationConfig
 from ..devices import to_device
+from ..errors import BucketingError
 from ..loaders.occurrences import OCCURRENCE
-from ..media.rows import SOURCE
+from ..media.rows import REGULARIZATION
 from ..media.sample import frame_rates
-from ..models.loss_mask import LOSS_MASK
+from ..models.condition_checks import OfSamples
 from ..models.objectives import Noised, NoisedAudio, Objective
 from ..models.recipe import Recipe
-from ..models.samples import KEYFRAME_PLACES, SHOWN_FRAMES, SHOWN_LATENTS, ModelInputs, Samples
-from ..models.shown_parts import shown_part
+from ..models.samples import KEYFRAME_PLACES, Samples
 from ..models.texts import TextEmbeddings
 from ..packing.layout import PackedLayout
 from ..packing.names import Grid
 from ..packing.token_drop import Seed
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
-from .base_targets import TARGETS, BaseTarget, base_targets
-from .encoded import finite, finite_samples, latent_frames_of, media_of, text_of, without_references
+from .drawing import draw_conditions, drawn_media, noised_audio, without_references
+from .encoded import finite, finite_samples, media_of, text_of
 from .step_rows import StepRows
+
+TARGETS = ("data", "preservation", "slider")
+"""Targets that a sample may have, whose losses are logged apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseTarget:
+    """What the base model is asked for a sample, in place of a target from its data.
+
+    Attributes:
+        caption (`str`, *optional*): Caption that replaces the sample's, `""` for the null text; None where the sample
+            keeps its caption.
+        pair ([`CaptionPair`], *optional*): Captions whose difference is added.
+        weight (`float`): Factor of the sample's loss.
+    """
+
+    caption: str | None = None
+    pair: CaptionPair | None = None
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """One of `TARGETS`."""
+        return "preservation" if self.pair is None else "slider"
+
+
+def base_targets(
+    config: PreservationConfig, batch: Mapping[str, Any], seeds: Sequence[tuple[int, ...]]
+) -> list[BaseTarget | None]:
+    """Return the target of each sample of a batch, None for those that learn their data.
+
+    Args:
+        config ([`PreservationConfig`]): What is preserved, and the sliders.
+        batch (mapping): Batch of a collator, which holds the list `is_regularization` where rows are marked.
+        seeds (sequence): Key of the draws of each sample, see [`sample_key`][hf_bucketing.randomness.sample_key].
+    """
+    if not config.base_predictions:
+        return [None] * len(seeds)
+    marks = batch.get(REGULARIZATION, [False] * len(seeds))
+    return [_base_target(config, seed, marked=marked) for seed, marked in zip(seeds, marks, strict=True)]
+
+
+def _base_target(config: PreservationConfig, seed: tuple[int, ...], *, marked: bool) -> BaseTarget | None:
+    if config.preservation is not None:
+        share = config.preservation_share
+        if marked or generator(Purpose.PRESERVATION, *seed).random() < share:
+            caption = {"prior": None, "blank": "", "class": config.preservation_caption}[config.preservation]
+            return BaseTarget(caption=caption, weight=config.preservation_weight)
+    if config.slider is None:
+        return None
+    chosen = generator(Purpose.SLIDER, *seed).integers(len(config.pairs))
+    return BaseTarget(pair=config.pairs[chosen])
 
 
 class Computed(NamedTuple):
@@ -67,7 +119,7 @@ class StepLosses(NamedTuple):
         values (`torch.Tensor` of shape `(n,)`): Loss of each sample.
         noise_levels (`torch.Tensor` of shape `(n,)`): How noisy each sample was, in [0, 1].
         targets (array of `int64`, shape `(n,)`): Target of each sample, as a position in
-            [`TARGETS`][hf_bucketing.batching.base_targets.TARGETS].
+            [`TARGETS`][hf_bucketing.batching.steps.TARGETS].
         drawn (sequence of [`Drawn`][hf_bucketing.conditions.shares.Drawn]): What each sample was shown.
         encoded (`torch.Tensor` of shape `(n,)`, *optional*): Whether all that was encoded of each sample is finite;
             None from a cache, whose entries are.
@@ -157,7 +209,7 @@ class Step(ABC):
             encoded = encoded & text.values.isfinite().flatten(1).all(1)
             text = text._replace(values=finite(text.values)) if self.leaves_out else text
         fps = frame_rates(batch["fps"])
-        audio = self._noised_audio(media, noised, drawn, keys=seeds)
+        audio = self._noised_audio(media, noised, drawn, seeds)
         samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio, keys=seeds)
         predicted = None
         if any(of_base) or (self.sharded and self.preservation.base_predictions):
@@ -203,44 +255,15 @@ class Step(ABC):
     def draw(
         self, batch: Mapping[str, Any], keys: Sequence[tuple[int, ...]], *, reference_dropout: float = 0.0
     ) -> list[Drawn]:
-        """Draw what each sample of a batch is shown, by its key and its source.
-
-        Samples with references or audio cannot be stacked with others, so that the first sample of a stack decides for
-        all of them whether they are shown their references, whether their audio is absent, and how many frames are
-        appended.
-        """
+        """Draw what each sample of a batch is shown, see [`draw_conditions`]."""
         conditions = (self.condition or NOTHING_DRAWN).dropping_references(reference_dropout)
-        drawn: list[Drawn] = []
-        counts, sources = latent_frames_of(batch, self.recipe.spec), batch.get(SOURCE, [None] * len(keys))
-        for key, count, source in zip(keys, counts, sources, strict=True):
-            alike: dict[str, Any] = {}
-            if drawn and self.stacks:
-                first = drawn[0]
-                alike = {"references": first.references, "no_audio": first.no_audio, "appended": first.appended}
-            drawn.append(
-                conditions.of(source).draw(*key, latent_frames=count, stride=self.recipe.spec.temporal_stride, **alike)
-            )
-        return drawn
+        return draw_conditions(conditions, batch, keys, spec=self.recipe.spec, stacks=self.stacks)
 
     def media(self, batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> dict[str, list[Any]]:
         """Return [`media_of`] a batch, and the drawn parts of each sample, if the model can be shown any."""
         if self.condition is None or not self.condition.draws_parts or not self.recipe.drawn_kinds:
             return media_of(self.recipe, batch)
-        spec = self.recipe.spec
-        frames = [torch.from_numpy(shown.frames) for shown in drawn]
-        shows = {**batch.get("shown", {}), SHOWN_FRAMES: frames}
-        media = media_of(self.recipe, {**batch, "shown": shows}, appended=[shown.appended for shown in drawn])
-        weights = media.get(LOSS_MASK, [None] * len(drawn))
-        parts = zip(drawn, media["latents"], weights, strict=True)
-        media[SHOWN_FRAMES] = shows[SHOWN_FRAMES]
-        media[SHOWN_LATENTS] = [shown_part(shown, latent, mask, spec) for shown, latent, mask in parts]
-        if AUDIO in media:
-            pairs = list(zip(drawn, media[AUDIO], strict=True))
-            media[AUDIO] = [latent[:0] if shown.no_audio else latent for shown, latent in pairs]
-            wholes = [shown.video and len(latent) > 0 for shown, latent in pairs]
-            whole_parts = zip(wholes, media[SHOWN_LATENTS], strict=True)
-            media[SHOWN_LATENTS] = [torch.ones_like(part) if whole else part for whole, part in whole_parts]
-        return media
+        return drawn_media(self.recipe, batch, drawn)
 
     def _check_audio_rates(self, batch: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> None:
         """Refuse samples of a stream that could not be checked before, see [`check_data`]; images have no rate."""
@@ -248,22 +271,15 @@ class Step(ABC):
         if self.recipe.audio and any(heard):
             rates = np.array(batch["fps"], np.float64)
             rows = np.flatnonzero(np.array(heard) & (rates > 0))
-            self.recipe.check_audio_rates(rates[rows], [batch["index"][row] for row in rows])
+            samples = OfSamples(rates[rows], [batch["index"][row] for row in rows])
+            if faults := [*self.recipe.audio_faults(samples)]:
+                raise BucketingError(faults[0])
 
     def _noised_audio(
-        self, media: Mapping[str, Any], noised: Noised, drawn: Sequence[Drawn], *, keys: Sequence[tuple[int, ...]]
+        self, media: Mapping[str, Any], noised: Noised, drawn: Sequence[Drawn], keys: Sequence[tuple[int, ...]]
     ) -> NoisedAudio | None:
-        """Add noise to the audio of samples, of which `media` are the encoded conditions; None if none is trained."""
-        if not self.recipe.audio:
-            return None
-        latents = [latent.to(noised.latents[0]) for latent in media[AUDIO]]
-        return self.objective.audio(
-            latents,
-            timesteps=noised.timesteps,
-            keys=keys,
-            shown=[shown.audio for shown in drawn],
-            video_shown=[shown.video and len(latent) > 0 for shown, latent in zip(drawn, latents, strict=True)],
-        )
+        """Return [`noised_audio`] of samples; None if none is trained."""
+        return noised_audio(self.objective, media[AUDIO], noised, drawn, keys=keys) if self.recipe.audio else None
 
     @torch.no_grad()
     def _base_predictions(
@@ -321,7 +337,7 @@ class Step(ABC):
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
             keys = [(index, level) for index in batch["index"]]
-            audio = self._noised_audio(media, noised, drawn, keys=keys)
+            audio = self._noised_audio(media, noised, drawn, keys)
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio, keys=keys)
             values = self._losses(self._predict(transformer, samples, None), noised, audio)
             levels = self.objective.noise_levels(noised.timesteps)
@@ -355,19 +371,6 @@ def _replaced(values: torch.Tensor, of_base: torch.Tensor, targets: Sequence[Bas
     weights = torch.tensor([0.0 if target is None else target.weight for target in targets], dtype=values.dtype)
     weights = to_device(weights, values.device)
     return torch.where(weights > 0, of_base * weights, values)
-
-
-def loss_weights(inputs: ModelInputs, samples: Samples) -> Sequence[torch.Tensor] | None:
-    """Return the weights of the loss of each sample, `(1, f, h, w)` or `(C, f, h, w)`: the model's own × its mask.
-
-    The loss of a sample is the weighted mean over its latents, so that a mask which is white everywhere changes
-    nothing, and neither does its area: samples weigh the same however little of them is learned. Where nothing is
-    white, such as after a crop, the loss of the sample is 0.
-    """
-    masks = samples.conditions.get(LOSS_MASK)
-    if masks is None or inputs.weights is None:
-        return masks if inputs.weights is None else inputs.weights
-    return [weights * mask.to(weights) for weights, mask in zip(inputs.weights, masks, strict=True)]
 
 
 def _occurrences(batch: Mapping[str, Any]) -> Sequence[int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -26,12 +25,13 @@ from ..conditions.names import REFERENCE
 from ..conditions.parts import sample_sizes
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
+from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
-from ..configuration.source_weights import weights_of_sources
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..losses.reduction import reduction_weights
 from ..media.rows import SOURCE
+from ..models.condition_checks import NO_SAMPLES, OfSamples
 from ..packing.token_drop import TokenDrop
 from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
@@ -185,16 +185,17 @@ class StreamedData(RunData):
         each = -(-config.stream.steps_per_epoch // config.gradient_accumulation_steps)
         return StepCount(config.num_train_epochs * each - finished, True)
 
-    def check_references(self, check: Callable[[npt.NDArray[np.int64], Sequence[Any]], None]) -> None:
-        """Call a function with the numbers of references that the first rows have."""
-        if REFERENCE in self.conditions:
-            counts = np.array([len(sizes) // 3 for sizes in self.sample.references], np.int64)
-            check(counts, ["one of the first"] * len(counts))
+    def reference_counts(self) -> OfSamples:
+        """Return the number of references of each of the first rows."""
+        if REFERENCE not in self.conditions:
+            return NO_SAMPLES
+        counts = np.array([len(sizes) // 3 for sizes in self.sample.references], np.int64)
+        return OfSamples(counts, ["one of the first"] * len(counts))
 
-    def check_audio_rates(self, check: Callable[[npt.NDArray[np.float64], Sequence[Any]], None]) -> None:
-        """Call a function with the lowest and the highest frame rate of the first rows that have audio."""
+    def audio_rates(self) -> OfSamples:
+        """Return the lowest and the highest frame rate of the first rows that have audio."""
         rates = [rate for rate in (self.sample.audio_fps, self.sample.fastest_audio_fps) if rate is not None]
-        check(np.array(rates), ["one of the first"] * len(rates))
+        return OfSamples(np.array(rates), ["one of the first"] * len(rates))
 
     def largest_step(self) -> LargestStep:
         """Return the largest step that can come: one bucket of the table, or a pack of one of the first rows."""

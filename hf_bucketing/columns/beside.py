@@ -18,8 +18,7 @@ from datasets import IterableDataset
 
 from ..conditions.names import REFERENCE
 from ..errors import MediaError
-from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, listed_rows
-from .text_files import TextFiles
+from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, TextFiles, listed_rows
 
 _NUMBERED = re.compile(r"(.+)_(\d+)", re.DOTALL)
 """Stem of one of several references of a file: its own stem, and a number."""

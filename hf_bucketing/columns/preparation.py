@@ -10,8 +10,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from ..buckets.sizes import LatentSpec
-from ..buckets.table import BucketTable
-from ..buckets.union import union_of_tables
+from ..buckets.table import BucketTable, union_of_tables
 from ..conditions.audio import AudioRule
 from ..conditions.names import REFERENCE, all_columns, columns_of
 from ..conditions.references import ReferenceRule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,10 @@ from ..conditions.lists import Lists
 from ..conditions.names import REFERENCE, all_columns
 from ..conditions.references import ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
-from ..errors import BucketingError, ColumnError, explains_arguments
+from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..files import complete_folder
-from ..media.remote import is_url
+from ..hub import download_of
+from ..media.remote import ALLOWED_PATHS, check_allowed, is_url
 from ..media.rows import SOURCE, SOURCE_COLUMN, MediaColumns
 from ..plans.ways import CachedAs
 from ..randomness import OWN_PREFIX, ROW, check_rows
@@ -35,8 +36,7 @@ from .apply import undecoded
 from .arrays import column_array, column_batches, is_list_type
 from .data_lock import LOCK_FILE, LockRule
 from .faults import path_of
-from .places import check_places, root_of
-from .text_files import TextFiles
+from .layouts import TextFiles
 
 MANIFEST = "bucketing.json"
 
@@ -125,7 +125,7 @@ class PreparedDataset:
         audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
-        texts (`tuple` of [`TextFiles`][hf_bucketing.columns.text_files.TextFiles]): Local files that the captions of
+        texts (`tuple` of [`TextFiles`][hf_bucketing.columns.layouts.TextFiles]): Local files that the captions of
             each source were read from.
         settings (mapping): Settings of the scripts that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
@@ -396,3 +396,41 @@ def read_open_table(values: Mapping[str, Any]) -> OpenTable:
         else ImageSizes(sizes=tuple(images["sizes"]), rule=AssignmentRule(**images["rule"])),
         max_frames=values["max_frames"],
     )
+
+
+def check_places(places: Iterable[str | None], folder: Path, *, manifest: str) -> None:
+    """Check that a prepared folder may name the places of its files.
+
+    A downloaded one may name places in its download, on servers and on the hub. Any other may name all places but the
+    whole disk, as its own record proves nothing. The environment variable `HF_BUCKETING_ALLOWED_PATHS` allows more.
+
+    Args:
+        places (iterable of `str`, *optional*): Folders and URLs.
+        folder (`Path`): The prepared folder.
+        manifest (`str`): Name of the file in it that names them.
+
+    Raises:
+        BucketingError: If it may not.
+    """
+    download = download_of(folder / manifest)
+    for place in filter(None, places):
+        whole_disk = os.path.dirname(place) == place
+        if download is None and not whole_disk:
+            continue
+        try:
+            check_allowed(place, str(download or os.path.abspath(folder)))
+        except MediaError as error:
+            why = "the whole disk" if download is None else f"outside of {download}, to which it was downloaded"
+            raise BucketingError(
+                f"{folder} reads files from {place}, {why}. If you trust it, prepare it again, or name that place in "
+                f"the environment variable {ALLOWED_PATHS}, such as {ALLOWED_PATHS}={place}."
+            ) from error
+
+
+def root_of(root: str | None, folder: Path, *, manifest: str) -> str | None:
+    """Return the root of a prepared folder that names one or none.
+
+    Without a root, rows may name any file; rows of a downloaded folder then begin at its download.
+    """
+    download = download_of(folder / manifest)
+    return root if root is not None or download is None else str(download)

@@ -24,8 +24,7 @@ from ..buckets.arrays import IntArray
 from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
-from ..buckets.table import BucketTable
-from ..buckets.union import union_of_tables
+from ..buckets.table import BucketTable, union_of_tables
 from ..conditions.audio import AUDIO, HAS_AUDIO, AudioRule
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
@@ -40,18 +39,19 @@ from .faults import paths_of
 from .layouts import SourceRequest, default_root, is_local
 from .merge import check_same_conditions
 from .nested import with_nested
-from .places import check_places, root_of
 from .preparation import CheckedSource, check_sources, shared_audio, shared_rule
 from .prepared import (
     MANIFEST,
     MANIFEST_VERSION,
     STREAM,
+    check_places,
     read_manifest,
     read_open_table,
     read_root,
     read_rule,
     read_settings,
     root_from,
+    root_of,
     write_settings,
 )
 from .settings import RowsConfig, SourceConfig

@@ -20,6 +20,7 @@ from .layouts import (
     MEDIA_FILES,
     SourceRequest,
     SourceRows,
+    TextFiles,
     last_part,
     loaded_by_datasets,
     usual_captions,
@@ -27,7 +28,6 @@ from .layouts import (
 )
 from .nested import has_column, nested_names, with_nested
 from .tables import LAYOUTS
-from .text_files import TextFiles
 
 SAMPLED_ROWS = 64
 """Rows of a stream that are read to find its columns and to check it."""
@@ -56,7 +56,7 @@ class MediaDataset:
         layout (`str`): Description of what was read and how many files were ignored, for messages.
         conditions (mapping of `str` to `str`): Column of each condition, such as `{"control": "control_path"}`.
         first_rows (`Dataset`, *optional*): First rows of a stream; None for a data set of rows.
-        texts (`tuple` of [`TextFiles`][hf_bucketing.columns.text_files.TextFiles]): Local files with the captions of
+        texts (`tuple` of [`TextFiles`][hf_bucketing.columns.layouts.TextFiles]): Local files with the captions of
             each source.
     """
 

@@ -25,6 +25,7 @@ from .layouts import (
     Layout,
     SourceRequest,
     SourceRows,
+    TextFiles,
     builder_of,
     count_rows,
     csv_header,
@@ -32,7 +33,6 @@ from .layouts import (
     listed_rows,
     load,
 )
-from .text_files import TextFiles
 
 _FASTVIDEO = "videos2caption.json"
 _MAPPING = "captions.json"

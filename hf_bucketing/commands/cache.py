@@ -99,8 +99,7 @@ def main(args: argparse.Namespace) -> None:
     conditions = None if args.condition is None else read_conditions(args.condition)
     config = replace(config, appended_frames=None if conditions is None else conditions.appended_frames)
     loaded = _load(args, prepared, recipe)
-    for shares in () if conditions is None else conditions.all:
-        loaded.check_drawn(shares, prepared.shown, cached=True)
+    loaded.check_conditions(prepared.shown, drawn=() if conditions is None else conditions.all, cached=True)
     model, length = args.pretrained_model_name_or_path, loaded.max_sequence_length
     if accelerator.is_main_process:
         for sentence in describe_caption_lengths(prepared, recipe, model, max_sequence_length=length):

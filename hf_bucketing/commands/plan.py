@@ -36,7 +36,6 @@ def make_parser() -> FlagParser:
 
 def main(args: argparse.Namespace) -> None:
     from ..configuration.launch import configured_precision
-    from ..planner.figure import options_chart
     from ..planner.gpus import TimeConfig
     from ..planner.memory import verdict_on
     from ..planner.options import (
@@ -46,6 +45,7 @@ def main(args: argparse.Namespace) -> None:
         describe_verdict,
         format_options,
         option_rows,
+        options_chart,
         plan_options,
     )
     from ..planner.time import BatchCost, Speed

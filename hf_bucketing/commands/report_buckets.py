@@ -247,6 +247,7 @@ def write_page(
 
 def main(args: argparse.Namespace) -> None:
     from ..columns import PreparedDataset, column_array
+    from ..conditions.names import KEYFRAMES
     from ..conditions.shares import appended_by
     from ..configuration.prepared import check_same_settings
     from ..models.registry import recipe_of
@@ -265,8 +266,8 @@ def main(args: argparse.Namespace) -> None:
         assigned = AssignedColumns(*(column_array(prepared.dataset, name) for name in ("bucket_id", "rejection")))
     max_frames = prepared.open_table.max_frames
     model = args.pretrained_model_name_or_path
-    seen = None if model is None or args.condition is None else recipe_of(model).keyframe_text_tokens
-    frames = appended_by(args.condition, seen=seen)
+    keyframes = None if model is None or args.condition is None else recipe_of(model).condition(KEYFRAMES)
+    frames = appended_by(args.condition, keyframes)
     conditions = prepared.row_conditions().appending(frames)
     report = make_report(
         sizes,

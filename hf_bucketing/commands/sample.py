@@ -349,9 +349,9 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
     if recipe is not None:
         recipe.check_renders(references=len(args.reference), trained=args.trained_component)
     for name, file in files.items():
-        if file and (recipe is None or name not in recipe.shown_as):
+        if file and (recipe is None or name not in recipe.call_arguments()):
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
-        if not file and recipe is not None and name in recipe.required:
+        if not file and recipe is not None and name in recipe.required_conditions():
             raise FlagError(f"A {class_name} needs a {name}; give --{name}.")
     if recipe is None:
         return {}

@@ -28,6 +28,10 @@ FACE: ConditionName = "face"
 All others but references lie over their sample pixel by pixel.
 """
 
+KEYFRAMES = "keyframes"
+"""Frames of a sample that a run draws to show as further tokens: where a sample is encoded, the numbers `(n,)` of the
+frames; and among its encoded conditions a tuple of their latents, `(C, 1, h, w)`."""
+
 FRAME_BY_FRAME: tuple[ConditionName, ...] = ("control", "mask", FACE)
 """Conditions that have all frames of the sample; an image serves every frame."""
 

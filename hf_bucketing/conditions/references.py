@@ -15,8 +15,9 @@ from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import explains_arguments
 from .audio import AUDIO_BITS
+from .condition import Condition, Enters
 from .lists import Lists
-from .sizes import SizeRule
+from .names import REFERENCE
 
 REFERENCE_SIZES = "reference_sizes"
 """Column of the sizes of each row's references as they are stored: frames, height and width of one after another."""
@@ -52,28 +53,17 @@ _SIDE = 21
 
 @explains_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceRule(SizeRule):
+class ReferenceRule(Condition):
     """Say how many references a sample may have, which ones, and where they enter the model.
 
-    Args beside those of [`SizeRule`][hf_bucketing.conditions.sizes.SizeRule]:
-        least (`int`): Fewest references of a sample with which the model can be trained.
-        most (`int`): Most references of a sample that the model takes; by default any number.
-        in_front (`bool`): Whether the model takes references as latent frames in front of their sample, where each
-            has the tokens of a frame of the sample, whatever its own size.
-        text_tokens (`int`): Tokens that each reference adds to the text of its sample, for models whose text encoder
-            sees it; they are counted with its own.
-        text_factor (`int`): How many further ones it adds to that text for each token that it has itself.
-        max_ratio (`float`, *optional*): Largest ratio of its longer to its shorter side; by default any.
-        pictures_only (`bool`): Whether the model takes pictures alone, no videos.
+    By default there may be any number of them, and each is a grid of tokens of its own. As a latent frame in front of
+    its sample, a reference has the tokens of a frame of the sample, whatever its own size. All other arguments are
+    those of [`Condition`][hf_bucketing.conditions.condition.Condition].
     """
 
-    least: int = 0
+    name: str = REFERENCE
+    enters: Enters = "tokens"
     most: int = sys.maxsize
-    in_front: bool = False
-    text_tokens: int = 0
-    text_factor: int = 0
-    max_ratio: float | None = None
-    pictures_only: bool = False
 
     setting: ClassVar[str] = "references"
     columns: ClassVar[tuple[str, ...]] = (REFERENCE_SIZES,)
@@ -88,14 +78,21 @@ class ReferenceRule(SizeRule):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
+    def in_front(self) -> bool:
+        """Whether references are latent frames in front of their sample."""
+        return self.enters == "latent frames"
+
+    @property
     def settings(self) -> dict[str, Any]:
-        """All fields, as manifests of prepared folders hold them."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """What manifests of prepared folders hold of the rule."""
+        return {name: getattr(self, name) for name in (*_ALWAYS, *_ADDED)}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> ReferenceRule:
         """Return the rule of a manifest; those of earlier releases also held the frames that runs append: none."""
-        return cls(**{name: value for name, value in settings.items() if name not in _FRAMES})
+        values = {name: value for name, value in settings.items() if name not in _FRAMES}
+        in_front = values.pop("in_front", False)
+        return cls(**values, enters="latent frames" if in_front else "tokens")
 
     @property
     def added(self) -> dict[str, Any]:
@@ -105,7 +102,7 @@ class ReferenceRule(SizeRule):
 
     def entering(self, model: ReferenceRule) -> ReferenceRule:
         """Return this rule for references that enter a model, and add to its text, as those of another rule."""
-        return replace(self, in_front=model.in_front, text_tokens=model.text_tokens, text_factor=model.text_factor)
+        return replace(self, enters=model.enters, text_tokens=model.text_tokens, text_factor=model.text_factor)
 
     @property
     def counted(self) -> ReferenceRule:

@@ -16,6 +16,7 @@ from ..errors import BucketingError, quoted
 from ..randomness import Purpose, generator
 from .appended import AppendedFrames
 from .audio import AUDIO
+from .condition import Condition
 from .names import REFERENCE
 
 FRAMES = ("first_frame", "last_frame", "prefix", "suffix", "keyframes")
@@ -73,11 +74,11 @@ class Part(NamedTuple):
                 frames[random.choice(latent_frames, length, replace=False) * stride] = True
 
 
-Condition: TypeAlias = tuple[Part, ...]
+Combination: TypeAlias = tuple[Part, ...]
 """Parts that are shown together; none where nothing is shown."""
 
 
-def name_of(condition: Condition) -> str:
+def name_of(condition: Combination) -> str:
     """Return the name of a condition in logs, of letters that all trackers take.
 
     Example:
@@ -130,7 +131,7 @@ class ConditionShares:
         BucketingError: If a share or a weight is not above 0, or the shares do not add up to 1.
     """
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[Combination, ...]
     shares: tuple[float, ...]
     draws_references: bool = False
     weights: tuple[float, ...] = ()
@@ -233,14 +234,14 @@ def _most(part: Part) -> int:
     return int(part.kind in (APPENDED_FIRST, APPENDED[0]))
 
 
-def _appends(condition: Condition, count: int, *, exact: bool) -> bool:
+def _appends(condition: Combination, count: int, *, exact: bool) -> bool:
     """Return whether a condition can append as many frames: those that it names, or if not `exact` some or none."""
     named = sum(map(_most, condition))
     return named == count if exact else (named > 0) == (count > 0)
 
 
 def _append(
-    condition: Condition, *, latent_frames: int, count: int | None, random: np.random.Generator
+    condition: Combination, *, latent_frames: int, count: int | None, random: np.random.Generator
 ) -> tuple[int, ...]:
     """Return the latent frames at which a condition appends frames, or as many others as `count` says."""
     parts = [part for part in condition if part.kind in APPENDED]
@@ -360,14 +361,15 @@ def most_appended(text: str | None) -> int:
     return 0 if text is None else read_conditions(text).most_appended
 
 
-def appended_by(text: str | None, *, seen: int | None = None) -> AppendedFrames:
+def appended_by(text: str | None, keyframes: Condition | None = None) -> AppendedFrames:
     """Return the frames that such a setting appends to samples of a model.
 
     Args:
         text (`str`, *optional*): The setting.
-        seen (`int`, *optional*): `keyframe_text_tokens` of the model's recipe.
+        keyframes ([`Condition`], *optional*): How the model's text encoder is shown them; by default it is not.
     """
-    return AppendedFrames(most_appended(text), text is not None and read_conditions(text).appends_first, seen)
+    first = text is not None and read_conditions(text).appends_first
+    return AppendedFrames(most_appended(text), first, None if keyframes is None else keyframes.text_tokens)
 
 
 def draws_parts(text: str | None) -> bool:
@@ -434,7 +436,7 @@ def read_condition(text: str) -> ConditionShares:
     return ConditionShares(conditions, shares, draws_references=names_references, weights=weights)
 
 
-def _read_parts(name: str, text: str) -> Condition:
+def _read_parts(name: str, text: str) -> Combination:
     if name == NONE:
         return ()
     parts = []

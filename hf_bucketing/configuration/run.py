@@ -28,13 +28,11 @@ from ..settings import (
 )
 from ..streaming.config import StreamConfig
 from .batches import BatchConfig
-from .checkpoints import CheckpointConfig
 from .held_out import HeldOutConfig
-from .hub import HubConfig
 from .loader import LoaderConfig
 from .objective import ObjectiveConfig
+from .outputs import CheckpointConfig, HubConfig, ReportingConfig
 from .preservation import PreservationConfig
-from .reporting import ReportingConfig
 from .validation import ValidationConfig
 
 Config = TypeVar("Config", bound="RunConfig")

@@ -1,6 +1,5 @@
 from .bucket_sampler import BucketBatchSampler as BucketBatchSampler
 from .captions import CaptionRule as CaptionRule
-from .check import check_loader as check_loader
 from .collators import BucketCollator as BucketCollator, PackCollator as PackCollator
 from .equal_epochs import EqualEpochs as EqualEpochs
 from .faults import FaultLog as FaultLog, FaultRule as FaultRule, Replacements as Replacements
@@ -10,5 +9,5 @@ from .pack_sampler import PackBatchSampler as PackBatchSampler
 from .padding import PadCollator as PadCollator
 from .planned import PlannedBatchSampler as PlannedBatchSampler
 from .random_resize import RandomResize as RandomResize
-from .resume import ResumableLoader as ResumableLoader, resume as resume
+from .resume import ResumableLoader as ResumableLoader, check_loader as check_loader, resume as resume
 from .workers import worker_options as worker_options

@@ -25,8 +25,7 @@ from ..plans.rows import column_of
 from ..settings import check_at_least, chosen_config, plain_number
 from .occurrences import NumberedRows
 from .planned import PlannedBatchSampler
-from .rejected import warn_of_rejected
-from .row_column import RowColumn, column_name
+from .row_column import RowColumn, column_name, warn_of_rejected
 
 
 @explains_arguments(PlanError)

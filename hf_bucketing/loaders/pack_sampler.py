@@ -16,8 +16,7 @@ from ..plans.packs import Balance, PackPlanConfig, plan_packs, sample_spans, tex
 from ..plans.rows import column_of
 from ..settings import chosen_config
 from .planned import PlannedBatchSampler
-from .rejected import warn_of_rejected
-from .row_column import RowColumn, column_name, refuse_bucket_ids
+from .row_column import RowColumn, column_name, refuse_bucket_ids, warn_of_rejected
 
 
 @explains_arguments(PlanError)

@@ -39,7 +39,7 @@ class RecipeCalls(RecipeFacts):
         Raises:
             BucketingError: If the pipeline's call takes no references, or fewer, or none of such a shape.
         """
-        name, most = cls.shown_as.get(REFERENCE), cls.max_references
+        name, most = cls.call_arguments().get(REFERENCE), cls.reference_condition().most
         if name is None or len(references) > most:
             takes = "no references" if name is None else f"at most {most} references"
             raise BucketingError(f"The call of a {cls.pipeline_class} takes {takes}, got {len(references)}.")
@@ -61,10 +61,10 @@ class RecipeCalls(RecipeFacts):
 
         Args:
             shown (mapping of `str` to a sequence of `PIL.Image.Image`): Frames of controls, masks and the like, by
-                their names in [`shown_as`].
+                their names in [`call_arguments`].
         """
-        only = cls.family.images_only
-        return {cls.shown_as[name]: frames[0] if only else list(frames) for name, frames in shown.items()}
+        only, arguments = cls.family.images_only, cls.call_arguments()
+        return {arguments[name]: frames[0] if only else list(frames) for name, frames in shown.items()}
 
     def render(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..buckets.sizes import Size
+from ..conditions.condition import Condition
 from .recipe import Recipe
 from .samples import Conditions, Samples, Shown
 
@@ -16,14 +17,16 @@ CONTROL_LATENTS = "control_latents"
 """Encoded condition: the latents of a sample's control, `(C, f, h, w)`."""
 
 
+def control_as(argument: str) -> Condition:
+    """Return the condition of a control that the pipeline's call takes as an argument."""
+    return Condition(name="control", enters="channels", least=1, argument=argument)
+
+
 class ControlRecipe(Recipe):
     """Base of recipes of pipelines that put the latents of a control behind those of a sample, as further channels.
 
     Each sample has a `control` of its own size, such as its depth, pose or edges.
     """
-
-    shown = ("control",)
-    required = ("control",)
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:
@@ -46,5 +49,5 @@ class ControlRecipe(Recipe):
     def render(self, prompt: str, size: Size, *, image: Any = None, **options: Any) -> np.ndarray:
         """Call the pipeline with an image as the control of every frame; see [`Recipe.render`]."""
         if image is not None:
-            options[self.shown_as["control"]] = image if self.family.images_only else [image] * size.frames
+            options[self.call_arguments()["control"]] = image if self.family.images_only else [image] * size.frames
         return super().render(prompt, size, **options)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.audio import AUDIO, AudioRule
-from ..conditions.names import REFERENCE
+from ..conditions.condition import Condition
+from ..conditions.names import MASK, REFERENCE
 from ..conditions.references import ReferenceRule
 from ..packing.family import Family
 from .experts import TrainedComponent
@@ -38,36 +39,9 @@ class RecipeFacts:
     """Whether the VAE encodes images, so that videos are encoded frame by frame."""
     takes_image: ClassVar[bool] = False
     """Whether the pipeline's call takes an image to begin the clip with; in training it is a sample's first frame."""
-    shown: ClassVar[tuple[str, ...]] = ()
-    """Conditions of a data set that [`encode_conditions`] takes beside `mask` and references, see [`Shown`]."""
-    required: ClassVar[tuple[str, ...]] = ()
-    """Conditions among them without which the model cannot be trained."""
-    max_references: ClassVar[int] = 0
-    """Most references of a sample that the model is shown; `sys.maxsize` where any number will do."""
-    min_reference_side: ClassVar[int] = 1
-    """Least height and width of a reference that the pipeline's call takes, in pixels."""
-    max_reference_ratio: ClassVar[float | None] = None
-    """Largest ratio of the longer to the shorter side of such a reference; None for any."""
-    reference_pictures_only: ClassVar[bool] = False
-    """Whether the model is shown pictures alone as references, no videos."""
-    reference_multiple: ClassVar[int] = 1
-    """Tokens of which the sides of a reference are multiples."""
-    reference_sizes: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Settings of the [`ReferenceRule`] by which the pipeline makes references the size in which they are shown."""
-    references_in_front: ClassVar[bool] = False
-    """Whether [`encode_media`] puts references in front of a sample as latent frames; else they are grids of tokens of
-    their own, see [`REFERENCES`]."""
-    text_sees_references: ClassVar[bool] = False
-    """Whether the text encoder is shown the references of a caption's sample too."""
-    reference_text_tokens: ClassVar[int] = 0
-    """Most tokens that each of these adds to the text."""
-    reference_text_factor: ClassVar[int] = 0
-    """How many more it adds for each token that it has itself."""
-    keyframe_text_tokens: ClassVar[int | None] = None
-    """Where the text encoder is shown the frames that a run appends: most tokens that each adds to the text beside as
-    many as it has itself."""
-    shown_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Arguments of the pipeline's call for controls, masks and references, by the name of the condition."""
+    conditions: ClassVar[tuple[Condition, ...]] = ()
+    """What the model is shown of a sample beside its latents and its caption; every model takes the mask of its loss,
+    and audio where it makes some."""
     reference_code: ClassVar[tuple[str, str] | None] = None
     """Where one transformer of several needs a reference: an import, and an argument of the call, for the card."""
     renders_prompts: ClassVar[bool] = True
@@ -98,6 +72,27 @@ class RecipeFacts:
     """What a modular pipeline returns, `"images"` or `"videos"`; None for other pipelines."""
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ()
     """The model's own sizes, `(height, width)` in pixels, which [`token_ladder`][hf_bucketing.token_ladder] takes."""
+
+    @classmethod
+    def condition(cls, name: str) -> Condition | None:
+        """Return a condition that the model takes, by its name; None if it takes none of this name."""
+        return next((condition for condition in cls.conditions if condition.name == name), None)
+
+    @classmethod
+    def reference_condition(cls) -> ReferenceRule:
+        """Return the condition of references, whatever the pipeline's settings; one of none where it takes none."""
+        declared = cls.condition(REFERENCE)
+        return declared if isinstance(declared, ReferenceRule) else ReferenceRule(most=0)
+
+    @classmethod
+    def required_conditions(cls) -> tuple[str, ...]:
+        """Return the names of the conditions without which the model cannot be trained."""
+        return tuple(condition.name for condition in cls.conditions if condition.least)
+
+    @classmethod
+    def call_arguments(cls) -> dict[str, str]:
+        """Return the arguments of the pipeline's call for controls, masks and references, by name of the condition."""
+        return {condition.name: condition.argument for condition in cls.conditions if condition.argument}
 
     @classmethod
     def pipeline_type(cls) -> Any:
@@ -181,13 +176,14 @@ class RecipeFacts:
     @classmethod
     def reference_text(cls, references: Sequence[Size], spec: LatentSpec) -> int:
         """Return the tokens that references of these sizes add to the text of their sample."""
-        own = sum(map(spec.num_tokens, references)) if cls.reference_text_factor else 0
-        return cls.reference_text_tokens * len(references) + cls.reference_text_factor * own
+        rule = cls.reference_condition()
+        own = sum(map(spec.num_tokens, references)) if rule.text_factor else 0
+        return rule.text_tokens * len(references) + rule.text_factor * own
 
     @classmethod
     def encoder_pictures(cls, references: Sequence[Size]) -> int:
         """Return the tokens that the text encoder reads of references: by default those that they add to the text."""
-        return cls.reference_text_tokens * len(references)
+        return cls.reference_condition().text_tokens * len(references)
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:
@@ -210,18 +206,7 @@ class RecipeFacts:
             trained (`str`, *optional*): Name of the transformer that is shown them, where a pipeline has several that
                 take unlike numbers; by default any of them.
         """
-        return ReferenceRule(
-            multiples=(cls.reference_multiple,) * 2,
-            least=int(REFERENCE in cls.required),
-            most=cls.max_references,
-            in_front=cls.references_in_front,
-            text_tokens=cls.reference_text_tokens,
-            text_factor=cls.reference_text_factor,
-            min_side=cls.min_reference_side,
-            max_ratio=cls.max_reference_ratio,
-            pictures_only=cls.reference_pictures_only,
-            **cls.reference_sizes,
-        )
+        return cls.reference_condition()
 
     @classmethod
     def has_clean_parts(cls, settings: Mapping[str, Any], *, draws: bool) -> bool:
@@ -242,4 +227,5 @@ class RecipeFacts:
     def taken_conditions(cls) -> tuple[str, ...]:
         """Return the conditions of a data set that the model can be shown, beside the mask of its loss."""
         audio = [AUDIO] if cls.makes_audio() else []
-        return (*cls.shown, *([REFERENCE] if cls.max_references else []), *audio)
+        named = [condition.name for condition in cls.conditions if condition.most and not condition.own_frames]
+        return (*(name for name in named if name != MASK), *audio)

@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 
+from ..conditions.condition import Condition
 from ..conditions.shares import FRAMES
 from .recipe import Recipe
 from .samples import Conditions, ModelInputs, Samples, Shown
 
 ENDS = ("first_frame", "last_frame")
 """Conditions of a data set that stand for the first and the last frame of a sample."""
+END_CONDITIONS = tuple(Condition(name=name, enters="in place", pictures_only=True) for name in ENDS)
+"""They as recipes declare them."""
 FIRST_LATENT = "first_latent"
 """Encoded condition: the latent of the first frame that a data set shows of a sample, `(C, 1, h, w)`."""
 
@@ -52,7 +55,7 @@ class FirstFrameRecipe(Recipe):
     """
 
     takes_image = True
-    shown: ClassVar[tuple[str, ...]] = ENDS[:1]
+    conditions: ClassVar[tuple[Condition, ...]] = END_CONDITIONS[:1]
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -18,17 +18,15 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..conditions.audio import AUDIO
-from ..conditions.names import MASK, REFERENCE
-from ..conditions.shares import BLACK, MODALITIES, ConditionShares
+from ..conditions.names import KEYFRAMES, MASK, REFERENCE
 from ..devices import to_device
-from ..errors import BucketingError, quoted
+from ..errors import BucketingError
 from ..losses.variational import GaussianPosterior
-from ..media.probe import FPS_TOLERANCE
 from ..packing.audio import Audio
 from ..packing.batch import Rows, token_timesteps
 from ..packing.family import freeze_unused
 from ..packing.strips import token_grid
-from .calls import RecipeCalls
+from .condition_checks import ConditionChecks
 from .experts import TrainedComponent, transformers_of
 from .index import IndexEntry, read_index
 from .loading import (
@@ -41,13 +39,13 @@ from .loading import (
 )
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, Objective, WeightingScheme
-from .samples import KEYFRAMES, REFERENCES, SHOWN_LATENTS, Conditions, ModelInputs, Samples, Shown
+from .samples import REFERENCES, SHOWN_LATENTS, Conditions, ModelInputs, Samples, Shown
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 from .texts import AUDIO_TEXT, TextEmbeddings, cleans_captions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(RecipeCalls):
+class Recipe(ConditionChecks):
     """A loaded pipeline with one transformer to train, and everything that training needs to know about it.
 
     Args:
@@ -174,7 +172,7 @@ class Recipe(RecipeCalls):
     @property
     def needs_reference(self) -> bool:
         """Whether the trained transformer needs references, which others of its pipeline do without."""
-        return REFERENCE not in self.required and self.reference_rule(trained=self.trained).least > 0
+        return not self.reference_condition().least and self.reference_rule(trained=self.trained).least > 0
 
     @property
     def embeds_guidance(self) -> bool:
@@ -372,7 +370,7 @@ class Recipe(RecipeCalls):
         latents = self.encode_latents(pixel_values)
         encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
         encoded |= self.encode_conditions(pixel_values, latents, shown)
-        if self.max_references and not self.references_in_front and REFERENCE in shown:
+        if self.reference_condition().most and not self.reference_condition().in_front and REFERENCE in shown:
             encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
         if KEYFRAMES in shown:
             pairs = zip(pixel_values, shown[KEYFRAMES], strict=True)
@@ -414,59 +412,6 @@ class Recipe(RecipeCalls):
         """
         return self.encode_latents(pixels[None])[0]
 
-    def check_references(self, counts: npt.NDArray[np.int64], names: Sequence[Any]) -> None:
-        """Raise BucketingError if samples have more references than the model takes, or lack one that it needs.
-
-        Args:
-            counts (array of `int`, shape `(n,)`): References of each sample.
-            names (sequence): What messages call each sample, such as the number of its row.
-        """
-        rule = self.reference_rule(trained=self.trained)
-        faults = {number: rule.fault(number) for number in np.unique(counts).tolist()}
-        rows = np.flatnonzero(np.isin(counts, [number for number, fault in faults.items() if fault]))
-        if len(rows):
-            raise BucketingError(
-                f"A {self.pipeline_class} cannot be trained with the references of {len(rows)} of {len(counts)} "
-                f"samples, such as row {names[rows[0]]}: {faults[int(counts[rows[0]])]}. Prepare the data set again "
-                "for this model, and correct these rows or reject them with --on_error reject."
-            )
-
-    def check_audio_rates(self, rates: npt.NDArray[np.float64], names: Sequence[Any]) -> None:
-        """Raise BucketingError if samples with audio have other frame rates than the model places it beside.
-
-        Args:
-            rates (array of `float`, shape `(n,)`): Frames per second of each sample with audio.
-            names (sequence): What messages call each, such as the number of its row.
-        """
-        if (fps := self.sound_fps) is None:
-            return
-        others = np.flatnonzero(np.abs(rates - fps) > FPS_TOLERANCE * fps)
-        if len(others):
-            raise BucketingError(
-                f"A {self.pipeline_class} places sound beside {fps:g} frames per second, but {len(others)} of "
-                f"{len(rates)} samples with sound have others, such as row {names[others[0]]} with "
-                f"{rates[others[0]]:g}. Prepare the data set again with --target_fps {fps:g}, and without files that "
-                "are slower or without their sound."
-            )
-
-    @property
-    def drawn_kinds(self) -> tuple[str, ...]:
-        """Kinds of conditions that a run may draw for its samples, see [`read_condition`].
-
-        By default which modality is generated, where audio is trained; else none.
-        """
-        return MODALITIES if self.audio else ()
-
-    @property
-    def text_sees_pictures(self) -> bool:
-        """Whether [`encode_text`] takes pictures: references, or frames that a run appends."""
-        return self.text_sees_references or self.keyframe_text_tokens is not None
-
-    @property
-    def encodes_drawn(self) -> bool:
-        """Whether [`encode_conditions`] encodes the drawn frames, so that a cache cannot hold them."""
-        return False
-
     def keyframe_of(self, latent_frame: int) -> int:
         """Return the frame of pixels that is shown as further tokens at a latent frame.
 
@@ -477,57 +422,6 @@ class Recipe(RecipeCalls):
     def keyframes_at(self, latent_frames: Sequence[Sequence[int]]) -> Shown:
         """Return what [`encode_media`] takes to encode frames by themselves, at these latent frames of each sample."""
         return {KEYFRAMES: [[self.keyframe_of(latent) for latent in of_sample] for of_sample in latent_frames]}
-
-    def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
-        """Raise BucketingError if a run cannot show the model what it would draw.
-
-        Args:
-            shares ([`ConditionShares`][hf_bucketing.conditions.shares.ConditionShares]): What it draws.
-            names (collection of `str`): Names of the data set's conditions.
-            cached (`bool`): Whether latents come from a cache.
-        """
-        if unknown := sorted({*shares.kinds} - {REFERENCE, *self.drawn_kinds}):
-            takes = f"takes {quoted(self.drawn_kinds)} alone" if self.drawn_kinds else "takes none; omit it"
-            raise BucketingError(
-                f"`condition` shows the model {quoted(unknown)}, but a {self.pipeline_class} of this configuration "
-                f"{takes}."
-            )
-        if BLACK in shares.kinds and MASK not in names:
-            raise BucketingError(
-                "`condition` shows what masks leave out, but the data set has no masks; prepare it with --mask_column."
-            )
-        if cached and not self.can_cache(shares):
-            raise BucketingError(
-                f"A {self.pipeline_class} encodes the frames that it is shown, and `condition` draws others in each "
-                "epoch; train from the folder that hf_bucketing prepare wrote, not from a cache."
-            )
-
-    def can_cache(self, shares: ConditionShares) -> bool:
-        """Return whether a cache can hold what a run draws: neither media nor texts are encoded with it."""
-        in_text = self.keyframe_text_tokens is not None and shares.most_appended > 0
-        return not (in_text or (self.encodes_drawn and shares.draws_parts))
-
-    def check_conditions(self, names: Collection[str]) -> None:
-        """Raise BucketingError if a data set has conditions that the model is not shown, or lacks required ones.
-
-        Args:
-            names (collection of `str`): Names of the data set's conditions. Every model takes `mask`, since it
-                weighs the loss.
-        """
-        taken = (*self.taken_conditions(), MASK)
-        if unknown := sorted(set(names) - set(taken)):
-            raise BucketingError(
-                f"A {self.pipeline_class} is not shown {quoted(unknown)}, which the data set has; of a data set's "
-                f"conditions it takes {quoted(taken)}. Prepare the data set again without the others, or train a "
-                "pipeline that takes them."
-            )
-        if self.audio and AUDIO not in names:
-            raise BucketingError("Audio is trained, but this data set has none; prepare it again with --with_audio.")
-        if missing := sorted(set(self.required) - set(names)):
-            raise BucketingError(
-                f"A {self.pipeline_class} must be shown {quoted(missing)}, which the data set lacks; name their "
-                f"columns when it is prepared, such as --{missing[0]}_column of hf_bucketing prepare."
-            )
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Return the mean and the standard deviation of each channel of the VAE's latents, 0 and 1 by default."""

@@ -100,9 +100,6 @@ number of `(3, f, h, w)`, each at its own size; `audio` is `(2, samples)` in [âˆ
 no sound. A collator returns it as `shown`.
 """
 
-KEYFRAMES = "keyframes"
-"""Frames of a sample that a run draws to show as further tokens: where a sample is encoded, the numbers `(n,)` of the
-frames; and among its encoded conditions a tuple of their latents, `(C, 1, h, w)`."""
 KEYFRAME_PLACES = "keyframe_places"
 """Frames of pixels at which they lie, a list of numbers per sample."""
 

@@ -33,7 +33,7 @@ def encode_texts(components: Components, config: PlanConfig, *, samples: int, pi
         pictures (`int`): Tokens of the pictures that it sees with each.
     """
     length, together = config.run.max_sequence_length or components.recipe.default_sequence_length, samples
-    if components.recipe.text_sees_references or pictures:
+    if components.recipe.reference_condition().in_text or pictures:
         length, together = length + pictures, 1
     dtype = HALF.get(config.precision, torch.float32)
     calls = [_encode_text(encoder, together, length, dtype) for encoder in components.text_encoders]

@@ -15,6 +15,7 @@ import torch
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..conditions.appended import AppendedFrames
+from ..conditions.names import KEYFRAMES
 from ..conditions.shares import appended_by, draws_parts, most_appended
 from ..configuration.batches import BatchConfig
 from ..errors import BucketingError
@@ -284,7 +285,7 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     shown = config.samples.references() or tuple(Size(*sides) for sides in least.tolist())
     if fault := rule.fault(len(shown)):
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
-    if recipe.references_in_front:
+    if recipe.reference_condition().in_front:
         shown = (size._replace(frames=1),) * len(shown)
     keyframes = (size._replace(frames=1),) * int(_appended(components, config).counts(size, spec=spec)[0])
     return StepShape.of(
@@ -300,7 +301,7 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
 
 def _appended(components: Components, config: PlanConfig) -> AppendedFrames:
     """Return the frames that a run appends."""
-    return appended_by(config.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
+    return appended_by(config.run.objective.condition, components.recipe.condition(KEYFRAMES))
 
 
 def keyframe_text(components: Components, config: PlanConfig, size: Size) -> int:
@@ -357,7 +358,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe = components.recipe
     shown = sum(map(spec.num_tokens, shape.references))
-    as_frames = recipe.references_in_front or recipe.family.references_as_frames
+    as_frames = recipe.reference_condition().in_front or recipe.family.references_as_frames
     if as_frames or memory.context_parallel_degree > 1 or tokens <= shown:
         references, shown = [], 0  # they are frames of the sample, or a part of its tokens
     if tokens - shown != spec.num_tokens(shape.size):

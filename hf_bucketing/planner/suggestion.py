@@ -19,6 +19,7 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.sizes import Size
 from ..conditions.appended import AppendedFrames
+from ..conditions.names import KEYFRAMES
 from ..conditions.parts import bucket_parts
 from ..conditions.shares import appended_by, read_conditions
 from ..errors import BucketingError
@@ -185,7 +186,7 @@ class Suggester:
         num_workers: int = 2,
     ) -> None:
         count = len(rows.sizes.frames)
-        frames = appended_by(base.run.objective.condition, seen=components.recipe.keyframe_text_tokens)
+        frames = appended_by(base.run.objective.condition, components.recipe.condition(KEYFRAMES))
         rows = replace(rows, conditions=rows.conditions.appending(frames))
         self.components, self.rows, self.machine = components, rows, machine
         self.speed, self.measured = speed, measured

@@ -12,7 +12,7 @@ from .crops import SampleCrop
 from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, Verdict
 from .peers import PeerReport
-from .peers.table import READING, peer_cells, peer_notes
+from .peers.outcome import READING, peer_cells, peer_notes
 from .sources import SourceUse, source_cells
 from .text import (
     NO_BUCKET,

@@ -23,9 +23,8 @@ from ..loaders.state import describe
 from ..randomness import ROW
 from ..settings import check_at_least, chosen_config, names_of
 from .config import StreamLimits
-from .definition import define
 from .grouping import Group, Grouping, OpenGroups, Row, bytes_of
-from .resume import Place, ResumableStream, StreamBatch
+from .resume import Place, ResumableStream, StreamBatch, define
 from .unreadable import UnreadableRows
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import gather_object, send_to_device
+from datasets import Dataset, IterableDataset
+from datasets.fingerprint import Hasher
 from torch.utils.data import DataLoader
 
 from ..errors import BucketingError, PlanError
@@ -263,3 +268,38 @@ class ResumableStream(DataLoaderStateMixin):
 
     def _fingerprint(self) -> dict[str, str]:
         return {**self.stream.fingerprint(), "num_workers": str(self.loader.num_workers)}
+
+
+def define(dataset: IterableDataset) -> list[dict[str, Any]]:
+    """Return each step of a stream as a `dict`: its kind and its settings; the sources come last.
+
+    Settings are plain values, digests of functions (of their `identity`, where they have one) and data sets, and
+    states of random generators. What else a step
+    holds, such as a connection, is named by its type only, since nobody could compare it in another run.
+    """
+    steps, waiting = [], [dataset._ex_iterable]
+    while waiting:
+        step: Any = waiting.pop(0)
+        held = {name: value for name, value in vars(step).items() if "state_dict" not in name}
+        waiting += [held.pop("ex_iterable")] if "ex_iterable" in held else []
+        waiting += held.pop("ex_iterables", [])
+        steps.append({"kind": type(step).__name__, **{name: _plain(value) for name, value in held.items()}})
+    return steps
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.random.Generator):
+        return _plain(value.bit_generator.state)
+    if isinstance(value, Dataset):
+        return value._fingerprint
+    if isinstance(value, functools.partial):
+        return [_plain(part) for part in (value.func, value.args, value.keywords)]
+    if isinstance(value, types.MethodType) or not callable(value):
+        return f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
+    return Hasher.hash(getattr(value, "identity", value))

@@ -21,13 +21,13 @@ from ..batching.run_data import RunData
 from ..batching.step_rows import LargestStep
 from ..buckets.sizes import Size
 from ..conditions.audio import AUDIO
-from ..conditions.names import FRAME_BY_FRAME, MASK, REFERENCE
+from ..conditions.names import FRAME_BY_FRAME, KEYFRAMES, MASK, REFERENCE
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..media.audio import CHANNELS
 from ..models.loss_mask import LOSS_MASK
 from ..models.recipe import Recipe
-from ..models.samples import KEYFRAMES, REFERENCES
+from ..models.samples import REFERENCES
 from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
@@ -329,7 +329,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
     transformer, family = recipe.transformer, recipe.family
     name = "pixel_values" if recipe.modules("vae") else "latents"
     channels = 3 if name == "pixel_values" else recipe.latent_channels
-    in_front = recipe.references_in_front and name == "latents"
+    in_front = recipe.reference_condition().in_front and name == "latents"
 
     def random_media(size: Size, *, before: int = 0) -> torch.Tensor:
         frames, *sides = size if name == "pixel_values" else data.spec.latent_size(size)
@@ -345,7 +345,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
             for condition in data.conditions
             if condition != AUDIO
         }
-        if (audio := data.row_conditions.audio) is not None:
+        if (audio := largest.conditions.audio) is not None:
             samples = map(audio.rule.num_samples, largest.audio)
             batch["shown"][AUDIO] = [torch.rand(CHANNELS, count, device=device) for count in samples]
     else:
@@ -353,13 +353,13 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         batch["conditions"] = {condition: [sample[condition] for sample in blank] for condition in blank[0]}
         if MASK in data.conditions:
             batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
-        if REFERENCE in data.conditions and not recipe.references_in_front:
+        if REFERENCE in data.conditions and not recipe.reference_condition().in_front:
             batch["conditions"][REFERENCES] = shown
         batch["conditions"][KEYFRAMES] = [
             (random_media(size._replace(frames=1)),) * (latent.shape[1] - 1)
             for size, latent in zip(sizes, media, strict=True)
         ]
-        if data.row_conditions.audio is not None:
+        if largest.conditions.audio is not None:
             channels = family.audio_channels(transformer)
             batch["conditions"][AUDIO] = [torch.randn(count, channels, device=device) for count in largest.audio]
     if not recipe.modules("text_encoders"):

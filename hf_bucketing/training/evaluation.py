@@ -39,7 +39,7 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
     if not recipe.renders_prompts:
         raise BucketingError(
             f"Omit `validation_prompts`: the call of a {recipe.pipeline_class} needs videos of "
-            f"{quoted(recipe.shown)}; render with hf_bucketing sample."
+            f"{quoted(recipe.taken_conditions())}; render with hf_bucketing sample."
         )
     sizes = parse_sizes(config.validation.validation_sizes, opened.spec)
     if opened.trains_audio:

@@ -11,7 +11,7 @@ from huggingface_hub.utils import HFValidationError
 
 from ..adapters.experts import own_folder
 from ..adapters.files import ADAPTER_FILES
-from ..configuration.hub import HubConfig
+from ..configuration.outputs import HubConfig
 from ..errors import HubError
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.index import MODULAR_INDEX, copy_index, read_index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..conditions.appended import AppendedFrames
 from ..conditions.parts import sample_sizes
-from ..conditions.references import ReferenceRule
 from ..conditions.rows import ConditionRules
 from ..conditions.shares import most_appended
 from ..configuration.launch import LaunchConfig, check_run
@@ -201,7 +200,9 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     for prepared in filter(None, (opened.prepared, opened.held_out)):
         ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
         own = prepared.table.num_tokens(ids, spec=prepared.spec)
-        references = prepared.references.entering(ReferenceRule(in_front=opened.recipe.references_in_front))
+        references = prepared.references.entering(
+            replace(opened.recipe.reference_condition(), text_tokens=0, text_factor=0)
+        )
         shown = prepared.row_conditions(ConditionRules.of(prepared.conditions, references=references))
         for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
             conditions = shown.appending(AppendedFrames(appended))

@@ -14,10 +14,9 @@ from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
 from ..adapters.settings import SETTINGS
-from ..batching.base_targets import TARGETS
 from ..batching.run_data import RunData, unreadable_log
 from ..batching.step_rows import StepRows
-from ..batching.steps import Computed, StepLosses
+from ..batching.steps import TARGETS, Computed, StepLosses
 from ..buckets.arrays import FloatArray, IntArray
 from ..caching.views import CACHED_VIEW
 from ..command_line.config_file import CONFIG_FILE

@@ -68,7 +68,7 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     """
     folder, adapted = config.output_dir, config.adapters.lora_rank is not None
     prompt = (config.validation.validation_prompts or ["what it shows"])[0]
-    shown = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required]
+    shown = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required_conditions()]
     shown += [REFERENCE] if recipe.needs_reference else []
     sample: list[object] = [config.pretrained_model_name_or_path if adapted else folder]
     sample += ["--adapter", folder] if adapted else []

@@ -14,7 +14,7 @@ from accelerate.tracking import GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 from PIL import Image
 
-from ..configuration.reporting import ReportingConfig
+from ..configuration.outputs import ReportingConfig
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError, did_you_mean
 

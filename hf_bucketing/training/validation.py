@@ -166,9 +166,9 @@ def references_of(
             f"`validation_references` shows each of the {len(prompts)} prompts as many files; got {len(files)}."
         )
     each = len(files) // len(prompts)
-    if each > recipe.max_references or (each and REFERENCE not in recipe.shown_as):
+    if each > recipe.reference_condition().most or (each and REFERENCE not in recipe.call_arguments()):
         raise BucketingError(
-            f"The call of a {recipe.pipeline_class} takes {recipe.max_references or 'no'} references, and "
+            f"The call of a {recipe.pipeline_class} takes {recipe.reference_condition().most or 'no'} references, and "
             f"`validation_references` has {each} for each prompt."
         )
     recipe.check_renders(references=each, trained=trained)

@@ -20,9 +20,8 @@ from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.commands import plan
 from hf_bucketing.commands.script_settings import plan_of_flags
-from hf_bucketing.planner.figure import options_chart
 from hf_bucketing.planner.memory import verdict_on
-from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, plan_options
+from hf_bucketing.planner.options import MemoryOption, best_option, option_rows, options_chart, plan_options
 from hf_bucketing.report.charts import save_charts
 from hf_bucketing.synthetic.published import write_published_configs
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hf_bucketing import BucketingError, BucketTable, LatentSpec, Size, token_ladder
-from hf_bucketing.buckets.union import union_of_tables
+from hf_bucketing.buckets.table import union_of_tables
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 

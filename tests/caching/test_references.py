@@ -45,8 +45,7 @@ def test_several_tensors_of_one_name_are_read_back_as_they_were(tmp_path: Path) 
 class SeeingRecipe:
     """Mix into a recipe: the model takes any references, and its text encoder sees them."""
 
-    max_references = 9
-    text_sees_references = True
+    conditions = (ReferenceRule(most=9, in_text=True),)
 
     def encode_text(
         self, captions: list[str], *, references: Sequence[tuple[torch.Tensor, ...]] | None = None

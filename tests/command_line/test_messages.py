@@ -28,8 +28,7 @@ from hf_bucketing import BucketingError, MediaError, PackingError, PlanError
 from hf_bucketing.batching.rows import make_data
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags
-from hf_bucketing.command_line.quiet import hide_known_lines
-from hf_bucketing.command_line.script import run_script
+from hf_bucketing.command_line.script import hide_known_lines, run_script
 from hf_bucketing.errors import FlagError, WriteError
 from hf_bucketing.files import check_folder_writable, check_writable, writing
 from hf_bucketing.hub import from_hub

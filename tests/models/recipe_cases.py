@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 
+from hf_bucketing.conditions.references import ReferenceRule, RowReferences
+from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.models.index import read_index
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
@@ -188,3 +190,8 @@ def samples_of(
     text = recipe.encode_text(list(captions or ["red"] * count))
     rows = list(latents)
     return Samples(noised=Noised(rows, rows, steps, rows), text=text, fps=torch.tensor(list(fps)))
+
+
+def conditions_of(references: Sequence[Sequence[int]]) -> RowConditions:
+    """Return the conditions of rows of which each has one reference, by its frames, height and width."""
+    return RowConditions.of(RowReferences.of_lists([[*size] for size in references], rule=ReferenceRule()))

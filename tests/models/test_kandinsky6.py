@@ -24,13 +24,13 @@ from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.caching.settings import CacheConfig
 from hf_bucketing.conditions.audio import AudioRule
+from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.families.kandinsky6 import FAMILY
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.samples import KEYFRAMES
 from hf_bucketing.packing import packed_forward, packed_forward_with_audio
 from hf_bucketing.packing.audio import Audio
 from hf_bucketing.packing.batch import Rows
@@ -257,7 +257,7 @@ def test_models_that_the_pipeline_shows_no_picture_are_shown_none(
     make(**settings, in_audio_dim=6).save_pretrained(folder / "transformer")
     recipe = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=()))
     with pytest.raises(BucketingError, match="`appended_first_frame`, but a Kandinsky6TI2VAPipeline"):
-        recipe.check_drawn(read_condition("appended_first_frame:0.5,none:0.5"), (), cached=False)
+        recipe.check_conditions((), drawn=[read_condition("appended_first_frame:0.5,none:0.5")], cached=False)
     with pytest.raises(PackingError, match=r"A sample has a picture, for which this Kandinsky6.*lacks"):
         FAMILY.check_grid(make(**settings), (2, 3, 4), shown=((1, 3, 4),))
 

@@ -19,20 +19,21 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.buckets.sizes import LatentSpec, Size
+from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import Drawn
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.families.ltx import SCALES
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.samples import KEYFRAMES, Samples
+from hf_bucketing.models.samples import Samples
 from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.strips import patchify, unpatchify
+from tests.batching.test_drawing import step_of
 from tests.models.cases import assert_same_gradients, gradients, largest_difference
 from tests.models.pipeline_calls import mean_squares, record_call
 from tests.models.test_pipeline_arguments import pictures
 from tests.models.test_references import LTX, LTX2, load
-from tests.models.test_shown_parts import step_of
 
 SAMPLES: tuple[tuple[Size, tuple[int, ...]], ...] = (
     (Size(9, 32, 64), (0, 2)),

@@ -36,6 +36,7 @@ from hf_bucketing.columns.settings import RowsConfig
 from hf_bucketing.conditions.references import REFERENCE_SIZES
 from hf_bucketing.conditions.shares import read_condition, read_conditions
 from hf_bucketing.models import disable_packing, enable_packing
+from hf_bucketing.models.condition_checks import OfSamples
 from hf_bucketing.models.families.minimax_h3 import AT_END, PICTURE_TOKENS
 from hf_bucketing.models.first_frame import pictures
 from hf_bucketing.models.loading import Loading
@@ -565,11 +566,11 @@ def test_each_transformer_is_shown_what_its_workflow_takes_and_other_data_is_ref
             recipe.check_conditions(other)
         with pytest.raises(BucketingError, match="`trained_component` transformer_ref is the one that is shown some"):
             recipe.check_renders(references=len(other), trained=recipe.trained)
-    second.check_references(np.array([1, 9]), [0, 1])
+    second.check_conditions(NAMES[1], references=OfSamples(np.array([1, 9]), [0, 1]))
     with pytest.raises(BucketingError, match="such as row 1: It has no references, but the model needs 1"):
-        second.check_references(np.array([2, 0]), [0, 1])
+        second.check_conditions(NAMES[1], references=OfSamples(np.array([2, 0]), [0, 1]))
     with pytest.raises(BucketingError, match="`appended_first_frame`, but a MiniMaxH3"):
-        second.check_drawn(read_condition("appended_first_frame"), NAMES[1], cached=False)
+        second.check_conditions(NAMES[1], drawn=[read_condition("appended_first_frame")], cached=False)
     rule = kind.reference_rule()
     assert (rule.short_side, rule.fault(10), rule.shape_fault(10, 41)) == (
         2048,
@@ -621,14 +622,14 @@ def test_first_and_last_frames_are_read_from_no_cache_as_texts_see_them(tiny_fol
     recipe = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=()))
     for condition in CONDITIONS:
         shares = read_condition(condition)
-        recipe.check_drawn(shares, (), cached=False)
+        recipe.check_conditions((), drawn=[shares], cached=False)
         if condition == "none":
-            recipe.check_drawn(shares, (), cached=True)
+            recipe.check_conditions((), drawn=[shares], cached=True)
         else:
             with pytest.raises(BucketingError, match=r"encodes the frames that it is shown.*not from a cache"):
-                recipe.check_drawn(shares, (), cached=True)
+                recipe.check_conditions((), drawn=[shares], cached=True)
     with pytest.raises(BucketingError, match="`first_frame`, but a MiniMaxH3"):
-        recipe.check_drawn(read_condition("first_frame"), (), cached=False)
+        recipe.check_conditions((), drawn=[read_condition("first_frame")], cached=False)
 
 
 def test_texts_are_padded_until_processes_divide_text_and_sound() -> None:

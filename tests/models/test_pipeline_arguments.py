@@ -109,7 +109,7 @@ def call_of(case: RecipeCase, recipe: Recipe, pipeline: Any, size: Size, shown: 
     if "height" not in taken:  # the sides have about this mean, in the image's ratio
         pipeline.target_size = int((size.height * size.width) ** 0.5)
     omitted = {REFERENCE} if MASK in shown else {REFERENCE, "background"}
-    names = [name for name in recipe.shown_as if name in shown and name not in omitted]
+    names = [name for name in recipe.call_arguments() if name in shown and name not in omitted]
     call |= recipe.shown_arguments({name: pictures(shown[name]) for name in names})
     if REFERENCE in shown:
         call |= recipe.reference_arguments([pictures(pixels) for pixels in shown[REFERENCE]], size)
@@ -230,7 +230,7 @@ def check_arguments(
     height, width = map(int, case.buckets.split(";")[0].split(","))
     size = Size(case.sizes[0][0], height, width)
     generator = torch.Generator().manual_seed(0)
-    names = [name for name in (case.shown or [()])[-1] if name != REFERENCE or REFERENCE in recipe.shown_as]
+    names = [name for name in (case.shown or [()])[-1] if name != REFERENCE or REFERENCE in recipe.call_arguments()]
     references = REFERENCES.get(name.partition("-")[0], case.references[0])
     shown = draw_shown(names, size, generator, references=references)
     pixels = torch.randint(0, 256, (1, 3, *size), generator=generator) / 255 * 2 - 1

@@ -89,7 +89,7 @@ def test_a_plan_counts_what_the_encoder_makes_of_none_to_four_references(
     lengths = [
         recipe.encode_text(["red"], [[torch.zeros(3, 1, 46, 50)] * count]).values.shape[1] for count in range(5)
     ]
-    counted = recipe.reference_text_tokens - tokens + letters
+    counted = recipe.reference_condition().text_tokens - tokens + letters
     assert [length - lengths[0] for length in lengths] == [count * counted for count in range(5)]
 
 
@@ -102,7 +102,7 @@ def test_no_picture_of_up_to_five_to_one_takes_more_text_than_is_counted(
     sides = [(10_000, round(10_000 * ratio)) for ratio in np.geomspace(1, 5, 2_000)]
     shown = [recipe._for_text(SimpleNamespace(width=w, height=h)) for w, h in [*sides, *(s[::-1] for s in sides)]]
     patches = [processor.get_number_of_image_patches(*size, {}) for size in shown]
-    assert max(patches) // 4 + beside == recipe.reference_text_tokens
+    assert max(patches) // 4 + beside == recipe.reference_condition().text_tokens
 
 
 @pytest.mark.parametrize("name", [EDIT, PLUS])

@@ -137,7 +137,7 @@ def given_by_recipe(recipe: Recipe, case: Case, loaded: tuple[torch.Tensor, ...]
     pixels = torch.zeros(1, 3, *case.size)
     shown = {name: [pixels[0]] for name in case.shown}
     with recorded_encoding(recipe.pipeline) as given:
-        if recipe.references_in_front:
+        if recipe.reference_condition().in_front:
             recipe.encode_media(pixels, {**shown, "reference": [loaded]})
         else:
             for reference in loaded:
@@ -183,4 +183,4 @@ def test_the_vae_is_given_what_the_pipeline_gives_it(
 
 def test_all_recipes_with_references_are_compared(tiny_folder: Callable[[str], Path]) -> None:
     compared = {recipe_of(str(tiny_folder(tiny))).pipeline_class for tiny in CASES}
-    assert compared | WITHOUT_CALL == {name for name, kind in recipes().items() if kind.max_references}
+    assert compared | WITHOUT_CALL == {name for name, kind in recipes().items() if kind.reference_condition().most}

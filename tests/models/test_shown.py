@@ -27,6 +27,7 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.training.estimate import _random_batch
 from tests.conftest import run_script_here
+from tests.models.recipe_cases import conditions_of
 
 RENDER = {"num_inference_steps": 1, "max_sequence_length": 64}
 SIZE = Size(5, 32, 48)
@@ -128,7 +129,7 @@ def test_a_step_that_is_tried_out_has_conditions(tiny: str, folder) -> None:
     names = ("control", "mask", *(["reference"] if tiny == "wan-vace" else []))
     shape = {"way": way_of(BatchConfig()), "spec": recipe.spec, "conditions": names}
     data: Any = SimpleNamespace(text_tokens=0, audio=None, references=None, **shape)
-    largest = LargestStep([Size(1, 32, 48)] * 2, tokens=0, references=[(Size(1, 32, 48),)] * 2)
+    largest = LargestStep([Size(1, 32, 48)] * 2, 0, conditions_of([Size(1, 32, 48)] * 2))
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert len(media["latents"]) == len(media[LOSS_MASK]) == 2

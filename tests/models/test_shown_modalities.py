@@ -21,9 +21,9 @@ from hf_bucketing.models.samples import Samples
 from hf_bucketing.models.texts import AUDIO_TEXT, TextEmbeddings
 from hf_bucketing.packing.forward import packed_forward_with_audio
 from hf_bucketing.packing.strips import patchify, unpatchify
+from tests.batching.test_drawing import step_of
 from tests.models.cases import assert_same_gradients, gradients, largest_difference
 from tests.models.pipeline_calls import mean_squares, record_call
-from tests.models.test_shown_parts import step_of
 
 SAMPLES = ((9, 32, 64, 7), (17, 32, 32, 4), (9, 64, 32, 11))
 """Frames, height and width of samples, and the tokens of the sound that each is shown."""

@@ -26,7 +26,7 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.estimate import _random_batch
 from tests.models.cases import CASES, Samples, largest_difference, outputs_beside_nan
 from tests.models.families.wan_animate import CASES as ANIMATE, SIDE
-from tests.models.recipe_cases import draw_shown
+from tests.models.recipe_cases import conditions_of, draw_shown
 
 CASE = ANIMATE["wan-animate"]
 FACE, POSE, IMAGE = "face_pixel_values", "pose_hidden_states", "encoder_hidden_states_image"
@@ -151,7 +151,7 @@ def test_a_step_that_is_tried_out_has_faces(recipe: Recipe) -> None:
     size, names = Size(1, 32, 48), ("control", "face", "mask", "reference")
     shape = {"way": way_of(BatchConfig()), "spec": recipe.spec, "conditions": names}
     data: Any = SimpleNamespace(text_tokens=0, audio=None, references=None, **shape)
-    largest = LargestStep([size] * 2, tokens=0, references=[(size,)] * 2)
+    largest = LargestStep([size] * 2, 0, conditions_of([size] * 2))
     batch = _random_batch(largest, recipe, torch.device("cpu"), data=data)
     media = media_of(recipe, batch)
     assert {*recipe.blank_conditions(media["latents"][0])} <= {*media}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing.plans import MIXED, EpochPlan, LengthPlanConfig, length_buckets, plan_lengths
-from hf_bucketing.plans.boundaries import batch_sizes, fitted_bounds
+from hf_bucketing.plans.lengths import batch_sizes, fitted_bounds
 
 
 def plan_of(lengths, *, num_processes: int = 1, **config) -> EpochPlan:

@@ -94,7 +94,7 @@ def test_references_in_front_of_samples_divide_buckets_by_their_number_alone() -
     cells = [[1, 64, 64], [1, 32, 64], [1, 32, 32], []]
     steps = {}
     for in_front in (False, True):
-        rule = ReferenceRule(multiples=(16, 16), in_front=in_front).counted
+        rule = ReferenceRule(multiples=(16, 16), enters="latent frames" if in_front else "tokens").counted
         conditions = RowConditions.of(RowReferences.of_lists(cells, rule=rule))
         report = make_report(columns, TABLE, spec=SPEC, config=CONFIG, conditions=conditions)
         assert report.references is not None
@@ -121,7 +121,7 @@ def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_pa
     dataset = dataset.add_column("ref", [None] * len(dataset))
     rule = ReferenceRule(multiples=prepared.spec.multiples)
     replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=rule).save(tmp_path / "shown")
-    front = replace(rule, in_front=True)
+    front = replace(rule, enters="latent frames")
     replace(prepared, dataset=dataset, conditions={"reference": "ref"}, references=front).save(tmp_path / "front")
     shares = []
     for folder in (prepared_dir, tmp_path / "shown", tmp_path / "front"):

@@ -14,9 +14,8 @@ import torch
 
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
-from hf_bucketing.batching.base_targets import TARGETS
 from hf_bucketing.batching.encoded import media_of, text_of
-from hf_bucketing.batching.steps import Step
+from hf_bucketing.batching.steps import TARGETS, Step
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.conditions.audio import AUDIO
 from hf_bucketing.media import MediaSource, probe, write_video

@@ -18,10 +18,12 @@ from hf_bucketing.batching.encoded import latent_frames_of
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.conditions.appended import AppendedFrames
+from hf_bucketing.conditions.condition import Condition
+from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import Drawn, read_conditions
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES
+from hf_bucketing.models.samples import KEYFRAME_PLACES
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.gpus import TimeConfig
 from hf_bucketing.planner.memory import sample_shape
@@ -32,8 +34,8 @@ from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import ways_of
 from hf_bucketing.randomness import ROW
 from hf_bucketing.synthetic.media import Clip, make_media_dataset
+from tests.batching.test_drawing import step_of
 from tests.conftest import run_script_here
-from tests.models.test_shown_parts import step_of
 from tests.training.condition_runs import ConditionRuns, each_mode, loader_of
 from tests.training.training_cases import run
 
@@ -290,7 +292,9 @@ def test_a_stream_counts_frames_that_texts_see_and_resumes_exactly(
         made.settings(mode, tmp_path / "counted"),
         recipe_of(str(made.pipeline)).read_spec(str(made.pipeline)),
     )
-    tokens = ModelTokens(width=24, text_tokens=16, keyframe_text_tokens=118)
+    tokens = ModelTokens(
+        width=24, text_tokens=16, keyframes=Condition(name=KEYFRAMES, enters="tokens", text_tokens=118)
+    )
     data = make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
     loader = loader_of(data)
     for batch in itertools.islice(loader, 3):

@@ -18,6 +18,7 @@ from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import loss_weights
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.conditions.condition import Condition
 from hf_bucketing.conditions.names import MASK
 from hf_bucketing.media import write_image, write_video
 from hf_bucketing.models import disable_packing, enable_packing
@@ -227,7 +228,8 @@ def test_a_condition_that_the_model_is_not_shown_is_refused(masked, pipeline_dir
     prepared, recipe = PreparedDataset.load(masked["control"]), load_recipe(pipeline_dir)
     with pytest.raises(BucketingError, match=refusal):
         cache_dataset(prepared, recipe, CacheConfig(folder=str(tmp_path / "cache")))
-    needing = type("NeedsControl", (type(recipe),), {"shown": ("control",), "required": ("control",)})
+    control = Condition(name="control", enters="channels", least=1)
+    needing = type("NeedsControl", (type(recipe),), {"conditions": (control,)})
     check = needing.check_conditions
     check(recipe_like(needing), ["control", "mask"])
     with pytest.raises(BucketingError, match=r"must be shown `control`, which the data set lacks; .*--control_column"):

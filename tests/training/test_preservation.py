@@ -16,12 +16,11 @@ from hf_bucketing import BucketingError, CacheError, ColumnError
 from hf_bucketing.adapters.base import base_model
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
-from hf_bucketing.batching.base_targets import base_targets
 from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.encoded import media_of, text_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.rows import make_data
-from hf_bucketing.batching.steps import Step
+from hf_bucketing.batching.steps import Step, base_targets
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.preparation import with_marks

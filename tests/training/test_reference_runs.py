@@ -92,7 +92,7 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, 
     case, recipe = RECIPES[name], recipe_of(str(pipeline))
     images_only = recipe.family.images_only
     over = {"reference_downscale_factor": 2} if name in IN_CONTEXT else {}
-    sizes = over or ({} if recipe.references_in_front else {"reference_pixels": 80 * 96})
+    sizes = over or ({} if recipe.reference_condition().in_front else {"reference_pixels": 80 * 96})
     run_script_here(
         "prepare_dataset.py",
         dataset=clips / ("images" if images_only else "videos"),
@@ -108,7 +108,7 @@ def prepare(name: str, clips: Path, pipeline: Path, output: Path, *, most: int, 
     if streaming:
         return
     prepared = PreparedDataset.load(output)
-    assert prepared.references.in_front == recipe.references_in_front
+    assert prepared.references.in_front == recipe.reference_condition().in_front
     counts = [len(sizes) // 3 for sizes in prepared.dataset[REFERENCE_SIZES]]
     assert counts == [min(number % 4, most) for number in range(NUM_SAMPLES)]
 
@@ -118,7 +118,7 @@ def settings_of(pipeline: Path, batching: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"lora_rank": 2, "max_sequence_length": TEXT_TOKENS, "batching": batching}
     settings["train_batch_size"] = 1 if batching == "pack" else 2
     if batching == "pack":
-        text = TEXT_TOKENS + recipe_of(str(pipeline)).reference_text_tokens
+        text = TEXT_TOKENS + recipe_of(str(pipeline)).reference_condition().text_tokens
         settings |= {"max_tokens": 3 * text + 192, "strip_length": 8}
     return {**settings, "max_train_steps": None, "num_train_epochs": 1}
 
@@ -139,7 +139,7 @@ def render(name: str, pipeline: Path, clips: Path, output: Path, **flags: object
         num_inference_steps=2,
         **({"max_sequence_length": TEXT_TOKENS} if "max_sequence_length" in recipe.call_parameters() else {}),
         **flags,
-        **(shown if "reference" in recipe.shown_as else {}),
+        **(shown if "reference" in recipe.call_arguments() else {}),
     )
     return np.asarray(Image.open(output))
 
@@ -150,8 +150,8 @@ def test_a_recipe_trains_with_references_in_packs_and_batches_and_renders_with_o
 ) -> None:
     pipeline = tiny_folder(RECIPES[name].tiny)
     recipe = recipe_of(str(pipeline))
-    prepare(name, clips, pipeline, tmp_path / "prepared", most=min(3, recipe.max_references))
-    dropout = {} if recipe.references_in_front else {"reference_dropout": 0.2}
+    prepare(name, clips, pipeline, tmp_path / "prepared", most=min(3, recipe.reference_condition().most))
+    dropout = {} if recipe.reference_condition().in_front else {"reference_dropout": 0.2}
     for batching in ("bucket", "pack"):
         out = tmp_path / batching
         losses = run(in_process(pipeline, tmp_path / "prepared", out, **settings_of(pipeline, batching), **dropout))

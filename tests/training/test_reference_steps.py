@@ -15,6 +15,7 @@ from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.encoded import media_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
+from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import recipe_of
@@ -27,7 +28,7 @@ OPTIONS = {"weighting_scheme": None, "snr_gamma": None, "seed": 0}
 def recipe(tiny_folder: Callable[[str], Path]) -> Any:
     """FLUX.2 that takes references, in float64."""
     folder = str(tiny_folder("flux2"))
-    kind: Any = type("Edits", (recipe_of(folder),), {"max_references": 9})
+    kind: Any = type("Edits", (recipe_of(folder),), {"conditions": (ReferenceRule(most=9),)})
     recipe = kind.load(folder, max_sequence_length=32)
     for name in ("transformer", "text_encoder", "vae"):
         getattr(recipe.pipeline, name).double()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +42,7 @@ from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
-COUNTING = ModelTokens(width=96, references=ReferenceRule(in_front=True))
+COUNTING = ModelTokens(width=96, references=ReferenceRule(enters="latent frames"))
 GRIDS = ModelTokens(width=96)
 SEEN = ModelTokens(width=96, text_tokens=10, references=ReferenceRule(text_tokens=7))
 SIZES = Cells(Value("int32"))
@@ -188,16 +187,24 @@ def test_data_whose_references_a_model_does_not_take_is_refused(several: Path, t
     data = make_data(in_process(tmp_path, several, tmp_path, **MODES["pack"]), prepared.spec, GRIDS)
     kind = partial(type, "Edits", (Recipe,))
     none, one, any_number, needing = (
-        object.__new__(kind({"pipeline_class": "EditPipeline", "max_references": count, "required": required}))
-        for count, required in ((0, ()), (1, ()), (sys.maxsize, ()), (sys.maxsize, ("reference",)))
+        object.__new__(kind({"pipeline_class": "EditPipeline", "conditions": (rule,)}))
+        for rule in (ReferenceRule(most=0), ReferenceRule(most=1), ReferenceRule(), ReferenceRule(least=1))
     )
-    data.check_references(any_number.check_references)
+    names, counts = data.conditions, data.reference_counts()
+    for recipe in (none, one, any_number, needing):
+        object.__setattr__(recipe, "audio", False)
+        object.__setattr__(recipe, "trained", "transformer")
+    any_number.check_conditions(names, references=counts)
     with pytest.raises(BucketingError, match="A EditPipeline is not shown `reference`"):
-        none.check_conditions(data.conditions)
+        none.check_conditions(names)
     with pytest.raises(BucketingError, match=r"6 of 20 samples, such as row 2: It has 2 .* takes at most 1\."):
-        data.check_references(one.check_references)
+        one.check_conditions(names, references=counts)
     with pytest.raises(BucketingError, match=r"7 of 20 samples, such as row 0: It has no .* needs 1\."):
-        data.check_references(needing.check_references)
+        needing.check_conditions(names, references=counts)
+    with pytest.raises(
+        BucketingError, match=r"(?s)^- A EditPipeline is not shown `reference`.*\n- .*with the references"
+    ):
+        none.check_conditions(names, references=counts)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -262,7 +269,7 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
     source: str, settings, pipeline: Path, referenced: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(str(pipeline)).load(str(pipeline), max_sequence_length=32)
-    assert recipe.references_in_front
+    assert recipe.reference_condition().in_front
     config = in_process(pipeline, referenced, tmp_path, **settings)
     step, accelerator = make_step(config, recipe), Accelerator(cpu=True)
     data: Any
@@ -352,7 +359,7 @@ def test_a_replacement_can_be_stacked_with_the_others_of_its_batch(settings, sev
 
 def test_the_stacks_that_processes_share_have_the_tokens_of_references(several: Path) -> None:
     prepared = PreparedDataset.load(several)
-    recipe, objective = SimpleNamespace(references_in_front=False), SimpleNamespace(condition=None)
+    recipe, objective = SimpleNamespace(reference_condition=ReferenceRule), SimpleNamespace(condition=None)
     config = SimpleNamespace(objective=objective)
     opened: Any = SimpleNamespace(prepared=prepared, held_out=None, recipe=recipe, config=config)
     ids = np.array(prepared.dataset["bucket_id"])

@@ -24,6 +24,7 @@ from hf_bucketing.batching.step_rows import StepRows
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.conditions.audio import AUDIO
+from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.configuration import BatchConfig, TrainingConfig
 from hf_bucketing.configuration.preservation import PreservationConfig
@@ -33,7 +34,7 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.models.loading import PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.models.samples import KEYFRAME_PLACES, KEYFRAMES, REFERENCES
+from hf_bucketing.models.samples import KEYFRAME_PLACES, REFERENCES
 from hf_bucketing.models.texts import TextEmbeddings
 from hf_bucketing.training.reporting import RunReport
 from tests.devices import Device, assert_same_gradients, on_cpu
@@ -237,7 +238,7 @@ def encode(
         media.pop(KEYFRAME_PLACES)
     else:
         media = media_of(recipe, shown)
-    if recipe.keyframe_text_tokens is not None and (any(appended) or REFERENCES in media):
+    if recipe.text_sees_keyframes and (any(appended) or REFERENCES in media):
         text = text_of(on_the_cpu, batch, keyframes=recipe.keyframes_at(appended)[KEYFRAMES])
         text = TextEmbeddings(device.move(text.values), text.mask, device.move(dict(text.others)))
     else:

@@ -16,7 +16,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hf_bucketing import BucketingError
-from hf_bucketing.configuration.reporting import ReportingConfig
+from hf_bucketing.configuration.outputs import ReportingConfig
 from hf_bucketing.media.write import write_video
 from hf_bucketing.training.trackers import chosen_tracker, start_trackers, track_rendering
 from tests.training.training_cases import in_process, run

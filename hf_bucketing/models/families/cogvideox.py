@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import get_1d_sincos_pos_embed_from_grid, get_3d_rotary_pos_embed
 
 from ...buckets.sizes import LatentSpec
+from ...conditions.condition import Condition
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
@@ -29,7 +30,7 @@ from ...packing.processors import Rotary
 from ...packing.strip_positions import position_strips
 from ...packing.strips import token_grid
 from ...packing.texts import TextTokens
-from ..control import ControlRecipe
+from ..control import ControlRecipe, control_as
 from ..first_frame import ENDS, shown_ends
 from ..joint import JointFamily
 from ..loading import read_config
@@ -271,7 +272,7 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
 
     pipeline_class = "CogVideoXImageToVideoPipeline"
     takes_image = True
-    shown = ENDS[:1]
+    conditions = (Condition(name=ENDS[0], enters="channels", pictures_only=True),)
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
@@ -315,7 +316,7 @@ class CogVideoXFunControlRecipe(ControlRecipe, CogVideoXRecipe):
     """
 
     pipeline_class = "CogVideoXFunControlPipeline"
-    shown_as = MappingProxyType({"control": "control_video"})
+    conditions = (control_as("control_video"),)
 
     @classmethod
     def read_spec(cls, name_or_path: str) -> LatentSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from ...packing.names import Grid
 from ...packing.positions import shape_only
 from ...packing.processors import PackedJointAttnProcessor, Rotary, rotate_channels
 from ...packing.texts import TextTokens, pad_texts
-from ..control import ControlRecipe
+from ..control import ControlRecipe, control_as
 from ..joint import JointFamily
 from ..positions import hook_linear_patch_embed
 from ..recipe import Recipe
@@ -137,7 +136,7 @@ class CogView4ControlRecipe(ControlRecipe, CogView4Recipe):
     """Recipe of `CogView4ControlPipeline`; see [`ControlRecipe`]."""
 
     pipeline_class = "CogView4ControlPipeline"
-    shown_as = MappingProxyType({"control": "control_image"})
+    conditions = (control_as("control_image"),)
 
 
 class CogView3PlusFamily(CogView4Family):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
 from ...buckets.sizes import Size
+from ...conditions.references import ReferenceRule
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import Rows
@@ -23,7 +23,7 @@ from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, over_grid
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens
-from ..control import ControlRecipe
+from ..control import ControlRecipe, control_as
 from ..joint import JointFamily
 from ..recipe import Recipe
 from ..samples import Samples
@@ -151,7 +151,7 @@ class FluxControlRecipe(ControlRecipe, FluxRecipe):
     """
 
     pipeline_class = "FluxControlPipeline"
-    shown_as = MappingProxyType({"control": "control_image"})
+    conditions = (control_as("control_image"),)
 
 
 class FluxKontextRecipe(FluxRecipe):
@@ -163,9 +163,7 @@ class FluxKontextRecipe(FluxRecipe):
 
     pipeline_class = "FluxKontextPipeline"
     native_sizes = (*_SIDES, (1024, 1024), *((width, height) for height, width in _SIDES))
-    max_references = 1
-    reference_sizes = MappingProxyType({"shapes": native_sizes, "resample": "lanczos"})
-    shown_as = MappingProxyType({"reference": "image"})
+    conditions = (ReferenceRule(most=1, shapes=native_sizes, resample="lanczos", argument="image"),)
 
     @classmethod
     def size_arguments(cls, size: Size) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import Size
+from ...conditions.condition import Condition
+from ...conditions.references import ReferenceRule
 from ...errors import PackingError
 from ...packing.batch import Rows
 from ...packing.context import active_layout
@@ -221,6 +223,11 @@ FAMILY = Flux2Family()
 KV_FAMILY = Flux2KVFamily()
 
 
+REFERENCES_OF_FLUX2 = ReferenceRule(
+    max_pixels=1024**2, cropped=True, resample="lanczos", min_side=64, max_ratio=8, argument="image"
+)
+
+
 class Flux2Recipe(FluxRecipe):
     """Recipe of `Flux2Pipeline`, for FLUX.2 [dev]; see [`Recipe`][hf_bucketing.models.recipe.Recipe].
 
@@ -236,13 +243,7 @@ class Flux2Recipe(FluxRecipe):
 
     pipeline_class = "Flux2Pipeline"
     family = FAMILY
-    max_references = UNLIMITED
-    min_reference_side = 64
-    max_reference_ratio: ClassVar[float | None] = 8
-    reference_sizes: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"max_pixels": 1024**2, "cropped": True, "resample": "lanczos"}
-    )
-    shown_as = MappingProxyType({"reference": "image"})
+    conditions: ClassVar[tuple[Condition, ...]] = (REFERENCES_OF_FLUX2,)
     prompt_outputs = ("values",)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +33,7 @@ from ...packing.texts import TextTokens, pad_texts
 from ..modular import ModularRecipe
 from ..texts import TextEmbeddings
 from .flux import token_ids
-from .flux2 import Flux2Family, Flux2Recipe, number_tokens
+from .flux2 import REFERENCES_OF_FLUX2, Flux2Family, Flux2Recipe, number_tokens
 
 POSITION_SCALE = 0.5
 """Distance of neighbouring rows and columns on the axes of positions."""
@@ -255,8 +256,7 @@ class Flux3Recipe(ModularRecipe, Flux2Recipe):
     family = Flux3Family()
     default_sequence_length = 640
     guidance_factor = None
-    max_reference_ratio = None
-    reference_sizes = MappingProxyType({**Flux2Recipe.reference_sizes, "alone_pixels": 4 * 1024**2})
+    conditions = (replace(REFERENCES_OF_FLUX2, max_ratio=None, alone_pixels=4 * 1024**2),)
 
     @torch.no_grad()
     def encode_text(self, captions: list[str]) -> TextEmbeddings:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...buckets.sizes import Size
+from ...conditions.condition import Condition
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
 from ...packing.batch import PackedBatch, Rows
@@ -386,7 +387,7 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
 
     pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
     takes_image = True
-    shown = ENDS[:1]
+    conditions = (Condition(name=ENDS[0], enters="channels", pictures_only=True),)
 
     @torch.no_grad()
     def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:

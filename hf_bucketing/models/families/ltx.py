@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from ...conditions.condition import Condition
+from ...conditions.references import ReferenceRule
 from ...conditions.shares import APPENDED, BLACK, FRAMES
 from ...devices import to_device
 from ...media.sample import frame_rates
@@ -184,8 +185,7 @@ class LTXRecipe(Recipe):
 
     pipeline_class = "LTXPipeline"
     family: ClassVar[Family] = LTXFamily()
-    max_references = UNLIMITED
-    reference_sizes: ClassVar[Mapping[str, Any]] = MappingProxyType({"resample": "bilinear"})
+    conditions: ClassVar[tuple[Condition, ...]] = (ReferenceRule(resample="bilinear"),)
     default_sequence_length = 128
     native_sizes: ClassVar[tuple[tuple[int, int], ...]] = ((512, 704), (480, 704), (768, 1216), (704, 1216))
     """The pipeline's default and the size of its example, and the two large ones of the model card."""
@@ -215,7 +215,6 @@ class LTXImageToVideoRecipe(FirstFrameRecipe, LTXRecipe):
     """Recipe of `LTXImageToVideoPipeline`; see [`FirstFrameRecipe`]."""
 
     pipeline_class = "LTXImageToVideoPipeline"
-    max_references = 0
 
 
 class LTXConditionRecipe(LTXRecipe):

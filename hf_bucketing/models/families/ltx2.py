@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,8 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 
 from ...buckets.sizes import Size
 from ...conditions.audio import AudioRule
+from ...conditions.condition import Condition
+from ...conditions.references import ReferenceRule
 from ...conditions.shares import APPENDED
 from ...devices import to_device
 from ...errors import BucketingError
@@ -435,7 +436,7 @@ class LTX2Recipe(LTXRecipe):
 
     pipeline_class = "LTX2Pipeline"
     family = FAMILY
-    max_references = 0
+    conditions: ClassVar[tuple[Condition, ...]] = ()
     default_sequence_length = 1024
     native_sizes = ((512, 768), (1024, 1536))
     """The pipeline's default, and twice that, the second stage of the model's own pipelines."""
@@ -517,8 +518,7 @@ class LTX2InContextRecipe(LTX2Recipe):
     """
 
     pipeline_class = "LTX2InContextPipeline"
-    max_references = UNLIMITED
-    shown_as = MappingProxyType({"reference": "reference_conditions"})
+    conditions = (ReferenceRule(resample="bilinear", argument="reference_conditions"),)
 
     @classmethod
     def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
@@ -536,7 +536,7 @@ class LTX2InContextRecipe(LTX2Recipe):
                 f"The call of a {cls.pipeline_class} takes references of one size, got {sorted(set(sizes))}."
             )
         conditions = [LTX2ReferenceCondition(frames=list(frames)) for frames in references]
-        return {cls.shown_as["reference"]: conditions, "reference_downscale_factor": factor}
+        return {cls.call_arguments()["reference"]: conditions, "reference_downscale_factor": factor}
 
 
 def log_mel_spectrum(waveform: torch.Tensor, *, rate: int, hop: int, bins: int) -> torch.Tensor:

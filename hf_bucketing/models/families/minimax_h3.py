@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import LatentSpec, Size, round_to_multiple
 from ...conditions.audio import AudioRule
-from ...conditions.names import REFERENCE
+from ...conditions.condition import Condition
+from ...conditions.names import KEYFRAMES, REFERENCE
 from ...conditions.references import ReferenceRule
 from ...conditions.shares import APPENDED, APPENDED_FIRST
 from ...devices import to_device
@@ -63,6 +64,11 @@ AT_END = "at_end"
 """Conditioning `(n, most)`: of each latent frame that a sample is shown, 1 if it is its last frame and 0 if it is its
 first. Without it, what is shown are references."""
 _PACKED_AT_END = "packed_at_end"
+PICTURE_TEXT = 118
+"""Tokens that a picture adds to the text beside its own: those of a label, of at most 16 bytes, of the two tokens
+around it, and of one that is made larger for the text encoder, which sees no less than 256×256 pixels, in whole tokens
+of 32×32."""
+
 FEWEST_FRAMES = 124
 """Frames of the shortest video that the pipeline makes, of about five seconds."""
 TRANSFORMER_REF: Final = "transformer_ref"
@@ -468,17 +474,18 @@ class MiniMaxH3Recipe(ModularRecipe):
     native_sizes = ((768, 1344), (768, 768), (1344, 768))
     sound_rate = "audio_sampling_rate"
     sound_fps = 24
-    keyframe_text_tokens = 118
-    """Those of a label, of at most 16 bytes, of the two tokens around a picture, and of one that is made larger for
-    the text encoder, which sees no less than 256×256 pixels, in whole tokens of 32×32."""
-    max_references = 9
-    max_reference_ratio = 4.0
-    reference_pictures_only = True
-    text_sees_references = True
-    reference_text_tokens = 118
-    """As for a frame that a run appends."""
-    reference_text_factor = 1
-    shown_as = MappingProxyType({REFERENCE: "references"})
+    conditions = (
+        ReferenceRule(
+            most=9,
+            max_ratio=4.0,
+            pictures_only=True,
+            in_text=True,
+            text_tokens=PICTURE_TEXT,
+            text_factor=1,
+            argument="references",
+        ),
+        Condition(name=KEYFRAMES, enters="tokens", own_frames=True, in_text=True, text_tokens=PICTURE_TEXT),
+    )
     reference_code = (
         "from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference",
         '[MiniMaxH3ImageReference.from_file("reference.png")]',
@@ -564,17 +571,17 @@ class MiniMaxH3Recipe(ModularRecipe):
         """Whether the trained transformer is that of samples with references."""
         return self.trained == TRANSFORMER_REF
 
-    def check_conditions(self, names: Collection[str]) -> None:
+    def name_faults(self, names: Collection[str]) -> Iterator[str]:
         """Refuse references for the transformer that takes none, and data without them for that which needs some."""
-        super().check_conditions(names)
+        yield from super().name_faults(names)
         if REFERENCE in names and not self.shows_references:
-            raise BucketingError(
+            yield (
                 f"The {self.trained} of a {self.pipeline_class} is shown no references, which the data set has. Train "
                 f"the transformer that the pipeline has for them (--trained_component {TRANSFORMER_REF}), or prepare "
                 "the data set without --reference_column."
             )
         if self.shows_references and REFERENCE not in names:
-            raise BucketingError(
+            yield (
                 f"The {self.trained} of a {self.pipeline_class} is shown references, which the data set lacks; "
                 "prepare it again with --reference_column, or train another `trained_component`."
             )

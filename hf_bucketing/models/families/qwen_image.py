@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from PIL import Image
 
 from ...buckets.sizes import Size
+from ...conditions.references import ReferenceRule
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.batch import PackedBatch, Rows
@@ -173,6 +173,17 @@ class QwenImageRecipe(Recipe):
         return super().encode_text(captions).padded(self.max_sequence_length)
 
 
+EDITED = ReferenceRule(
+    area=1024**2,
+    multiples=(2, 2),
+    resample="lanczos",
+    in_text=True,
+    text_tokens=217,
+    argument="image",
+)
+"""References of Qwen-Image-Edit-2509 and 2511; tokens of text are those of one up to five times longer than wide."""
+
+
 class QwenImageEditPlusRecipe(QwenImageRecipe):
     """Recipe of `QwenImageEditPlusPipeline`, for Qwen-Image-Edit 2509 and 2511; see [`Recipe`].
 
@@ -181,13 +192,7 @@ class QwenImageEditPlusRecipe(QwenImageRecipe):
     """
 
     pipeline_class = "QwenImageEditPlusPipeline"
-    max_references = UNLIMITED
-    reference_multiple = 2
-    reference_sizes = MappingProxyType({"area": 1024**2, "resample": "lanczos"})
-    text_sees_references = True
-    reference_text_tokens = 217
-    """Those of a reference up to five times longer than wide."""
-    shown_as = MappingProxyType({"reference": "image"})
+    conditions = (EDITED,)
     native_sizes = ((1024, 1024), (896, 1184), (1184, 896), (832, 1248), (1248, 832), (768, 1376), (1376, 768))
     text_pixels: ClassVar[int] = 384**2
     """Area in which the pipeline shows its text encoder a picture of any size."""
@@ -251,8 +256,7 @@ class QwenImageEditRecipe(QwenImageEditPlusRecipe):
     """
 
     pipeline_class = "QwenImageEditPipeline"
-    max_references = 1
-    reference_text_tokens = 1409
+    conditions = (replace(EDITED, most=1, text_tokens=1409),)
     text_pixels = 1024**2
 
     def _for_text(self, picture: Image.Image) -> Image.Image:

@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ...buckets.sizes import Size
+from ...conditions.references import ReferenceRule
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
 from ...packing.batch import Rows
@@ -342,6 +342,10 @@ class OwnTokens:
         return F.pad(own, (0, 0, self.layout.text_slots, 0))
 
 
+REFERENCE_AREA = 1024**2
+"""Area in pixels in which the pipeline shows each reference."""
+
+
 class QwenImage21Recipe(Recipe):
     """Recipe of `QwenImage21Pipeline`; see [`Recipe`].
 
@@ -356,13 +360,16 @@ class QwenImage21Recipe(Recipe):
     caption_tokenizer = "processor"
     trims_text = True
     native_sizes = ((1024, 1024),)
-    max_references = UNLIMITED
-    reference_multiple = 2
-    reference_sizes = MappingProxyType({"area": 1024**2, "resample": "lanczos"})
-    text_sees_references = True
-    reference_text_tokens = 8
-    """Those of a reference's name in the template, up to `<image99>`, and around its tokens."""
-    shown_as = MappingProxyType({"reference": "image"})
+    conditions = (
+        ReferenceRule(
+            area=REFERENCE_AREA,
+            multiples=(2, 2),
+            resample="lanczos",
+            in_text=True,
+            text_tokens=8,  # those of its name in the template, up to `<image99>`, and around its tokens
+            argument="image",
+        ),
+    )
 
     def encode_latents(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Encode images `(B, 3, 1, H, W)` in [−1, 1] with a fourth channel, which says that they are opaque."""
@@ -381,7 +388,7 @@ class QwenImage21Recipe(Recipe):
         """
         shown = references or [()] * len(captions)
         texts, masks = (list(parts) for parts in zip(*map(self._encode_caption, captions, shown), strict=True))
-        most = self.max_sequence_length + self.reference_text_tokens * max(map(len, shown))
+        most = self.max_sequence_length + self.reference_condition().text_tokens * max(map(len, shown))
         return TextEmbeddings(pad_texts(texts)[0], torch.nn.utils.rnn.pad_sequence(masks, True)).padded(most)
 
     def _encode_caption(self, caption: str, references: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -390,7 +397,9 @@ class QwenImage21Recipe(Recipe):
         device = self.pipeline.text_encoder.device
         (values,), _, (slots,) = self.pipeline.encode_prompt(caption, image=frames or None, device=device)
         slots = slots.cpu()
-        words = (~slots).nonzero()[:, 0][: self.max_sequence_length + self.reference_text_tokens * len(references)]
+        words = (~slots).nonzero()[:, 0][
+            : self.max_sequence_length + self.reference_condition().text_tokens * len(references)
+        ]
         followed = F.pad(slots[1:], (0, 1))[words]
         return values[to_device(words, values.device)], 1 + (REFERENCE_FOLLOWS - 1) * followed
 
@@ -469,7 +478,7 @@ class QwenImage21Recipe(Recipe):
             )
 
         near = [round(math.sqrt(width * height)) for width, height in sorted(sizes, reverse=True)]
-        resolution = max([round(math.sqrt(cls.reference_sizes["area"])), *near], key=kept)
+        resolution = max([round(math.sqrt(REFERENCE_AREA)), *near], key=kept)
         return {**super().reference_arguments(references, size), "output_resolution": resolution}
 
     def render(self, *args: Any, **options: Any) -> np.ndarray:

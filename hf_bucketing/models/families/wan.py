@@ -6,7 +6,7 @@ with a text_mask. They are trained by flow matching, with a fixed shift.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -15,18 +15,20 @@ import torch
 import torch.nn.functional as F
 
 from ...buckets.sizes import Size
+from ...conditions.condition import Condition
 from ...conditions.names import REFERENCE
+from ...conditions.references import ReferenceRule
 from ...conditions.shares import BLACK, FRAMES, ConditionShares
 from ...devices import to_device
 from ...errors import BucketingError, PackingError, quoted
 from ...packing.batch import PackedBatch, Rows
-from ...packing.family import UNLIMITED, Draw, Family, TimestepsPer, Transformer
+from ...packing.family import Draw, Family, TimestepsPer, Transformer
 from ...packing.layout import PackedLayout
 from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
 from ...packing.texts import TextTokens
-from ..first_frame import ENDS, FirstFrameRecipe, pictures, shown_ends
+from ..first_frame import END_CONDITIONS, ENDS, FirstFrameRecipe, pictures, shown_ends
 from ..loss_mask import LOSS_MASK
 from ..objectives import DiffusionForcing
 from ..positions import rotary_tables
@@ -246,18 +248,18 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
     """
 
     pipeline_class = "WanImageToVideoPipeline"
-    shown: ClassVar[tuple[str, ...]] = ENDS
+    conditions: ClassVar[tuple[Condition, ...]] = END_CONDITIONS
 
     @classmethod
     def num_images(cls, config: Mapping[str, Any]) -> int:
         """Return 2 for models of a first and a last frame, else 1."""
         return 1 if config.get("pos_embed_seq_len") is None else 2
 
-    def check_conditions(self, names: Collection[str]) -> None:
-        """Refuse also last frames, where the model is shown the first alone; see [`Recipe.check_conditions`]."""
-        super().check_conditions(names)
+    def name_faults(self, names: Collection[str]) -> Iterator[str]:
+        """Refuse also last frames, where the model is shown the first alone."""
+        yield from super().name_faults(names)
         if ENDS[1] in names and self.num_images(self.config) == 1:
-            raise BucketingError(
+            yield (
                 f"This {self.pipeline_class} begins with an image and ends with none, but the data set has a column "
                 f"{ENDS[1]!r}; prepare it again without --{ENDS[1]}_column, or train a model of first and last frames."
             )
@@ -267,14 +269,14 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
         """Whether the shown frames are encoded apart, as further channels."""
         return not self.keeps_first_frame
 
-    def check_drawn(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> None:
-        """Refuse also what lacks a frame whose embedding the model attends to; see [`Recipe.check_drawn`]."""
-        super().check_drawn(shares, names, cached=cached)
+    def drawn_faults(self, shares: ConditionShares, names: Collection[str], *, cached: bool) -> Iterator[str]:
+        """Refuse also what lacks a frame whose embedding the model attends to."""
+        yield from super().drawn_faults(shares, names, cached=cached)
         if not self._embeds_images:
             return
         for kinds in ({"first_frame", "prefix"}, {"last_frame", "suffix"})[: self.num_images(self.config)]:
             if not all(kinds.intersection(part.kind for part in condition) for condition in shares.conditions):
-                raise BucketingError(
+                yield (
                     f"This {self.pipeline_class} always attends to the image encoder's output for the frames that it "
                     f"is shown, so that each `condition` must have one of {quoted(sorted(kinds))}; combine them by +."
                 )
@@ -502,7 +504,7 @@ class ChronoEditRecipe(WanImageToVideoRecipe):
 
     pipeline_class = "ChronoEditPipeline"
     family = ChronoEditFamily()
-    shown = ENDS[:1]
+    conditions = END_CONDITIONS[:1]
 
     @property
     def drawn_kinds(self) -> tuple[str, ...]:
@@ -562,11 +564,11 @@ class WanVACERecipe(WanRecipe):
 
     pipeline_class = "WanVACEPipeline"
     family = WanVACEFamily()
-    shown = ("control",)
-    max_references = UNLIMITED
-    references_in_front = True
-    reference_sizes = MappingProxyType({"as_stored": True, "resample": "lanczos"})
-    shown_as = MappingProxyType({"control": "video", "mask": "mask", "reference": "reference_images"})
+    conditions = (
+        Condition(name="control", enters="channels", argument="video"),
+        Condition(name="mask", enters="channels", argument="mask"),
+        ReferenceRule(enters="latent frames", as_stored=True, resample="lanczos", argument="reference_images"),
+    )
 
     @property
     def media_rule(self) -> str:

@@ -17,7 +17,9 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import Size
+from ...conditions.condition import Condition
 from ...conditions.names import FACE as SHOWN_FACE, MASK, REFERENCE
+from ...conditions.references import ReferenceRule
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
 from ...packing.batch import PackedBatch, Rows
@@ -43,6 +45,11 @@ _STRIDE = 4
 """Frames of the face for each latent frame after the first: its encoder halves them twice."""
 KNOWN = "known_channels"
 """Condition of a sample: a mask of what stays and its latents, `(temporal_stride + C, f, h, w)`."""
+CHARACTER = ReferenceRule(
+    enters="latent frames", least=1, most=1, as_stored=True, resample="lanczos", argument="image"
+)
+"""The picture of the character that a sample shows."""
+
 BACKGROUND = "background"
 """What a call of the pipeline is shown beside a mask, in the place of a sample's own pixels."""
 
@@ -256,21 +263,14 @@ class WanAnimateRecipe(WanRecipe):
 
     pipeline_class = "WanAnimatePipeline"
     family: ClassVar[Family] = WanAnimateFamily()
-    shown: ClassVar[tuple[str, ...]] = ("control", SHOWN_FACE)
-    required: ClassVar[tuple[str, ...]] = ("control", SHOWN_FACE, REFERENCE)
-    max_references = 1
-    references_in_front = True
-    reference_sizes = MappingProxyType({"as_stored": True, "resample": "lanczos"})
-    renders_prompts = False
-    shown_as = MappingProxyType(
-        {
-            "control": "pose_video",
-            SHOWN_FACE: "face_video",
-            MASK: "mask_video",
-            BACKGROUND: "background_video",
-            REFERENCE: "image",
-        }
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(name="control", enters="in place", least=1, argument="pose_video"),
+        Condition(name=SHOWN_FACE, enters="in place", least=1, as_stored=True, argument="face_video"),
+        CHARACTER,
+        Condition(name=MASK, enters="channels", argument="mask_video"),
+        Condition(name=BACKGROUND, enters="in place", most=0, argument="background_video"),  # of renders alone
     )
+    renders_prompts = False
 
     @property
     def media_rule(self) -> str:
@@ -391,7 +391,7 @@ class WanAnimateRecipe(WanRecipe):
     def reference_arguments(cls, references: Sequence[Sequence[Any]], size: Size) -> dict[str, Any]:
         """Return the picture of the character, see [`Recipe.reference_arguments`]."""
         ((image,),) = super().reference_arguments(references, size).values()
-        return {cls.shown_as[REFERENCE]: image}
+        return {cls.call_arguments()[REFERENCE]: image}
 
     @classmethod
     def shown_arguments(cls, shown: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -405,7 +405,7 @@ class WanAnimateRecipe(WanRecipe):
             raise BucketingError("A mask says what stays of the background: give both, or neither.")
         if MASK in shown:
             pairs = zip(shown[BACKGROUND], shown[MASK], strict=True)
-            arguments[cls.shown_as[BACKGROUND]] = [_blackened(frame, mask) for frame, mask in pairs]
+            arguments[cls.call_arguments()[BACKGROUND]] = [_blackened(frame, mask) for frame, mask in pairs]
             arguments["mode"] = "replace"
         return arguments
 

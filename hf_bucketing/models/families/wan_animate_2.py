@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from ...conditions.names import MASK, REFERENCE
+from ...conditions.condition import Condition
+from ...conditions.names import MASK
 from ...devices import to_device
 from ...errors import PackingError
 from ...packing.attachment import ATTRIBUTE, attachment_of
@@ -40,7 +41,7 @@ from ..modular import ModularRecipe
 from ..samples import Conditions, ModelInputs, Samples, Shown
 from ..texts import TextEmbeddings
 from .wan import CLIP_TOKENS, IMAGE_TOKENS
-from .wan_animate import KNOWN, POSE, WanAnimateRecipe
+from .wan_animate import CHARACTER, KNOWN, POSE, WanAnimateRecipe
 
 DRIVING = "driving_latents"
 """Conditioning of a sample: its driving video as the model takes it, of the latent's size; its first frame is void."""
@@ -399,9 +400,7 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
     family = WanAnimate2Family()
     output = "videos"
     read_with_lora = MappingProxyType({"image_dim": None})  # in diffusers 0.42.1, as of Wan's other transformers
-    shown = ("control",)
-    required = ("control", REFERENCE)
-    shown_as = MappingProxyType({"control": "driving_video", REFERENCE: "image"})
+    conditions = (Condition(name="control", enters="tokens", least=1, argument="driving_video"), CHARACTER)
 
     @property
     def media_rule(self) -> str:

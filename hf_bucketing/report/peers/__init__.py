@@ -1,7 +1,6 @@
 """What other trainers would do with rows, by their public rules: one module for each trainer."""
 
 from .choose import choose_peers
-from .outcome import PeerReport, compare_peers
-from .table import describe_peers
+from .outcome import PeerReport, compare_peers, describe_peers
 
 __all__ = ["PeerReport", "choose_peers", "compare_peers", "describe_peers"]

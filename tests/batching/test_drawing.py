@@ -14,6 +14,7 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.buckets import BucketStep
+from hf_bucketing.batching.drawing import shown_latents
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.sizes import LatentSpec, Size
@@ -23,7 +24,6 @@ from hf_bucketing.models.objectives import DiffusionForcing, Noised
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import Samples
-from hf_bucketing.models.shown_parts import shown_part
 from tests.models.families import RECIPES
 from tests.models.recipe_cases import RecipeCase
 from tests.models.test_pipeline_arguments import (
@@ -83,7 +83,7 @@ def test_a_sample_of_which_nothing_would_be_left_is_shown_nothing() -> None:
     shares, parts = read_condition("first_frame+last_frame"), []
     for latent_frames in (1, 2, 3):
         drawn = shares.draw(0, latent_frames=latent_frames, stride=4)
-        parts.append(shown_part(drawn, torch.zeros(4, latent_frames, 2, 2), None, spec).flatten().tolist())
+        parts.append(shown_latents(drawn, torch.zeros(4, latent_frames, 2, 2), None, spec).flatten().tolist())
     assert parts == [[False], [False, False], [True, False, True]]
 
 
@@ -152,7 +152,7 @@ def make_batch(recipe: Recipe, *, stacked: bool = False, mask: bool = False) -> 
     masks = [torch.ones(1, *size) for size in sizes]
     for white in masks:
         white[..., :32] = 0
-    shows = recipe.max_references > 0 and not stacked
+    shows = recipe.reference_condition().most > 0 and not stacked
     references = [(clip[..., ::2, ::2],) * (row % 2 * shows) for row, clip in enumerate(pixels)]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,
@@ -412,9 +412,9 @@ def test_diffusion_forcing_keeps_the_levels_of_frames_that_are_not_shown(recipe:
 )
 def test_conditions_that_a_model_is_not_shown_are_refused(recipe, condition, cached, message) -> None:
     with pytest.raises(BucketingError, match=message):
-        recipe.check_drawn(read_condition(condition), [], cached=cached)
+        recipe.check_conditions([], drawn=[read_condition(condition)], cached=cached)
 
 
 @pytest.mark.parametrize("recipe", ["wan-i2v"], indirect=True)
 def test_conditions_with_the_embedded_frame_are_taken(recipe: Recipe) -> None:
-    recipe.check_drawn(read_condition("first_frame:0.5,prefix+last_frame:0.5"), [], cached=False)
+    recipe.check_conditions([], drawn=[read_condition("first_frame:0.5,prefix+last_frame:0.5")], cached=False)
