@@ -102,6 +102,7 @@ def test_outcomes_of_tests_are_read_with_workers_and_without_and_where_a_limit_e
     assert outcomes("[gw0] [ 50%] PASSED tests/a.py::test_a\ntests/b.py::te")["passed"] == 1
 
 
+@pytest.mark.slow
 def test_steps_of_the_real_sizes_have_equal_tokens_and_pairs_and_no_sample_of_the_set_is_rejected() -> None:
     scales, strategies = module("scale"), module("strategies")
     for scale, tolerance in ((scales.FULL, 0.005), (scales.SMALL, 0.2)):
@@ -196,7 +197,7 @@ def test_a_failure_is_written_and_ends_the_script_with_an_error(
     assert cases_of(tmp_path, "parity")["parity"] == {"failed": "ValueError: wrong"}
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_compiled_steps_are_measured_small(tmp_path: Path) -> None:
     cases = run_here(tmp_path, "compiled_steps", part_seconds=600)["compiled_steps"]
     graphs = {name: case["graphs"] for name, case in cases.items()}
@@ -205,7 +206,7 @@ def test_compiled_steps_are_measured_small(tmp_path: Path) -> None:
     assert graphs["small, stock"] == graphs["new packs, auto"] == 0, "sizes share graphs"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_memory_and_quantisation_are_measured_small(tmp_path: Path) -> None:
     packages = Path(sys.prefix) / "torchao"
     if not packages.is_dir():

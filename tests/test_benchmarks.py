@@ -30,8 +30,8 @@ SMALL = {
     "references": {"samples": 12, "side": 64, "epoch_side": 64, "layers": 1, "heads": 1},
     "training": {"images": 2, "side": 16, "samples": 6, "workers": 0},
 }
-
-
+LONG = ("mapping", "preservation", "sampling", "saving")
+"""Benchmarks that take ten to forty seconds also when they are small, many of them to start processes."""
 YARDSTICKS = {"open_sora": 2000, "knapformer": 2, "videosys": 400, "durations": 600}
 
 
@@ -61,8 +61,9 @@ def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch)
         assert {*zip(heights.tolist(), widths.tolist(), strict=True)} == set(data.sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.every if name in LONG else pytest.mark.slow) for name in SMALL]
+)
 def test_benchmarks_measure(name: str, tmp_path: Path) -> None:
     run_script_here(f"benchmarks/benchmark_{name}.py", runs=1, output=tmp_path / "figures.json", **SMALL[name])
     figures = json.loads((tmp_path / "figures.json").read_text())

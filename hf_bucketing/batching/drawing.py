@@ -1,4 +1,4 @@
-"""What each sample of a batch is shown: which condition it gets, and what of it is kept, appended, noised and weighed.
+"""What each sample of a batch is shown: which condition it gets, and what is kept, appended, noised and weighed.
 
 A run draws conditions from its shares (`conditions/shares.py`), for each sample from its own key. Frames and masked
 parts are kept on the grid of the latents: they have no noise and no weight in the loss. Frames can be appended as

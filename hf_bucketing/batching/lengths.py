@@ -18,9 +18,8 @@ from ..plans.lengths import LengthPlanConfig
 from ..plans.packs import PackPlanConfig, sample_spans
 from ..plans.rows import EpochConfig
 from ..streaming.grouping import Grouping
-from .oversize import with_file
 from .own_sizes import OwnSizes, PackStep
-from .sample_rows import SampleRows
+from .sample_rows import SampleRows, with_file
 
 _NO_STREAMS = (
     '`batching="length"` plans batches by the lengths of all rows, and those of a stream are not known before they '

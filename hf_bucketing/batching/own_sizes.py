@@ -32,8 +32,7 @@ from ..packing.token_drop import Seed, TokenDrop
 from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
 from ..plans.ways import CachedAs
 from .drawing import loss_weights
-from .oversize import beyond_positions, exceeding
-from .sample_rows import SampleRows, Table, counted_tokens
+from .sample_rows import SampleRows, Table, beyond_positions, counted_tokens, exceeding
 from .steps import Computed, Prediction, Step
 from .way import Batching, Plan
 

@@ -13,9 +13,8 @@ from ..loaders.pack_sampler import PackBatchSampler
 from ..plans.packs import PackPlanConfig, strip_tokens
 from ..plans.rows import EpochConfig
 from ..streaming.grouping import Grouping, PackGrouping
-from .oversize import with_file
 from .own_sizes import OwnSizes
-from .sample_rows import SampleRows
+from .sample_rows import SampleRows, with_file
 
 
 class Packs(OwnSizes[PackPlanConfig]):

@@ -28,12 +28,11 @@ from ..settings import (
 )
 from ..streaming.config import StreamConfig
 from .batches import BatchConfig
-from .held_out import HeldOutConfig
+from .evaluation import HeldOutConfig, ValidationConfig
 from .loader import LoaderConfig
 from .objective import ObjectiveConfig
 from .outputs import CheckpointConfig, HubConfig, ReportingConfig
 from .preservation import PreservationConfig
-from .validation import ValidationConfig
 
 Config = TypeVar("Config", bound="RunConfig")
 
@@ -76,7 +75,7 @@ class RunConfig:
         adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.settings.OptimizerConfig]): Optimizer and schedule.
         validation ([`ValidationConfig`][hf_bucketing.training.validation.ValidationConfig]): Prompts to render.
-        held_out ([`HeldOutConfig`][hf_bucketing.configuration.held_out.HeldOutConfig]): Samples held out of training.
+        held_out ([`HeldOutConfig`][hf_bucketing.configuration.evaluation.HeldOutConfig]): Samples that are held out.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.checkpoint.CheckpointConfig]): Saving and resuming.
         reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.

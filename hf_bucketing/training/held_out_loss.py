@@ -22,7 +22,7 @@ from ..batching.rows import TrainingData
 from ..batching.steps import Step
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
-from ..configuration.held_out import HeldOutConfig
+from ..configuration.evaluation import HeldOutConfig
 from ..configuration.loader import LoaderConfig
 from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
@@ -57,7 +57,7 @@ class HeldOutLoss:
 
     Args:
         data ([`TrainingData`][hf_bucketing.batching.rows.TrainingData]): Held-out rows, planned for evaluation.
-        config ([`HeldOutConfig`][hf_bucketing.configuration.held_out.HeldOutConfig]): Number of noise levels.
+        config ([`HeldOutConfig`][hf_bucketing.configuration.evaluation.HeldOutConfig]): Number of noise levels.
         workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end
             after each computation.
         on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.names import REFERENCE
 from ..conditions.references import ReferenceRule
-from ..configuration.validation import ValidationConfig, rendering_name
+from ..configuration.evaluation import ValidationConfig, rendering_name
 from ..errors import BucketingError
 from ..media.backgrounds import WHITE
 from ..media.probe import probe

@@ -190,6 +190,7 @@ def test_settings_without_effect_and_streams_are_refused_by_name(
         Trainer(in_process(pipeline_dir, prepared_dir, tmp_path, **{**LENGTH, **settings}))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_losses_of_a_whole_one_and_its_logs_count_every_row(
     pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

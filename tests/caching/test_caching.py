@@ -60,7 +60,13 @@ def collator_of(data: PreparedDataset) -> CachedCollator:
     return CachedCollator(data.cache)
 
 
-@pytest.mark.parametrize(("family", "views"), [("wan", RANDOM), ("ltx", CENTRED)], ids=["wan-random", "ltx-centred"])
+@pytest.mark.parametrize(
+    ("family", "views"),
+    [
+        pytest.param("wan", RANDOM, id="wan-random"),
+        pytest.param("ltx", CENTRED, id="ltx-centred", marks=pytest.mark.slow),
+    ],
+)
 def test_stacks_and_packs_have_the_losses_of_training_from_files(
     family: str, views: ViewRule, prepared: PreparedDataset, pipeline_dirs, tmp_path: Path, monkeypatch
 ) -> None:

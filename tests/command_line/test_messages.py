@@ -360,15 +360,12 @@ def test_a_full_disk_is_one_line_also_from_a_thread_and_other_faults_of_threads_
     assert others[-1] == "ValueError: another fault"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
         ("make_tiny_pipeline.py", ("--output_dir", "tiny")),
-        pytest.param(
-            "plan_memory.py",
-            ("pipeline", "--gpu_memory", 24, "--sample_size", 1, 64, 64),
-            marks=pytest.mark.slow,
-        ),
+        ("plan_memory.py", ("pipeline", "--gpu_memory", 24, "--sample_size", 1, 64, 64)),
     ],
 )
 def test_scripts_do_not_print_what_other_libraries_warn_users_of_in_vain(

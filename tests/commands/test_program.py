@@ -101,6 +101,7 @@ except SystemExit as end:
     assert not {f"hf_bucketing.commands.{other}" for other in others} & {*loaded}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_IMPORTED)
 def test_a_command_imports_what_it_needs_and_not_more(
     name: str, pipeline_dir: Path, media_dir: Path, prepared_dir: Path, tmp_path: Path

@@ -167,7 +167,14 @@ def run_page(
     return run_once
 
 
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.blocks("python")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "docs/your-own-loop.md" else ())
+        for name, page in PAGES.items()
+        if page.blocks("python")
+    ],
+)
 def test_the_blocks_of_a_page_run(name: str, run_page: Any) -> None:
     assert run_page(name)
 

@@ -18,7 +18,7 @@ from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
 from tests.models.cases import Samples, assert_same_gradients, gradients, in_dtype, packed_outputs
-from tests.models.families import CASES, each_family
+from tests.models.families import CASES, KIN, each_family, each_kin
 
 each_case = pytest.mark.parametrize("name", CASES)
 OUTPUTS, GRADIENTS = 1e-11, 1e-6
@@ -53,6 +53,10 @@ def assert_equal(expected: list[torch.Tensor], outputs: list[torch.Tensor], *, l
 
 def test_every_family_has_a_case() -> None:
     assert {type(case.model()).__name__ for case in CASES.values()} == set(families())
+
+
+def test_kin_are_cases() -> None:
+    assert {*KIN, *sum(KIN.values(), ())} <= CASES.keys()
 
 
 @each_case
@@ -90,7 +94,7 @@ def test_outputs_loss_and_gradients_are_those_of_the_samples_alone(name: str, ch
     assert {name for name in without if not any(part in name for part in unused)} == set()
 
 
-@each_family
+@each_kin
 def test_two_packs_in_flight_keep_their_own_layouts(name: str) -> None:
     case, model = CASES[name], copy.deepcopy(alone(name).model)
     both = [Samples(torch.float64, case=case, order=order) for order in ((0, 1), (5, 3))]
@@ -101,7 +105,7 @@ def test_two_packs_in_flight_keep_their_own_layouts(name: str) -> None:
     assert_same_gradients(expected, gradients(model, *losses), GRADIENTS, without_gradient=case.without_gradient)
 
 
-@each_family
+@each_kin
 @torch.no_grad()
 def test_the_shortest_strips_and_longer_ones_than_any_sample(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
@@ -127,7 +131,7 @@ def test_a_nan_leaks_into_no_other_sample(name: str) -> None:
             assert torch.equal(output, other) == (sample != victim)
 
 
-@each_family
+@each_kin
 @torch.no_grad()
 def test_a_fixed_shape_changes_nothing(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)
@@ -143,7 +147,7 @@ def test_a_fixed_shape_changes_nothing(name: str) -> None:
     assert_equal(outputs, batch.unpack(packed_forward(model, batch)))
 
 
-@each_family
+@each_kin
 @torch.no_grad()
 def test_dropped_tokens_are_missing_and_the_others_keep_their_positions(name: str) -> None:
     case, outputs = CASES[name], alone(name).outputs
@@ -183,7 +187,7 @@ def test_conditioning_can_be_drawn_to_try_a_model_out(name: str) -> None:
     assert torch.isfinite(packed_forward(model, samples.pack(packing))).all()
 
 
-@each_family
+@each_kin
 @torch.no_grad()
 def test_a_hundred_samples_in_one_pack(name: str) -> None:
     model, _, outputs, _, _ = alone(name)
@@ -192,7 +196,7 @@ def test_a_hundred_samples_in_one_pack(name: str) -> None:
     assert_equal([outputs[sample] for sample in order], packed_outputs(copy.deepcopy(model), samples, strip_length=16))
 
 
-@each_family
+@each_kin
 @torch.no_grad()
 def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) -> None:
     model, samples, outputs, _, _ = alone(name)
@@ -217,7 +221,7 @@ def test_a_copy_and_a_saved_model_run_the_same_packs(name: str, tmp_path: Path) 
     assert_equal(samples.alone(loaded), packed_outputs(loaded, samples, strip_length=8), limit=1e-6)
 
 
-@each_family
+@each_kin
 @torch.no_grad()
 def test_adapters_take_part(name: str) -> None:
     model, samples, outputs, _, _ = alone(name)

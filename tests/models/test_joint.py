@@ -178,12 +178,7 @@ def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> No
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "sd3.5",
-        "cogvideox",
-        pytest.param("hunyuan", marks=pytest.mark.slow),
-        pytest.param("flux", marks=pytest.mark.slow),
-    ],
+    ["cogvideox", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd3.5", "hunyuan", "flux"))],
 )
 @torch.no_grad()
 def test_packs_of_one_shape_need_no_further_graph(name: str) -> None:

@@ -319,12 +319,13 @@ def test_references_are_encoded_as_the_pipeline_encodes_them(case: Case, recorde
 
 
 @each_pipeline
-@pytest.mark.parametrize("strip_length", [1, 4, 7, 100])
-def test_a_pack_equals_the_calls_of_the_pipeline(case: Case, strip_length: int, recorded_of) -> None:
+def test_a_pack_equals_the_calls_of_the_pipeline(case: Case, recorded_of) -> None:
+    """Other tests have strips of four tokens."""
     recorded = recorded_of(case)
-    with packed(recorded.model, strip_length=strip_length * case.strip_step) as packing:
-        results = results_of_pack(recorded.model, packing, recorded.samples)
-    assert_equal(recorded.expected, results, without_gradient=recorded.without_gradient)
+    for strip_length in (1, 7, 100):
+        with packed(recorded.model, strip_length=strip_length * case.strip_step) as packing:
+            results = results_of_pack(recorded.model, packing, recorded.samples)
+        assert_equal(recorded.expected, results, without_gradient=recorded.without_gradient)
 
 
 @each_pipeline

@@ -13,7 +13,7 @@ from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.attachment import unwrap
 from tests.conftest import run_script_here
 from tests.models.cases import Samples, largest_difference
-from tests.models.families import CASES, each_family
+from tests.models.families import CASES, each_kin
 
 peft = pytest.importorskip("peft")
 LORA = peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
@@ -41,7 +41,7 @@ def verify(model: torch.nn.Module, *samples: int, references: int = 0) -> Verifi
     )
 
 
-@each_family
+@each_kin
 def test_every_family_passes(name: str) -> None:
     model = CASES[name].model()
     with CASES[name].on_cpu():

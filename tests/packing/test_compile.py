@@ -81,7 +81,7 @@ def test_packs_of_other_samples_need_no_further_graph(backend: str, checkpointin
     packing = enable_packing(model, strip_length=4, backend=backend)
     compiled = torch.compile(model, backend=graphs)
     warm = None
-    for number, (_, batch) in enumerate(packs(packing, 10)):
+    for number, (_, batch) in enumerate(packs(packing, 6)):
         output = packed_forward(compiled, batch)
         output.square().mean().backward()
         assert largest_difference([output], [packed_forward(model, batch)]) <= 1e-6
@@ -97,7 +97,7 @@ def test_flex_attention_needs_no_further_graph_either(monkeypatch) -> None:
     compiled = torch.compile(model, backend=graphs)
     warm = None
     with torch.no_grad():
-        for number, (_, batch) in enumerate(packs(packing, 10)):
+        for number, (_, batch) in enumerate(packs(packing, 6)):
             output = packed_forward(compiled, batch)
             assert largest_difference([output], [packed_forward(model, batch)]) <= 1e-5
             warm = graphs.count if number == 2 else warm
@@ -209,8 +209,16 @@ def test_twenty_stacks_share_a_graph_for_each_kind_of_block(name: str) -> None:
 
 
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("backend", ["varlen:fa4", "segments"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param("varlen:fa4", torch.float32, marks=pytest.mark.slow),
+        ("varlen:fa4", torch.bfloat16),
+        pytest.param("segments", torch.float32, marks=pytest.mark.slow),
+        pytest.param("segments", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_compiled_blocks_have_the_gradients_of_others(backend: str, dtype: torch.dtype) -> None:
     case, found = CASES["wan"], []
     for compiler in (None, aot_eager):
@@ -237,6 +245,7 @@ def test_attention_to_image_tokens_runs_outside_the_graphs() -> None:
     assert counts == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_blocks_are_whole_again_for_the_pipelines_own_call() -> None:
     case, compiler = CASES["wan"], Graphs()
     model = compiled(case, compiler)

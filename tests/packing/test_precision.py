@@ -31,7 +31,7 @@ from tests.models.cases import (
     largest_difference,
     make_model,
 )
-from tests.models.families import CASES
+from tests.models.families import CASES, each_family
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -101,7 +101,7 @@ def test_timesteps_reach_their_embedding_in_float32_below_wrappers_that_cast() -
     assert plain.dtype == torch.bfloat16, "without packing, inputs are as the wrapper leaves them"
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_family
 @torch.no_grad()
 def test_every_family_runs_below_wrappers_that_cast(name: str) -> None:
     """Its `cast_inputs` name what its layers take in their own dtype; all other inputs come in float32."""

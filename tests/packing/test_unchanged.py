@@ -254,8 +254,8 @@ USUAL: dict[str, Change] = {
 }
 
 
-COMPILED_ONCE = [("compiled blocks", True), ("compiled forward", False)]
-"""Cases that are slow: each of the two is compiled in the other order by a fast one."""
+COMPILED = [("compiled blocks", True), ("compiled forward", False), ("compiled forward", True)]
+"""Cases that are slow: blocks are compiled in the other order by a fast one."""
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ COMPILED_ONCE = [("compiled blocks", True), ("compiled forward", False)]
             change,
             before,
             id=f"{name}-{'beforehand' if before else 'afterwards'}",
-            marks=pytest.mark.slow if (name, before) in COMPILED_ONCE else (),
+            marks=pytest.mark.slow if (name, before) in COMPILED else (),
         )
         for name, change in USUAL.items()
         for before in (False, True)
@@ -285,6 +285,7 @@ def test_usual_wrappers_and_hooks_run_packs(change: Change, before: bool) -> Non
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_and_a_copy_run_packs() -> None:
     model, samples = make_model(num_layers=1), Samples()

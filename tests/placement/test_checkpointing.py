@@ -76,7 +76,7 @@ def deep(tiny_folder: Callable[[str], Path], name: str) -> TracedStep:
     )
 
 
-@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_TWO_KINDS)])
 def test_some_blocks_are_planned_as_they_are_traced(name: str, lora: int | None, tiny_folder) -> None:
     step = dataclasses.replace(deep(tiny_folder, name), adapters=AdapterConfig(lora_rank=lora))
@@ -124,8 +124,8 @@ def deep_pipeline(pipeline_dir: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="stack"),
-        pytest.param({"lora_rank": 2, "offload_activations": True}, id="lora-offload"),
+        pytest.param({}, id="stack", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 2, "offload_activations": True}, id="lora-offload", marks=pytest.mark.slow),
         pytest.param(PACKED, id="pack"),
     ],
 )

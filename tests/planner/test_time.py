@@ -49,7 +49,7 @@ def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        pytest.param("wan", CONFIG, id="wan-all"),
+        pytest.param("wan", CONFIG, id="wan-all", marks=pytest.mark.slow),
         pytest.param("qwen-image", CHECKPOINTED_LORA, id="qwen-image-lora"),
         pytest.param("ltx", CHECKPOINTED_LORA, id="ltx-lora", marks=pytest.mark.slow),
         pytest.param("hunyuan-video", CONFIG, id="hunyuan-video-all", marks=pytest.mark.slow),

@@ -58,7 +58,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", ["buckets", *(pytest.param(name, marks=pytest.mark.slow) for name in [*RUNS][1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_compiled_run_has_the_losses_of_another(
     name: str, graphs: list[Any], pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

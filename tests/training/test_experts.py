@@ -180,9 +180,8 @@ def test_experts_take_turns_evenly_as_often_as_their_noise_levels_are_drawn(
         assert (low, high) == ((0.0, BOUNDARY), (BOUNDARY, 1.0))
 
 
-@pytest.mark.parametrize(
-    "batching", [{"train_batch_size": 2}, pytest.param(PACK, marks=pytest.mark.slow)], ids=["bucket", "pack"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [{"train_batch_size": 2}, PACK], ids=["bucket", "pack"])
 def test_a_run_trains_both_experts_and_every_sample_once_per_epoch(
     batching: dict, expert_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

@@ -51,9 +51,9 @@ def test_samples_that_fill_a_batch_are_computed_but_not_trained() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="stack"),
+        pytest.param({}, id="stack", marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2, "gradient_checkpointing": True}, id="stack-lora-checkpoints"),
-        pytest.param(PACKED, id="pack"),
+        pytest.param(PACKED, id="pack", marks=pytest.mark.slow),
         pytest.param({**PACKED, "token_drop_rate": 0.5}, id="pack-token-drop"),
     ],
 )

@@ -76,8 +76,18 @@ WAITS_OF_MODELS = {
 """What the stock forward of a single model waits for, whatever it is passed."""
 
 
-@pytest.mark.parametrize("batching", ["bucket", "pack"])
-@pytest.mark.parametrize("name", one_per_kin(RECIPES, fast=FAST))
+@pytest.mark.parametrize(
+    ("name", "batching"),
+    [
+        pytest.param(
+            *recipe.values,
+            batching,
+            marks=[*recipe.marks, *([pytest.mark.every] if recipe.marks and batching == "bucket" else [])],
+        )
+        for recipe in one_per_kin(RECIPES, fast=FAST)
+        for batching in ("bucket", "pack")
+    ],
+)
 def test_a_training_step_waits_for_its_device_at_the_end_alone(
     device: Device, name: str, batching: str, folder_of
 ) -> None:

@@ -19,6 +19,24 @@ each_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.every if " " in name else ()) for name in CASES]
 )
 """A test of all cases; those with other settings of a family, `FAMILY SETTINGS`, run with `-m every`."""
+KIN = {
+    "cogvideox": ("cogvideox-1.5", "cogvideox-learned", "cogvideox-sincos"),
+    "cogview4": ("cogview3plus",),
+    "flux": ("bria", "chroma", "longcat-image", "ovis-image"),
+    "hunyuan": ("hunyuan-1.5", "hunyuan-image"),
+    "ltx2": ("ltx2.3", "ltx2.5"),
+    "sd3": ("sd3.5",),
+    "wan": ("chronoedit", "skyreels-v2", "wan-vace"),
+}
+"""Cases whose families share most of their code with that of another."""
+each_kin = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.every if " " in name or name in sum(KIN.values(), ()) else ())
+        for name in CASES
+    ],
+)
+"""A test of one case of each kin; the others run with `-m every`."""
 RECIPES: dict[str, RecipeCase] = {
     name: case for module in _modules for name, case in getattr(module, "RECIPES", {}).items()
 }
