@@ -221,7 +221,7 @@ class LatentColumns(_CachedColumns):
                     unreadable.add(sample.key)
             if not loaded:
                 continue
-            shown = {name: [sample.shown[name] for sample in loaded] for name in self.files.shown}
+            shown = {name: [sample.conditions[name] for sample in loaded] for name in self.files.shown}
             encoded = self.encode(torch.stack([sample.pixels for sample in loaded]), shown)
             for row, sample in enumerate(readable):
                 view = sample.file.view
@@ -417,7 +417,7 @@ class SeeingTextColumns(_TextEntries):
         missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
         if missing:
             try:
-                references = load(sample.file).shown[REFERENCE]
+                references = load(sample.file).conditions[REFERENCE]
             except MediaError:
                 if self.config.on_error == "raise":
                     raise

@@ -136,7 +136,7 @@ class MediaCollator:
             "fps": [view.fps for _, view in loaded],
         }
         if shown := self._columns.shown:
-            batch["shown"] = {name: [sample.shown[name] for sample, _ in loaded] for name in shown}
+            batch["shown"] = {name: [sample.conditions[name] for sample, _ in loaded] for name in shown}
         if self.caption_column is not None:
             draw = partial(self.captions.caption, column=self.caption_column, seed=self.seed, epoch=int(self._epoch))
             batch["caption"] = [draw(row) for row, *_ in found]
