@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from .errors import BucketingError, ColumnError
 
-OWN_PREFIX = "hf_bucketing_"
+COLUMN_PREFIX = "hf_bucketing_"
 """Beginning of the names of columns that this package adds, and no table may bring."""
 
-ROW = f"{OWN_PREFIX}row"
+ROW = f"{COLUMN_PREFIX}row"
 """Column of the number that names a row: its draws follow from it, and batches and logs have it as `index`. Columns of
 a table named `index` mean something else."""
 

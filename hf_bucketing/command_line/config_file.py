@@ -144,7 +144,7 @@ def _with_whole_paths(value: Any, path: str) -> Any:
     def found(text: Any, entry: Entry, name: str) -> Any:
         if isinstance(text, list):
             return [found(item, entry, name) for item in text]
-        places = existing_places(text, beside=os.path.dirname(path)) if isinstance(text, str) and text else []
+        places = existing_places(text, folder=os.path.dirname(path)) if isinstance(text, str) and text else []
         if len(places) > 1:
             raise FlagError(
                 f"{path}, line {entry.line}: {name} {text} may be {' or '.join(places)}; both exist, so write the "

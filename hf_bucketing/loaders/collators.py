@@ -21,14 +21,14 @@ from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..media.rows import REGULARIZATION, SOURCE, SOURCE_COLUMN, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
-from ..randomness import ADD_ROWS, OWN_PREFIX, ROW
+from ..randomness import ADD_ROWS, COLUMN_PREFIX, ROW
 from .captions import CaptionRule
 from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
 from .state import epoch_number
 
-BUCKET_PART = f"{OWN_PREFIX}bucket_part"
+BUCKET_PART = f"{COLUMN_PREFIX}bucket_part"
 """Column of the part of its bucket that a row belongs to, where references or audio divide buckets."""
 
 PLANNED = "planned_index"
