@@ -55,7 +55,7 @@ class Purpose(IntEnum):
     REPORT_SAMPLES = 24  # seed: samples that the page of a report shows
     CACHED_VIEW = 25  # sample, its first occurrence: which of several cached views; others take the next ones
     FIRST_VIEW = 26  # seed: which of several cached views of several sizes each row has first
-    SHOWN_NOISE = 27  # as NOISE, or as HELD_OUT_NOISE: noise of what a sample is shown
+    CONDITION_NOISE = 27  # as NOISE, or as HELD_OUT_NOISE: noise of what a sample is shown
 
 
 def _differ(rows: npt.NDArray[Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, whole_column
+from ..buckets.arrays import FloatArray, column_values
 from ..buckets.assignment import has_bucket
 from ..errors import BucketingError
 from .measure import Subject
@@ -52,7 +52,7 @@ def duration_histogram(subject: Subject, fps: npt.ArrayLike | None, *, num_bins:
     Raises:
         BucketingError: If there are not as many frame rates as samples.
     """
-    rates = np.zeros(0) if fps is None else whole_column(fps, np.float64)
+    rates = np.zeros(0) if fps is None else column_values(fps, np.float64)
     if not np.any(rates > 0):
         return None
     if len(rates) != len(subject.sizes.frames):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import whole_column
+from ..buckets.arrays import column_values
 from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
@@ -308,7 +308,7 @@ def describe_assignment(
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
     """
     sizes = read_sizes(SizeColumns(columns["num_frames"], columns["height"], columns["width"]))
-    ids, rejection = whole_column(columns["bucket_id"], np.int32), whole_column(columns["rejection"])
+    ids, rejection = column_values(columns["bucket_id"], np.int32), column_values(columns["rejection"])
     targets = assigned_targets(sizes, ids, rejection, table=table, spec=spec)
     by_bucket = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
     used, starts = np.unique(ids[by_bucket], return_index=True)

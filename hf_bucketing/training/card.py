@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
-from ..adapters.experts import loading_options, own_folder
+from ..adapters.experts import expert_folder, loading_options
 from ..adapters.files import COMFYUI_WEIGHTS
 from ..adapters.settings import ADAPTER_NAMES
 from ..batching.run_data import RunData
@@ -126,7 +126,7 @@ def _card(logs: Logs, run: Run, *, figure: str | None) -> ModelCard:
         base=shown(config.pretrained_model_name_or_path),
         adapters=config.adapters,
         kind=ADAPTER_NAMES[config.adapters.adapter],
-        adapted={name: own_folder(name, trained=config.trained_component) for name in _adapted(config)},
+        adapted={name: expert_folder(name, trained=config.trained_component) for name in _adapted(config)},
         by_peft=config.adapters.lora_rank is not None and not config.adapters.has_pairs,
         loading=partial(loading_options, config.trained_component),
         comfyui=COMFYUI_WEIGHTS,

@@ -230,7 +230,7 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
         plan = data.sampler.plan(0)
         rows = plan.batch(int(data.costs_of(plan, epoch=0).argmax()))
         beside = [expert.transformer for expert in recipe.experts[1:]]
-        optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
+        optimizer = make_optimizer(recipe.transformer, config.optimizer, others=beside)
         set_training(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= 0

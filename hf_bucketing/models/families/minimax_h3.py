@@ -722,7 +722,7 @@ def _normalised(values: torch.Tensor, statistics: tuple[Any, Any]) -> torch.Tens
 
 def _noised(latents: Sequence[torch.Tensor], key: tuple[int, ...]) -> list[torch.Tensor]:
     """Return what a sample is shown, with the noise of its timestep."""
-    generator = torch.Generator().manual_seed(integer_seed(Purpose.SHOWN_NOISE, *key))
+    generator = torch.Generator().manual_seed(integer_seed(Purpose.CONDITION_NOISE, *key))
     share = SHOWN_TIMESTEP / 1000
     noises = [torch.randn(latent.shape, generator=generator) for latent in latents]
     pairs = zip(latents, noises, strict=True)
