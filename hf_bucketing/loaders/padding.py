@@ -97,8 +97,8 @@ class PadCollator:
             lengths_here = [tensor.shape[self.dim] for tensor in tensors]
             if lengths is not None and lengths_here != lengths:
                 raise BucketingError(
-                    f"{name!r} is {lengths_here} long and {columns[0]!r} {lengths}; name columns of equal length, such "
-                    f"as PadCollator([{columns[0]!r}])."
+                    f"{name!r} is {lengths_here} long and {columns[0]!r} {lengths}; name columns of equal length, "
+                    f"such as PadCollator([{columns[0]!r}])."
                 )
             lengths = lengths_here
             batch[name] = self._stack(name, tensors, self._target(max(lengths_here)))
