@@ -127,9 +127,9 @@ def _load(args: argparse.Namespace, prepared: PreparedDataset, recipe: type[Reci
     """Load the models that encode."""
     import torch
 
-    from ..models.loading import Loading, Part
+    from ..models.loading import Loading, ModelPart
 
-    parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
+    parts: tuple[ModelPart, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
     return recipe.load(
         args.pretrained_model_name_or_path,
         max_sequence_length=args.max_sequence_length,

@@ -31,7 +31,7 @@ from .experts import TrainedComponent, transformers_of
 from .index import IndexEntry, read_index
 from .loading import (
     Loading,
-    Part,
+    ModelPart,
     load_pipeline,
     part_of,
     read_config,
@@ -194,7 +194,7 @@ class Recipe(ConditionChecks):
             )
         return replace(self, guidance=scale)
 
-    def modules(self, *parts: Part) -> list[torch.nn.Module]:
+    def modules(self, *parts: ModelPart) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""
         named = self.pipeline.components.items()
         return [
@@ -203,13 +203,13 @@ class Recipe(ConditionChecks):
             if isinstance(component, torch.nn.Module) and part_of(name, trained=(self.trained, *self.beside)) in parts
         ]
 
-    def to(self, device: torch.device | str, *parts: Part) -> None:
+    def to(self, device: torch.device | str, *parts: ModelPart) -> None:
         """Move the models of some parts to a device; by default what encodes: text encoders and VAE."""
         for module in self.modules(*parts or ("text_encoders", "vae")):
             module.to(device)
 
     @contextmanager
-    def lent_to(self, device: torch.device, *parts: Part) -> Iterator[None]:
+    def lent_to(self, device: torch.device, *parts: ModelPart) -> Iterator[None]:
         """Move the models of some parts to a device inside a `with` block, and to the CPU after it."""
         self.to(device, *parts)
         try:

@@ -256,7 +256,7 @@ def read_subject(
         bucketed = assigned_targets(
             sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
         )
-    own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
+    own = packed_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
     parts = None
     if conditions:
         parts = bucket_parts(bucketed.bucket_id, conditions, table=table, spec=spec)
@@ -312,7 +312,7 @@ def _area_limits(frames: IntArray, table: BucketTable, config: ReportConfig) -> 
     return np.array([*areas.values()])[np.maximum(positions, 0)]
 
 
-def own_targets(
+def packed_targets(
     sizes: Sizes, *, spec: LatentSpec, max_area: IntArray | int | None, max_frames: int | None = None
 ) -> Targets:
     """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `max_area` pixels.

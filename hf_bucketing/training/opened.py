@@ -30,7 +30,7 @@ from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.compilation import compiled_classes
 from ..models.experts import transformers_of
-from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
+from ..models.loading import MODEL_PARTS, Loading, ModelPart, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..optimizers.classes import check_optimizer
@@ -63,7 +63,7 @@ class OpenedRun:
     accelerator: Accelerator
     recipe: type[Recipe]
     spec: LatentSpec
-    called: tuple[Part, ...]
+    called: tuple[ModelPart, ...]
     prepared: PreparedDataset | None = None
     held_out: PreparedDataset | None = None
 
@@ -85,7 +85,7 @@ class OpenedRun:
         if memory.quantize_base is not None:
             quantization = quantization_of(memory.quantize_base, self.empty_transformer, dtype=dtype)
         return Loading(
-            parts=PARTS if self.renders else ("trained", *self.called),
+            parts=MODEL_PARTS if self.renders else ("trained", *self.called),
             dtype=dtype,
             trained_dtype=trained_dtype(config) if config.adapters.lora_rank is None else dtype,
             quantization=quantization,
@@ -218,7 +218,7 @@ def trained_dtype(config: TrainingConfig) -> torch.dtype:
     return torch.bfloat16 if config.memory.trained_dtype == "bf16" else torch.float32
 
 
-def _parts_called(prepared: PreparedDataset | None) -> tuple[Part, ...]:
+def _parts_called(prepared: PreparedDataset | None) -> tuple[ModelPart, ...]:
     """Return the frozen parts of the pipeline that every step calls: those whose results are not cached."""
     if prepared is None or prepared.cache is None:
         return "text_encoders", "vae"
