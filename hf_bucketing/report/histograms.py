@@ -36,8 +36,8 @@ def aspect_histogram(subject: Subject, *, num_bins: int = 60) -> Histogram:
 
 def token_histogram(subject: Subject, *, num_bins: int = 50) -> Histogram:
     """Count samples by their tokens, at the sizes of their buckets and at their own."""
-    bucketed, own = subject.bucketed.num_tokens, subject.own.num_tokens
-    groups = {"at their bucket's size": bucketed[bucketed > 0], "at their own size": own[own > 0]}
+    bucketed, packed = subject.bucketed.num_tokens, subject.packed.num_tokens
+    groups = {"at their bucket's size": bucketed[bucketed > 0], "at their own size": packed[packed > 0]}
     return _in_log_bins(groups, num_bins)
 
 

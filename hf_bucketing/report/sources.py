@@ -55,15 +55,15 @@ def count_sources(
     often = np.where(ids >= 0, often, 0.0)
     counts = []
     for number, name in enumerate(names):
-        own = source == number
+        of_source = source == number
         counts.append(
             SourceUse(
                 name=name,
-                rows=int(own.sum()),
-                rejections=dict(count_rejections(rejection[own])),
-                buckets=len(np.unique(ids[own & (ids >= 0)])),
-                samples=float(often[own].sum()),
-                tokens=float((often * tokens)[own].sum()),
+                rows=int(of_source.sum()),
+                rejections=dict(count_rejections(rejection[of_source])),
+                buckets=len(np.unique(ids[of_source & (ids >= 0)])),
+                samples=float(often[of_source].sum()),
+                tokens=float((often * tokens)[of_source].sum()),
             )
         )
     return counts
