@@ -209,7 +209,7 @@ class Recipe(ConditionChecks):
             module.to(device)
 
     @contextmanager
-    def lent_to(self, device: torch.device, *parts: ModelPart) -> Iterator[None]:
+    def moved_to(self, device: torch.device, *parts: ModelPart) -> Iterator[None]:
         """Move the models of some parts to a device inside a `with` block, and to the CPU after it."""
         self.to(device, *parts)
         try:

@@ -109,9 +109,9 @@ class Evaluation:
         trained, recipe, accelerator = self.trained, self.trained.recipe, self.trained.accelerator
         with trained.averages():
             if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
-                lent = recipe.lent_to(accelerator.device, *(set(MODEL_PARTS) - {"trained", *self.called}))
+                moved = recipe.moved_to(accelerator.device, *(set(MODEL_PARTS) - {"trained", *self.called}))
                 removed = trained.context_parallel.removed()
                 logger.info(f"Renders {self.validation.describe()}")
-                with removed, self.experts.unpacked(), lent, rendering_in_lockstep(recipe):
+                with removed, self.experts.unpacked(), moved, rendering_in_lockstep(recipe):
                     self.validation.render(recipe, accelerator, step=global_step)
         accelerator.wait_for_everyone()

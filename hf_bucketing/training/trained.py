@@ -112,8 +112,8 @@ class TrainedModel:
         self.recipe, self.config, self.accelerator = recipe, config, accelerator
         transformer, degree = recipe.transformer, config.memory.context_parallel_degree
         experts = recipe.experts
-        beside = [expert.transformer for expert in experts[1:]]
-        self._bare_optimizer = make_optimizer(transformer, config.optimizer, others=beside)
+        others = [expert.transformer for expert in experts[1:]]
+        self._bare_optimizer = make_optimizer(transformer, config.optimizer, others=others)
         with (
             sharded_adapters(transformer, accelerator) if self.adapted else nullcontext(),
             sending_weights(transformer, accelerator),
@@ -256,9 +256,9 @@ class TrainedModel:
         """Save the adapters, averaged if there are averages; call it on every process."""
         with self.averages():
             for name in self.transformers:
-                own = expert_folder(name, trained=self.config.trained_component)
+                subfolder = expert_folder(name, trained=self.config.trained_component)
                 lora_format = self.config.adapters.lora_format
-                save_lora(self.recipe.pipeline, folder / own, component=name, lora_format=lora_format)
+                save_lora(self.recipe.pipeline, folder / subfolder, component=name, lora_format=lora_format)
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.
