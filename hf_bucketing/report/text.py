@@ -15,6 +15,8 @@ from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
+from ..conditions.appended import RowAppended
+from ..conditions.references import RowReferences
 from .compare import Report
 from .measure import (
     BucketReport,
@@ -58,10 +60,9 @@ def format_report(report: Report) -> str:
 
 def describe_condition_costs(report: Report) -> list[str]:
     """Return what conditions cost in buckets, references and appended frames at length; nothing if there are none."""
-    said = []
-    if report.condition_shares:
-        shares = (f"{name} {share:.0%}" for name, share in report.condition_shares.items())
-        said.append(f"Conditions, of all tokens in buckets: {', '.join(shares)}.")
+    at_length = {RowReferences.name, RowAppended.name}
+    shares = [f"{name} {share:.0%}" for name, share in report.condition_shares.items() if name not in at_length]
+    said = [f"Conditions, of all tokens in buckets: {', '.join(shares)}."] if shares else []
     said += [] if report.references is None else [describe_references(report.references)]
     said += [] if report.appended is None else [describe_appended(report.appended)]
     return [f"{text} {_COUNTED_ELSEWHERE}" for text in said]
