@@ -30,7 +30,7 @@ from ..randomness import ROW
 from .settings import CacheConfig, CachedView
 from .store import TensorCache, entry_key, not_finite
 
-Conditions = Mapping[str, Sequence[Any]]
+Media = Mapping[str, Sequence[Any]]
 
 _Encoded: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]
 """Embeddings of texts, their mask and what else the model takes of them."""
@@ -93,7 +93,7 @@ class LatentColumns(_CachedColumns):
             (encoded to NaN or infinite numbers, which no entry holds), or `rejected` (without a bucket).
     """
 
-    encode: Callable[[torch.Tensor, Conditions], Mapping[str, torch.Tensor | Sequence[Any]]]
+    encode: Callable[[torch.Tensor, Media], Mapping[str, torch.Tensor | Sequence[Any]]]
     table: BucketTable | OpenTable
     files: MediaColumns
 

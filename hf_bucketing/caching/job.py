@@ -25,7 +25,7 @@ from ..columns.prepared import CacheInfo, PreparedDataset
 from ..conditions.names import REFERENCE
 from ..errors import BucketingError
 from ..plans.ways import stacks
-from .columns import Conditions, LatentColumns, SeeingTextColumns, TextColumns
+from .columns import LatentColumns, Media, SeeingTextColumns, TextColumns
 from .encoders import describe_encoders
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 from .keys import has_keys
@@ -121,8 +121,8 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
 
-    def encode(pixels: torch.Tensor, conditions: Conditions) -> Mapping[str, torch.Tensor | Sequence[Any]]:
-        moved: Conditions = {name: [_on(device, value) for value in values] for name, values in conditions.items()}
+    def encode(pixels: torch.Tensor, conditions: Media) -> Mapping[str, torch.Tensor | Sequence[Any]]:
+        moved: Media = {name: [_on(device, value) for value in values] for name, values in conditions.items()}
         if config.appended_frames is not None:
             latent_frames = prepared.spec.latent_size(Size(*pixels.shape[2:]))[0] - prepared.spec.num_repeats
             moved = {**moved, **encoder.keyframes_at([config.appended_at(latent_frames)] * len(pixels))}

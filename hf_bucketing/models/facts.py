@@ -177,8 +177,8 @@ class RecipeFacts:
     def reference_text(cls, references: Sequence[Size], spec: LatentSpec) -> int:
         """Return the tokens that references of these sizes add to the text of their sample."""
         rule = cls.reference_condition()
-        own = sum(map(spec.num_tokens, references)) if rule.text_factor else 0
-        return rule.text_tokens * len(references) + rule.text_factor * own
+        tokens = sum(map(spec.num_tokens, references)) if rule.text_factor else 0
+        return rule.text_tokens * len(references) + rule.text_factor * tokens
 
     @classmethod
     def encoder_pictures(cls, references: Sequence[Size]) -> int:

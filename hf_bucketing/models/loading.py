@@ -109,9 +109,9 @@ def load_pipeline(
             pipeline = pipeline_class(blocks=blocks, pretrained_model_name_or_path=name_or_path)
             for name in pipeline.pretrained_component_names:
                 if name in index.components and name not in omitted | replaced.keys():
-                    own = {option: values.get(name, values["default"]) for option, values in options.items()}
-                    own |= {"quantization_config": quantized[name]} if name in quantized else {}
-                    pipeline.update_components(**{name: pipeline.get_component_spec(name).load(**own)})
+                    arguments = {option: values.get(name, values["default"]) for option, values in options.items()}
+                    arguments |= {"quantization_config": quantized[name]} if name in quantized else {}
+                    pipeline.update_components(**{name: pipeline.get_component_spec(name).load(**arguments)})
             pipeline.update_components(**replaced)
         else:
             options |= {**dict.fromkeys((*index.absent, *omitted)), **replaced}
@@ -232,8 +232,10 @@ def pipeline_folder(name_or_path: str) -> Path:
     with from_hub(name_or_path):
         if not index.is_modular:
             return Path(DiffusionPipeline.download(name_or_path))
-        own = [entry.subfolder for entry in index.components.values() if entry.name_or_path == name_or_path]
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", *(f"{folder}/*" for folder in own)]))
+        subfolders = [entry.subfolder for entry in index.components.values() if entry.name_or_path == name_or_path]
+        return Path(
+            snapshot_download(name_or_path, allow_patterns=["*.json", *(f"{folder}/*" for folder in subfolders)])
+        )
 
 
 def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:

@@ -282,8 +282,8 @@ class LTX2Family(Family):
         coordinates = _in_seconds(
             pixels.expand(count, -1, -1, -1), numbers.expand(count, -1), rows.conditioning["fps"]
         )
-        heard = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
-        return {"video_coords": coordinates, **heard}
+        audio_inputs = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
+        return {"video_coords": coordinates, **audio_inputs}
 
 
 def modulates_text(transformer: Transformer) -> bool:
@@ -398,11 +398,11 @@ def _complete(
     )
     audio = AudioLayout.of(layout)
     if audio is None:
-        heard = _no_audio(transformer, rows)
+        audio_inputs = _no_audio(transformer, rows)
     else:
         seconds = [audio_tables(transformer, length, rows.device)[0] for length in layout.audio_lengths or ()]
-        heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
-    completed = {**kwargs, **heard, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
+        audio_inputs = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
+    completed = {**kwargs, **audio_inputs, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
     return args, _filled_up_audio(completed, transformer._parallel_config)
 
 
