@@ -43,9 +43,9 @@ class BucketStep(Step):
         if samples.audio is None:
             output = self.recipe.predict(transformer, samples, inputs)
             return Prediction(partial(list, output), partial(self.objective.losses, output, weights=weights))
-        output, heard = self.recipe.predict_with_audio(transformer, samples, inputs)
+        output, audio = self.recipe.predict_with_audio(transformer, samples, inputs)
         losses = partial(self.objective.losses, output, weights=weights)
-        return Prediction(partial(list, output), losses, heard)
+        return Prediction(partial(list, output), losses, audio)
 
 
 class Buckets(Batching[BucketPlanConfig]):

@@ -144,8 +144,8 @@ def check_named_sources(config: TrainingConfig, sources: Sequence[str]) -> None:
 def check_audio(config: TrainingConfig, prepared: PreparedDataset | PreparedStream) -> None:
     """Raise BucketingError if settings do not go with the audio of a data set, or are about audio that it lacks."""
     if prepared.audio is None:
-        if given := not_default(config, "audio_weight"):
-            raise BucketingError(f"Omit {quoted(given)}: {config.dataset_dir} was prepared without --with_audio.")
+        if unused := not_default(config, "audio_weight"):
+            raise BucketingError(f"Omit {quoted(unused)}: {config.dataset_dir} was prepared without --with_audio.")
         return
     if config.views.frame_picking == "uniform":
         raise BucketingError(
@@ -175,15 +175,15 @@ def check_cached_rows(config: TrainingConfig, cache: CacheInfo, *, folder: str) 
             f"hf_bucketing cache again with --condition {shlex.quote(str(condition))}."
         )
     encoded = marked(TrainingConfig, "encoded")
-    given = not_default(config, *encoded)
-    if media := [name for name in given if encoded[name] == "media"]:
+    changed = not_default(config, *encoded)
+    if media := [name for name in changed if encoded[name] == "media"]:
         raise BucketingError(
             f"Omit {quoted(media)}: {folder} holds encoded latents, and such settings change what is decoded. Give "
             "them to hf_bucketing cache."
         )
-    if given:
+    if changed:
         raise BucketingError(
-            f"Omit {quoted(given)}: {folder} holds encoded captions, whose tags keep their order; train "
+            f"Omit {quoted(changed)}: {folder} holds encoded captions, whose tags keep their order; train "
             "from the folder that hf_bucketing prepare wrote."
         )
 

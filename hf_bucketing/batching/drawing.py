@@ -66,25 +66,25 @@ def without_references(batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> Mapp
     for part, name in (("shown", REFERENCE), ("conditions", REFERENCES)):
         if name in batch.get(part, {}):
             pairs = zip(batch[part][name], drawn, strict=True)
-            changed[part] = {**batch[part], name: [own if sample.references else () for own, sample in pairs]}
+            changed[part] = {**batch[part], name: [kept if sample.references else () for kept, sample in pairs]}
     return changed
 
 
 def drawn_media(recipe: Recipe, batch: Mapping[str, Any], drawn: Sequence[Drawn]) -> dict[str, list[Any]]:
     """Return [`media_of`] a batch with what is drawn of each sample, and without audio that is drawn to be absent."""
-    frames = [torch.from_numpy(shown.frames) for shown in drawn]
+    frames = [torch.from_numpy(sample.frames) for sample in drawn]
     shows = {**batch.get("shown", {}), SHOWN_FRAMES: frames}
-    media = media_of(recipe, {**batch, "shown": shows}, appended=[shown.appended for shown in drawn])
+    media = media_of(recipe, {**batch, "shown": shows}, appended=[sample.appended for sample in drawn])
     weights = media.get(LOSS_MASK, [None] * len(drawn))
     parts = zip(drawn, media["latents"], weights, strict=True)
     media[SHOWN_FRAMES] = shows[SHOWN_FRAMES]
-    media[SHOWN_LATENTS] = [shown_latents(shown, latent, mask, recipe.spec) for shown, latent, mask in parts]
+    media[SHOWN_LATENTS] = [clean_latents(sample, latent, mask, recipe.spec) for sample, latent, mask in parts]
     if AUDIO in media:
         pairs = list(zip(drawn, media[AUDIO], strict=True))
-        media[AUDIO] = [latent[:0] if shown.no_audio else latent for shown, latent in pairs]
-        wholes = [shown.video and len(latent) > 0 for shown, latent in pairs]
-        whole_parts = zip(wholes, media[SHOWN_LATENTS], strict=True)
-        media[SHOWN_LATENTS] = [torch.ones_like(part) if whole else part for whole, part in whole_parts]
+        media[AUDIO] = [latent[:0] if sample.no_audio else latent for sample, latent in pairs]
+        for row, (sample, latent) in enumerate(pairs):
+            if sample.video and len(latent) > 0:
+                media[SHOWN_LATENTS][row] = torch.ones_like(media[SHOWN_LATENTS][row])
     return media
 
 
@@ -102,12 +102,12 @@ def noised_audio(
         latents,
         timesteps=noised.timesteps,
         keys=keys,
-        shown=[shown.audio for shown in drawn],
-        video_shown=[shown.video and len(latent) > 0 for shown, latent in zip(drawn, latents, strict=True)],
+        shown=[sample.audio for sample in drawn],
+        video_shown=[sample.video and len(latent) > 0 for sample, latent in zip(drawn, latents, strict=True)],
     )
 
 
-def shown_latents(drawn: Drawn, latent: torch.Tensor, mask: torch.Tensor | None, spec: LatentSpec) -> torch.Tensor:
+def clean_latents(drawn: Drawn, latent: torch.Tensor, mask: torch.Tensor | None, spec: LatentSpec) -> torch.Tensor:
     """Return which latents of a sample are shown: those of its shown frames, and what its mask leaves out.
 
     A latent frame is shown if its last frame is. A sample whose frames are all shown would have none to predict, such

@@ -29,7 +29,8 @@ def media_of(
         if keyframes:
             of_samples = zip(held, appended, latent_frames_of(batch, recipe.spec), strict=True)
             media[KEYFRAMES] = [
-                tuple(own[place - count if place else 0] for place in places) for own, places, count in of_samples
+                tuple(frames[place - count if place else 0] for place in places)
+                for frames, places, count in of_samples
             ]
     else:
         media = _encoded_media(recipe, batch["pixel_values"], {**batch.get("shown", {}), **keyframes})
@@ -37,13 +38,13 @@ def media_of(
 
 
 def _encoded_media(
-    recipe: Recipe, pixels: torch.Tensor | Sequence[torch.Tensor], shown: Mapping[str, Sequence[Any]]
+    recipe: Recipe, pixels: torch.Tensor | Sequence[torch.Tensor], conditions: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[Any]]:
     """Return what the recipe makes of a stack of samples, or of samples one by one."""
     if isinstance(pixels, torch.Tensor):
-        return {name: list(values) for name, values in recipe.encode_media(pixels, shown).items()}
+        return {name: list(values) for name, values in recipe.encode_media(pixels, conditions).items()}
     encoded = [
-        recipe.encode_media(sample[None], {name: tensors[row : row + 1] for name, tensors in shown.items()})
+        recipe.encode_media(sample[None], {name: tensors[row : row + 1] for name, tensors in conditions.items()})
         for row, sample in enumerate(pixels)
     ]
     return {name: [sample[name][0] for sample in encoded] for name in encoded[0]}
@@ -77,14 +78,16 @@ def text_of(
         keyframes (sequence of sequences of `int`): Frames of each sample that are appended, for text encoders that
             see them; by default none.
     """
-    own = batch["caption"]
-    captions = [None] * len(own) if captions is None else captions
+    defaults = batch["caption"]
+    captions = [None] * len(defaults) if captions is None else captions
     if "text_values" not in batch:
         pictures = {"references": pictures_in_text(recipe, batch, keyframes)} if recipe.text_sees_pictures else {}
         if not recipe.null_as_long:
-            pairs = zip(own, captions, strict=True)
+            pairs = zip(defaults, captions, strict=True)
             return recipe.encode_text([caption if other is None else other for caption, other in pairs], **pictures)
-        text = recipe.encode_text([other or caption for caption, other in zip(own, captions, strict=True)], **pictures)
+        text = recipe.encode_text(
+            [other or caption for caption, other in zip(defaults, captions, strict=True)], **pictures
+        )
         null = [other == "" for other in captions]
         return text.replaced(null, recipe.encode_null()) if any(null) else text
     text = TextEmbeddings.of_batch(batch)
@@ -105,13 +108,13 @@ def pictures_in_text(
 
     None where no sample has any.
     """
-    shown, found = batch.get("shown", {}), []
-    if recipe.text_sees_references and REFERENCE in shown:
-        found.append(shown[REFERENCE])
+    conditions, by_kind = batch.get("shown", {}), []
+    if recipe.text_sees_references and REFERENCE in conditions:
+        by_kind.append(conditions[REFERENCE])
     if recipe.text_sees_keyframes and any(keyframes):
         pairs = zip(batch["pixel_values"], keyframes, strict=True)
-        found.append([[clip[:, frame : frame + 1] for frame in frames] for clip, frames in pairs])
-    return [[picture for parts in sample for picture in parts] for sample in zip(*found, strict=True)] or None
+        by_kind.append([[clip[:, frame : frame + 1] for frame in frames] for clip, frames in pairs])
+    return [[picture for parts in sample for picture in parts] for sample in zip(*by_kind, strict=True)] or None
 
 
 def finite_samples(latents: Sequence[torch.Tensor], media: Mapping[str, Sequence[Any]]) -> torch.Tensor:

@@ -71,13 +71,13 @@ class PackStep(Step):
             **samples.text.pack_kwargs(),
         )
         weights, computed = loss_weights(inputs, samples), Computed.of_pack(pack.layout)
-        heard: Sequence[torch.Tensor] = ()
+        audio: Sequence[torch.Tensor] = ()
         if samples.audio is None:
             output = packed_forward(transformer, pack)
         else:
-            output, heard = packed_forward_with_audio(transformer, pack)
+            output, audio = packed_forward_with_audio(transformer, pack)
         losses = partial(self.objective.packed_losses, output, pack=pack, weights=weights)
-        return Prediction(partial(pack.unpack, output), losses, heard, computed)
+        return Prediction(partial(pack.unpack, output), losses, audio, computed)
 
 
 class OwnSizes(Batching[Plan]):
@@ -184,9 +184,9 @@ def _frames_that_fit(rows: SampleRows, packs: PackPlanConfig, *, drop: TokenDrop
     def fitting(max_frames: int) -> int:
         table = replace(prepared.open_table, max_frames=max_frames)
         ids = table.assign(*sizes).bucket_id.astype(np.int64)
-        own = counted_tokens(ids, table.num_tokens(ids, spec=spec), table=table, spec=spec, drop=drop)
+        sample_tokens = counted_tokens(ids, table.num_tokens(ids, spec=spec), table=table, spec=spec, drop=drop)
         samples = sample_sizes(ids[of_row.ravel()], table)
-        tokens = own[of_row.ravel()] + rows.conditions.num_tokens(samples, spec=spec)
+        tokens = sample_tokens[of_row.ravel()] + rows.conditions.num_tokens(samples, spec=spec)
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero((tokens > 0) & ~over))
 

@@ -105,7 +105,7 @@ class SampleRows:
         table ([`BucketTable`] or [`OpenTable`]): Table of the sizes.
         counting ([`ModelTokens`]): What the model adds to the tokens of a sample.
         bucket_ids (array of `int`, shape `(n,)`): Bucket of each row in `table`.
-        own_tokens (array of `int`, shape `(n,)`): Tokens of each row's own grid, without those that are dropped.
+        sample_tokens (array of `int`, shape `(n,)`): Tokens of each row's own grid, without those that are dropped.
         num_tokens (array of `int`, shape `(n,)`): The same with those of its conditions.
         conditions ([`RowConditions`]): Conditions of the rows.
         resize ([`RandomResize`][hf_bucketing.loaders.RandomResize], *optional*): What draws other sizes per epoch.
@@ -117,7 +117,7 @@ class SampleRows:
     table: Table
     counting: ModelTokens
     bucket_ids: IntArray
-    own_tokens: IntArray
+    sample_tokens: IntArray
     num_tokens: IntArray
     conditions: RowConditions
     resize: RandomResize | None
@@ -140,18 +140,18 @@ class SampleRows:
         spec, conditions = prepared.spec, prepared.row_conditions(rules)
         names = ("bucket_id", "num_tokens")
         bucket_ids, num_tokens = (column_array(prepared.dataset, name).astype(np.int64) for name in names)
-        own = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=drop)
+        sample_tokens = counted_tokens(bucket_ids, num_tokens, table=table, spec=spec, drop=drop)
         return cls(
             prepared=prepared,
             table=table,
             counting=counting,
             bucket_ids=bucket_ids,
-            own_tokens=own,
-            num_tokens=own + conditions.num_tokens(sample_sizes(bucket_ids, table), spec=spec),
+            sample_tokens=sample_tokens,
+            num_tokens=sample_tokens + conditions.num_tokens(sample_sizes(bucket_ids, table), spec=spec),
             conditions=conditions,
             resize=resize,
             views=views,
-            oversize=np.zeros(len(own), np.bool_),
+            oversize=np.zeros(len(sample_tokens), np.bool_),
         )
 
     def without(self, rows: BoolArray, *, batch: str, why: str) -> SampleRows:
@@ -160,7 +160,7 @@ class SampleRows:
             self,
             prepared=without_rows(self.prepared, rows, batch=batch, why=why),
             bucket_ids=np.where(rows, REJECTED_BUCKET, self.bucket_ids),
-            own_tokens=np.where(rows, 0, self.own_tokens),
+            sample_tokens=np.where(rows, 0, self.sample_tokens),
             num_tokens=np.where(rows, 0, self.num_tokens),
             oversize=self.oversize | rows,
         )
@@ -177,7 +177,7 @@ class SampleRows:
     def learned_tokens(self) -> IntArray | Callable[[int], IntArray]:
         """Tokens of each row that enter the loss, those of its own grid; likewise."""
         if self.resize is None:
-            return self.own_tokens
+            return self.sample_tokens
         return self.resize.token_counter(**self._size_columns(), views=self.views)
 
     def _size_columns(self) -> dict[str, Any]:

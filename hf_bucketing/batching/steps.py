@@ -140,19 +140,19 @@ class Prediction(NamedTuple):
     Attributes:
         by_sample (callable): Returns the prediction for each sample, `(C_out, f, h, w)`, 0 where tokens are dropped.
         losses (callable): Returns the loss of each sample's video, `(n,)`, given noisy latents and targets.
-        heard (list of `(tokens, channels)`): Predictions for the audio of each sample; none where none is trained.
+        audio (list of `(tokens, channels)`): Predictions for the audio of each sample; none where none is trained.
         computed ([`Computed`], *optional*): Tokens of a pack.
     """
 
     by_sample: Callable[[], list[torch.Tensor]]
     losses: Callable[[Noised], torch.Tensor]
-    heard: Sequence[torch.Tensor] = ()
+    audio: Sequence[torch.Tensor] = ()
     computed: Computed | None = None
 
     @property
     def modalities(self) -> list[Sequence[torch.Tensor]]:
         """Predictions for each sample of its video and, where some is trained, of its audio."""
-        return [self.by_sample(), *([self.heard] if self.heard else [])]
+        return [self.by_sample(), *([self.audio] if self.audio else [])]
 
 
 @dataclass(kw_only=True)
@@ -218,9 +218,9 @@ class Step(ABC):
             prediction = self._predict(transformer, samples, seeds)
             values = self._losses(prediction, noised, audio)
             if predicted is not None:
-                own, *heard = predicted
-                base = audio if audio is None else audio._replace(targets=[*heard[0]])
-                of_pairs = self._losses(prediction, noised._replace(targets=[*own]), base)
+                video_targets, *audio_targets = predicted
+                base = audio if audio is None else audio._replace(targets=[*audio_targets[0]])
+                of_pairs = self._losses(prediction, noised._replace(targets=[*video_targets]), base)
                 values = _replaced(values, of_pairs, of_base)
         if self.leaves_out and encoded is not None:
             values = values * encoded
@@ -267,10 +267,10 @@ class Step(ABC):
 
     def _check_audio_rates(self, batch: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> None:
         """Refuse samples of a stream that could not be checked before, see [`check_data`]; images have no rate."""
-        heard = [len(latent) > 0 for latent in media.get(AUDIO, ())]
-        if self.recipe.audio and any(heard):
+        has_audio = [len(latent) > 0 for latent in media.get(AUDIO, ())]
+        if self.recipe.audio and any(has_audio):
             rates = np.array(batch["fps"], np.float64)
-            rows = np.flatnonzero(np.array(heard) & (rates > 0))
+            rows = np.flatnonzero(np.array(has_audio) & (rates > 0))
             samples = OfSamples(rates[rows], [batch["index"][row] for row in rows])
             if faults := [*self.recipe.audio_faults(samples)]:
                 raise BucketingError(faults[0])
@@ -313,8 +313,8 @@ class Step(ABC):
         strength = self.preservation.slider_strength
         return [
             [
-                own if pair is None else own + strength * (more - less)
-                for own, pair, more, less in zip(*modality, strict=True)
+                base if pair is None else base + strength * (more - less)
+                for base, pair, more, less in zip(*modality, strict=True)
             ]
             for modality in zip(predicted, [pairs] * len(predicted), plus, minus, strict=True)
         ]
@@ -333,7 +333,7 @@ class Step(ABC):
         latents = media.pop("latents")
         text = text_of(self.recipe, batch, keyframes=media.get(KEYFRAME_PLACES, ())).to(latents[0].dtype)
         fps = frame_rates(batch["fps"])
-        found = []
+        by_level = []
         for level in range(num_levels):
             noised = self.objective.held_out(latents, indices=batch["index"], level=level, num_levels=num_levels)
             keys = [(index, level) for index in batch["index"]]
@@ -341,8 +341,8 @@ class Step(ABC):
             samples = Samples(noised=noised, text=text, fps=fps, conditions=media, audio=audio, keys=keys)
             values = self._losses(self._predict(transformer, samples, None), noised, audio)
             levels = self.objective.noise_levels(noised.timesteps)
-            found.append(StepLosses(values, levels, np.zeros(len(values), np.int64), drawn))
-        return found
+            by_level.append(StepLosses(values, levels, np.zeros(len(values), np.int64), drawn))
+        return by_level
 
     @abstractmethod
     def _predict(self, transformer: torch.nn.Module, samples: Samples, seeds: Sequence[Seed] | None) -> Prediction:
@@ -358,7 +358,7 @@ class Step(ABC):
     def _losses(self, prediction: Prediction, noised: Noised, audio: NoisedAudio | None) -> torch.Tensor:
         """Return the loss of each sample, `(n,)`: of its video, and of the audio that was predicted beside it."""
         values = prediction.losses(noised)
-        return values if audio is None else values + self.audio_weight * audio.losses(prediction.heard)
+        return values if audio is None else values + self.audio_weight * audio.losses(prediction.audio)
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:

@@ -103,9 +103,9 @@ def open_stream(
         ):
             logger.warning(warning)
         return OpenedStream(prepared, rows, prepared.sample)
-    whole = PreparedDataset.load(config.dataset_dir)
-    rows = _rows_of_folder(config, whole, num_shards=accelerator.num_processes * max(1, num_workers))
-    return OpenedStream(whole, rows, _sample_of(whole))
+    folder = PreparedDataset.load(config.dataset_dir)
+    rows = _rows_of_folder(config, folder, num_shards=accelerator.num_processes * max(1, num_workers))
+    return OpenedStream(folder, rows, _sample_of(folder))
 
 
 def _rows_of_folder(config: TrainingConfig, prepared: PreparedDataset, *, num_shards: int) -> IterableDataset:
@@ -207,10 +207,12 @@ class StreamedData(RunData):
             size = self.table.size(bucket)
             tokens = int(self._tokens([size])[0])
             conditions = seen.most(size, spec=self.spec)
-            beside = int(conditions.num_tokens(size, spec=self.spec)[0])
-            count = self.way.largest_batch(self.stream.grouping, bucket, tokens=tokens, condition_tokens=beside)
+            condition_tokens = int(conditions.num_tokens(size, spec=self.spec)[0])
+            count = self.way.largest_batch(
+                self.stream.grouping, bucket, tokens=tokens, condition_tokens=condition_tokens
+            )
             step = LargestStep(
-                [size] * count, count * (tokens + beside + self.text_tokens), conditions.select([0] * count)
+                [size] * count, count * (tokens + condition_tokens + self.text_tokens), conditions.select([0] * count)
             )
             largest = max(largest, step, key=lambda step: step.tokens)
         return largest

@@ -124,13 +124,13 @@ class RowsOverSamples:
 
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return its tokens of each row, `(n,)`, see [`ConditionRows.num_tokens`]."""
-        grids = spec.grid_of(*self._shown(samples, spec).T)
+        grids = spec.grid_of(*self._row_sizes(samples, spec).T)
         return np.where(_usable(samples), np.prod(grids, axis=0), 0) + self.text_tokens(samples, spec=spec)
 
     def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return those of text among them."""
-        own = np.prod(spec.grid_of(*self._shown(samples, spec).T), axis=0)
-        return np.where(_usable(samples), self.rule.text_tokens + self.rule.text_factor * own, 0)
+        tokens = np.prod(spec.grid_of(*self._row_sizes(samples, spec).T), axis=0)
+        return np.where(_usable(samples), self.rule.text_tokens + self.rule.text_factor * tokens, 0)
 
     def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return 0 for each row, as the size of its sample decides."""
@@ -142,9 +142,9 @@ class RowsOverSamples:
 
     def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> list[tuple[Size, ...]]:
         """Return its size of each row."""
-        return [(Size(*size),) for size in self._shown(samples, spec).tolist()]
+        return [(Size(*size),) for size in self._row_sizes(samples, spec).tolist()]
 
-    def _shown(self, samples: npt.ArrayLike, spec: LatentSpec) -> IntArray:
+    def _row_sizes(self, samples: npt.ArrayLike, spec: LatentSpec) -> IntArray:
         """Return frames, height and width of each row, `(n, 3)`."""
         targets = np.maximum(np.asarray(samples, np.int64).reshape(-1, 3), 1)
         over = self.rule if self.rule.lie_over else self.rule.within(None, 1)

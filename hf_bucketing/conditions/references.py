@@ -161,8 +161,8 @@ class ReferenceRule(Condition):
         while key:
             numbers.append(key & (1 << 3 * _SIDE) - 1)
             key >>= 3 * _SIDE
-        own = int(_sides(np.array(numbers, np.int64)).prod(1).sum())
-        return (1 + self.text_factor) * own + len(numbers) * self.text_tokens
+        tokens = int(_sides(np.array(numbers, np.int64)).prod(1).sum())
+        return (1 + self.text_factor) * tokens + len(numbers) * self.text_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,8 +220,8 @@ class RowReferences:
     def sizes(self, samples: npt.ArrayLike, *, spec: LatentSpec | None = None) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are shown; `samples` as in [`num_tokens`]."""
         targets = np.repeat(np.asarray(samples, np.int64).reshape(-1, 3), self.counts, axis=0)
-        shown = self.rule.sizes(self.stored, targets, alone=self._alone).tolist()
-        return [tuple(Size(*size) for size in shown[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
+        sizes = self.rule.sizes(self.stored, targets, alone=self._alone).tolist()
+        return [tuple(Size(*size) for size in sizes[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
 
     def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
         """Return the sizes of the references of one row, those that take most tokens beside a sample of a size."""
@@ -238,12 +238,12 @@ class RowReferences:
                 0 for rejected rows, whose references are not counted.
             spec ([`LatentSpec`]): Strides and patch of the model.
         """
-        return self._own_tokens(samples, spec) + self.text_tokens(samples, spec=spec)
+        return self._reference_tokens(samples, spec) + self.text_tokens(samples, spec=spec)
 
     def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return the tokens that they add to the text of each row, `(n,)`; arguments as in [`num_tokens`]."""
-        own = self.rule.text_factor * self._own_tokens(samples, spec) if self.rule.text_factor else 0
-        return own + np.where(_usable(samples), self.counts * self.rule.text_tokens, 0)
+        from_tokens = self.rule.text_factor * self._reference_tokens(samples, spec) if self.rule.text_factor else 0
+        return from_tokens + np.where(_usable(samples), self.counts * self.rule.text_tokens, 0)
 
     def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return a number for each row, `(n,)`, equal where references have equal grids in the same order.
@@ -273,12 +273,12 @@ class RowReferences:
         of_reference, alone = np.repeat(np.arange(len(self.offsets) - 1), self.counts), self._alone
         for start in range(0, len(numbers), _COUNTED):
             some = slice(start, start + _COUNTED)
-            shown = self.rule.sizes(self.stored[some], targets[of_reference[some]], alone=alone[some])
-            t, h, w = spec.grid_of(*shown.T)
+            sizes = self.rule.sizes(self.stored[some], targets[of_reference[some]], alone=alone[some])
+            t, h, w = spec.grid_of(*sizes.T)
             numbers[some] = t << 2 * _SIDE | h << _SIDE | w
         return numbers
 
-    def _own_tokens(self, samples: npt.ArrayLike, spec: LatentSpec) -> IntArray:
+    def _reference_tokens(self, samples: npt.ArrayLike, spec: LatentSpec) -> IntArray:
         """Return the tokens of each row's references themselves, 0 for rows without a size."""
         before = np.append(0, np.cumsum(_sides(self._numbers(samples, spec)).prod(1)))
         return np.where(_usable(samples), np.diff(before[self.offsets]), 0)
@@ -286,13 +286,13 @@ class RowReferences:
     def _signatures(self, numbers: IntArray) -> IntArray:
         """Number the lists of grids: those that begin alike are told apart by one grid after another."""
         grids = np.unique(numbers, return_inverse=True)[1].ravel() + 1
-        found, counts = np.zeros(len(self.offsets) - 1, np.int64), self.counts
+        signatures, counts = np.zeros(len(self.offsets) - 1, np.int64), self.counts
         for position in range(counts.max(initial=0)):
             rows = np.flatnonzero(counts > position)
-            keys = found * (grids.max() + 1)
+            keys = signatures * (grids.max() + 1)
             keys[rows] += grids[self.offsets[rows] + position]
-            found = np.unique(np.append(0, keys), return_inverse=True)[1].ravel()[1:]  # 0 stays that of none
-        return found
+            signatures = np.unique(np.append(0, keys), return_inverse=True)[1].ravel()[1:]  # 0 stays that of none
+        return signatures
 
 
 def _usable(samples: npt.ArrayLike) -> npt.NDArray[np.bool_]:

@@ -188,8 +188,8 @@ class RowConditions:
     @property
     def references(self) -> RowReferences:
         """Their references; none of any row where samples have none."""
-        found = [rows for rows in self.rows if isinstance(rows, RowReferences)]
-        return found[0] if found else RowReferences.of_lists([()] * self.num_rows, rule=ReferenceRule())
+        references = [rows for rows in self.rows if isinstance(rows, RowReferences)]
+        return references[0] if references else RowReferences.of_lists([()] * self.num_rows, rule=ReferenceRule())
 
     @property
     def audio(self) -> RowAudio | None:

@@ -39,7 +39,7 @@ _LONG = ("prefix", "suffix", "keyframes", "appended_keyframes")
 _PART = re.compile(r"(\w+)(?:@([1-9]\d*))?")
 
 
-class Part(NamedTuple):
+class ConditionPart(NamedTuple):
     """A part of a condition.
 
     Attributes:
@@ -74,7 +74,7 @@ class Part(NamedTuple):
                 frames[random.choice(latent_frames, length, replace=False) * stride] = True
 
 
-Combination: TypeAlias = tuple[Part, ...]
+Combination: TypeAlias = tuple[ConditionPart, ...]
 """Parts that are shown together; none where nothing is shown."""
 
 
@@ -82,7 +82,7 @@ def name_of(condition: Combination) -> str:
     """Return the name of a condition in logs, of letters that all trackers take.
 
     Example:
-        >>> name_of((Part("prefix", 2), Part("last_frame"))), name_of(())
+        >>> name_of((ConditionPart("prefix", 2), ConditionPart("last_frame"))), name_of(())
         ('prefix_2_and_last_frame', 'none')
     """
     return "_and_".join(map(str, condition)) or NONE
@@ -163,9 +163,9 @@ class ConditionShares:
 
     def dropping_references(self, share: float) -> ConditionShares:
         """Return these conditions, each with references for all but a share of its samples, from 0 to 1."""
-        shown = [(*condition, Part(REFERENCE)) for condition in self.conditions]
+        with_references = [(*condition, ConditionPart(REFERENCE)) for condition in self.conditions]
         terms = [
-            *zip(shown, (of_all * (1 - share) for of_all in self.shares), self.weights, strict=True),
+            *zip(with_references, (of_all * (1 - share) for of_all in self.shares), self.weights, strict=True),
             *zip(self.conditions, (of_all * share for of_all in self.shares), self.weights, strict=True),
         ]
         conditions, shares, weights = zip(*(term for term in terms if term[1] > 0), strict=True)
@@ -198,13 +198,14 @@ class ConditionShares:
             [1, 0, 0, 1, 1]
         """
         random = generator(Purpose.CONDITION, *key)
-        shown = np.array([not self.draws_references or Part(REFERENCE) in parts for parts in self.conditions])
-        silent = np.array([Part(NO_AUDIO) in parts for parts in self.conditions])
+        shows_all = not self.draws_references
+        with_references = np.array([shows_all or ConditionPart(REFERENCE) in parts for parts in self.conditions])
+        silent = np.array([ConditionPart(NO_AUDIO) in parts for parts in self.conditions])
         exact = APPENDED_FIRST in self.kinds or 0 in (appended or ())
         count = None if appended is None else len(appended)
         fits = np.array([count is None or _appends(parts, count, exact=exact) for parts in self.conditions])
         shares = np.array(self.shares)
-        for has, wanted in ((shown, references), (silent, no_audio), (fits, True)):
+        for has, wanted in ((with_references, references), (silent, no_audio), (fits, True)):
             if wanted is not None and shares[has == wanted].any():
                 shares[has != wanted] = 0
         chosen = int(random.choice(len(shares), p=shares / shares.sum()))
@@ -217,7 +218,7 @@ class ConditionShares:
         return Drawn(
             frames,
             masked=BLACK in kinds,
-            references=bool(shown[chosen]) if references is None else references,
+            references=bool(with_references[chosen]) if references is None else references,
             video=VIDEO in kinds,
             audio=AUDIO in kinds,
             no_audio=bool(silent[chosen]) if no_audio is None else no_audio,
@@ -227,7 +228,7 @@ class ConditionShares:
         )
 
 
-def _most(part: Part) -> int:
+def _most(part: ConditionPart) -> int:
     """Return the most frames that a part appends."""
     if part.kind == APPENDED[1]:
         return part.length or sys.maxsize
@@ -245,7 +246,7 @@ def _append(
 ) -> tuple[int, ...]:
     """Return the latent frames at which a condition appends frames, or as many others as `count` says."""
     parts = [part for part in condition if part.kind in APPENDED]
-    if latent_frames > 1 and Part(APPENDED_FIRST) in condition:
+    if latent_frames > 1 and ConditionPart(APPENDED_FIRST) in condition:
         return 0, *_append(tuple(parts), latent_frames=latent_frames, count=None, random=random)
     if latent_frames == 1 or not (parts if count is None else count):
         return ()
@@ -322,7 +323,7 @@ class SourceConditions:
             return SourceConditions(
                 ConditionShares((max(conditions, key=lambda parts: sum(map(_most, parts))),), (1.0,))
             )
-        return SourceConditions(ConditionShares(((Part(APPENDED[1], self.most_appended),),), (1.0,)))
+        return SourceConditions(ConditionShares(((ConditionPart(APPENDED[1], self.most_appended),),), (1.0,)))
 
     @property
     def weighs(self) -> bool:
@@ -419,7 +420,7 @@ def read_condition(text: str) -> ConditionShares:
     Example:
         >>> shares = read_condition("prefix@2:0.4:0.5,none:0.6")
         >>> shares.conditions, shares.weights
-        (((Part(kind='prefix', length=2),), ()), (0.5, 1.0))
+        (((ConditionPart(kind='prefix', length=2),), ()), (0.5, 1.0))
     """
     terms = [term.strip().split(":") for term in text.split(",")]
     if len(terms) == 1 and len(terms[0]) == 1:
@@ -432,7 +433,7 @@ def read_condition(text: str) -> ConditionShares:
         raise _unreadable(text)
     names, shares, weights = zip(*named, strict=True)
     conditions = tuple(_read_parts(name, text) for name in names)
-    names_references = any(Part(REFERENCE) in parts for parts in conditions)
+    names_references = any(ConditionPart(REFERENCE) in parts for parts in conditions)
     return ConditionShares(conditions, shares, draws_references=names_references, weights=weights)
 
 
@@ -444,7 +445,7 @@ def _read_parts(name: str, text: str) -> Combination:
         matched = _PART.fullmatch(part)
         if matched is None or matched[1] not in _KINDS or (matched[2] and matched[1] not in _LONG):
             raise _unreadable(text)
-        parts.append(Part(matched[1], int(matched[2]) if matched[2] else None))
+        parts.append(ConditionPart(matched[1], int(matched[2]) if matched[2] else None))
     if len({part.kind for part in parts} & {*MODALITIES}) > 1:
         raise BucketingError(
             f"A condition has one of {quoted(MODALITIES)} at most, as one modality must be left to generate; got "

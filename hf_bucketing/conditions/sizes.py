@@ -158,15 +158,15 @@ class SizeRule:
             >>> SizeRule(area=1024**2, multiples=(32, 32)).sizes([[1, 200, 300]], [[1, 512, 512]]).tolist()
             [[1, 832, 1248]]
         """
-        own, targets = (np.asarray(sizes, np.int64).reshape(-1, 3) for sizes in (stored, samples))
-        shown = own[:, 1:]
+        files, targets = (np.asarray(sizes, np.int64).reshape(-1, 3) for sizes in (stored, samples))
+        sides = files[:, 1:]
         if not self.as_stored:
-            shown = np.maximum(1, self._multiples(own, targets)).astype(np.int64) * self.multiples
+            sides = np.maximum(1, self._multiples(files, targets)).astype(np.int64) * self.multiples
         if self.alone_pixels is not None and alone is not None:
-            padded = self._around(self._whole(own[:, 1:]))
-            shown = np.where(np.broadcast_to(alone, len(own))[:, None], padded, shown)
-        frames = np.where(own[:, 0] == 1, 1, targets[:, 0])
-        return np.concatenate([frames[:, None], shown], 1)
+            padded = self._around(self._uncropped(files[:, 1:]))
+            sides = np.where(np.broadcast_to(alone, len(files))[:, None], padded, sides)
+        frames = np.where(files[:, 0] == 1, 1, targets[:, 0])
+        return np.concatenate([frames[:, None], sides], 1)
 
     def resized(self, stored: npt.ArrayLike, sample: npt.ArrayLike, *, alone: bool = False) -> tuple[int, int]:
         """Return height and width to which a reference is resized before it is cropped or padded to [`sizes`].
@@ -181,18 +181,18 @@ class SizeRule:
             >>> rule.resized((1, 200, 300), (1, 128, 128)), rule.sizes((1, 200, 300), (1, 128, 128)).tolist()
             ((104, 156), [[1, 96, 144]])
         """
-        own, targets = (np.asarray(size, np.int64).reshape(-1, 3) for size in (stored, sample))
+        files, targets = (np.asarray(size, np.int64).reshape(-1, 3) for size in (stored, sample))
         if alone and self.alone_pixels is not None:
-            height, width = self._whole(own[:, 1:])[0].tolist()
+            height, width = self._uncropped(files[:, 1:])[0].tolist()
         elif self.cropped and not self.lie_over:
-            height, width = self._limited(own[:, 1:], targets).astype(np.int64)[0].tolist()
+            height, width = self._limited(files[:, 1:], targets).astype(np.int64)[0].tolist()
         else:
-            _, height, width = self.sizes(own, targets)[0].tolist()
+            _, height, width = self.sizes(files, targets)[0].tolist()
         return height, width
 
-    def _multiples(self, own: IntArray, targets: IntArray) -> npt.NDArray[np.float64]:
+    def _multiples(self, files: IntArray, targets: IntArray) -> npt.NDArray[np.float64]:
         """Return the multiples of height and width in which references are shown, `(k, 2)`."""
-        sides = own[:, 1:]
+        sides = files[:, 1:]
         if self.downscale_factor is not None:
             return (targets[:, 1:] // self.downscale_factor // self.multiples).astype(np.float64)
         if self.short_side is not None:
@@ -203,8 +203,8 @@ class SizeRule:
             return np.rint(np.stack([widths / ratios, widths], 1) / self.multiples)
         if self.shapes:
             shapes = np.array(sorted(self.shapes, key=lambda shape: shape[::-1]))  # the narrower one of equally near
-            whole = np.maximum(1, sides // self.multiples) * self.multiples
-            distances = np.abs((whole[:, 1] / whole[:, 0])[:, None] - shapes[:, 1] / shapes[:, 0])
+            snapped = np.maximum(1, sides // self.multiples) * self.multiples
+            distances = np.abs((snapped[:, 1] / snapped[:, 0])[:, None] - shapes[:, 1] / shapes[:, 0])
             return (shapes[distances.argmin(1)] // self.multiples).astype(np.float64)
         return self._limited(sides, targets) // self.multiples
 
@@ -213,7 +213,7 @@ class SizeRule:
         most = targets[:, 1:].prod(1) if self.max_pixels is None else self.max_pixels
         return sides * np.minimum(1.0, np.sqrt(most / sides.prod(1)))[:, None]
 
-    def _whole(self, sides: IntArray) -> IntArray:
+    def _uncropped(self, sides: IntArray) -> IntArray:
         """Return height and width of references that are kept whole, `(k, 2)`, whose surroundings fit their area.
 
         Like `Flux3ImageProcessor._resize_if_canvas_exceeds_area` (diffusers,
@@ -223,13 +223,13 @@ class SizeRule:
         scales = np.minimum(1.0, np.sqrt(self.alone_pixels / sides.prod(1)))
         scales = np.minimum(scales, _LONGEST_SIDE / sides.max(1, initial=1))
         while True:
-            whole = np.maximum(1, np.rint(sides * scales[:, None])).astype(np.int64)
-            least = (self._around(np.ones_like(whole)) == self._around(whole)).all(1)
-            excess = (self._around(whole).prod(1) > self.alone_pixels) & ~least
+            resized = np.maximum(1, np.rint(sides * scales[:, None])).astype(np.int64)
+            least = (self._around(np.ones_like(resized)) == self._around(resized)).all(1)
+            excess = (self._around(resized).prod(1) > self.alone_pixels) & ~least
             if not excess.any():
-                return whole
+                return resized
             scales[excess] *= 0.995
 
-    def _around(self, whole: IntArray) -> IntArray:
+    def _around(self, resized: IntArray) -> IntArray:
         """Return height and width of what surrounds references that are kept whole, `(k, 2)`."""
-        return np.clip(-(-whole // self.multiples) * self.multiples, self.min_side, _LONGEST_SIDE)
+        return np.clip(-(-resized // self.multiples) * self.multiples, self.min_side, _LONGEST_SIDE)

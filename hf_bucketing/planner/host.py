@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..errors import BucketingError
 from ..units import format_bytes
 from .memory import PLAN_ERROR, MemoryPlan, optimizer_bytes, verdict_on
-from .phases import Parts, Phases
+from .phases import ByteCounts, Phases
 from .settings import PlanConfig
 
 PROCESS = 530 * 2**20
@@ -26,7 +26,7 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostParts(Parts):
+class HostParts(ByteCounts):
     """Bytes that all processes of a run need together in the memory of a machine, by kind.
 
     Attributes:

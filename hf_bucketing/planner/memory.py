@@ -27,7 +27,7 @@ from ..plans.packs import strip_tokens
 from ..plans.ways import stacks
 from .components import Components, read_components
 from .encoding import encode_media, encode_texts
-from .phases import Parts, Phases
+from .phases import ByteCounts, Phases
 from .settings import PlanConfig
 from .trace import Traced, TracedStep, trace
 from .trackers import Flops, Kinds
@@ -53,7 +53,7 @@ _QUANTISED_MOMENT = 1 + 4 / 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryParts(Parts):
+class MemoryParts(ByteCounts):
     """Bytes that one process needs on its device at one time, by kind.
 
     Attributes:

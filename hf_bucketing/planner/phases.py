@@ -10,7 +10,7 @@ from ..units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ByteCounts:
     """Bytes that exist at one time: each field of a derived class is a kind of them."""
 
     @property
@@ -23,7 +23,7 @@ class Parts:
         return ", ".join(f"{kind.replace('_', ' ')} {format_bytes(count)}" for kind, count in counts.items() if count)
 
 
-P = TypeVar("P", bound=Parts)
+P = TypeVar("P", bound=ByteCounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Phases(Generic[P]):
     """Memory that is needed, phase by phase.
 
     Attributes:
-        phases (mapping of `str` to [`Parts`]): What exists at the highest moment of each phase.
+        phases (mapping of `str` to [`ByteCounts`]): What exists at the highest moment of each phase.
     """
 
     phases: Mapping[str, P]

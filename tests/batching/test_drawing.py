@@ -14,7 +14,7 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.drawing import shown_latents
+from hf_bucketing.batching.drawing import clean_latents
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.sizes import LatentSpec, Size
@@ -83,7 +83,7 @@ def test_a_sample_of_which_nothing_would_be_left_is_shown_nothing() -> None:
     shares, parts = read_condition("first_frame+last_frame"), []
     for latent_frames in (1, 2, 3):
         drawn = shares.draw(0, latent_frames=latent_frames, stride=4)
-        parts.append(shown_latents(drawn, torch.zeros(4, latent_frames, 2, 2), None, spec).flatten().tolist())
+        parts.append(clean_latents(drawn, torch.zeros(4, latent_frames, 2, 2), None, spec).flatten().tolist())
     assert parts == [[False], [False, False], [True, False, True]]
 
 
