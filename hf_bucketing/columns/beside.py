@@ -27,7 +27,7 @@ _CAPTIONS_AT_ONCE = 64
 """Captions of a stream that are read at once."""
 
 
-def captions_beside(request: SourceRequest) -> SourceRows | None:
+def sidecar_captions(request: SourceRequest) -> SourceRows | None:
     """Read images and videos at any depth, with a caption of the same stem beside each.
 
     One media file with a caption makes a folder of this layout. Missing captions are null, or those of the request.
@@ -35,7 +35,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     depth, in another folder; a missing one is null. Of references these are lists, see [`_references`].
     """
     if not request.path.is_dir():
-        if request.beside:
+        if request.wants_sidecars:
             raise MediaError(
                 f"{request.path} is not a folder, so that it has no captions or other files beside its media; name "
                 "the folder, or columns of the table."
@@ -46,7 +46,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
     others = [folder for folders in request.companions.values() for folder in folders]
     media, captions, ignored = _media_and_captions(root, extension, aside=others)
     if not media.keys() & captions.keys() and not (media and request.missing_caption is not None):
-        if request.beside:
+        if request.wants_sidecars:
             raise MediaError(
                 f"{root} holds {len(media)} media files and {len(captions)} {extension} files, but none of the same "
                 "name; correct the folder or `caption_extension`."
@@ -74,7 +74,7 @@ def captions_beside(request: SourceRequest) -> SourceRows | None:
         + missing,
         choose=f'give `caption_extension="{extension}"`',
         root=above,
-        texts=TextFiles() if request.streaming else TextFiles.beside([*captions.values()], extension=extension),
+        texts=TextFiles() if request.streaming else TextFiles.sidecars([*captions.values()], extension=extension),
     )
 
 

@@ -53,7 +53,7 @@ class TextFiles:
         return cls(files=tuple(files), newest=max(_changed(files), default=0))
 
     @classmethod
-    def beside(cls, files: Sequence[str], *, extension: str) -> TextFiles:
+    def sidecars(cls, files: Sequence[str], *, extension: str) -> TextFiles:
         """Return the value for files of this ending beside the media."""
         return cls(extension=extension, newest=max(_changed(files), default=0))
 
@@ -141,9 +141,9 @@ class SourceRequest:
             config_name=config.dataset_config_name,
             media_column=config.media_column,
             caption_column=None if config.caption_column is None else config.caption_column.split(",")[0],
-            caption_extension=config.beside.caption_extension,
-            missing_caption=config.beside.missing_caption,
-            companions=config.beside.companions,
+            caption_extension=config.sidecars.caption_extension,
+            missing_caption=config.sidecars.missing_caption,
+            companions=config.sidecars.companions,
             ignored=config.ignore_columns or (),
             streaming=streaming,
         )
@@ -167,7 +167,7 @@ class SourceRequest:
         return sorted(filter(os.path.isfile, glob.glob(self.path_or_name, recursive=True)))
 
     @property
-    def beside(self) -> bool:
+    def wants_sidecars(self) -> bool:
         """Whether the caller asked for captions or other files beside the media, by a setting of these alone."""
         return self.caption_extension is not None or self.missing_caption is not None or bool(self.companions)
 

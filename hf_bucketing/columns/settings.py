@@ -162,7 +162,7 @@ class TableConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BesideConfig:
+class SidecarConfig:
     """Files beside media.
 
     Args:
@@ -330,7 +330,7 @@ class RowsConfig:
         on_caption_error (`"raise"`, `"reject"` or `"empty"`, *optional*): Treatment of captions that are missing or
             not text: raise ends the script, reject rejects their rows, and empty trains them without a text (default:
             as `on_error`).
-        beside ([`BesideConfig`]): Captions and other files that have the names of the media.
+        sidecars ([`SidecarConfig`]): Captions and other files that have the names of the media.
         name (`str`, *optional*): Name among several sources, for counts and logs (default: from its path).
         repeats (`float`): Occurrences of each row per epoch, each with noise, crop and caption of its own: 2 trains
             each row twice, 0.5 every row in every other epoch.
@@ -371,7 +371,7 @@ class RowsConfig:
     clip_frames: int | None = setting(None, common=True)
     on_error: OnCaptionError = setting("raise", common=True)
     on_caption_error: OnCaptionError | None = None
-    beside: BesideConfig = field(default_factory=BesideConfig)
+    sidecars: SidecarConfig = field(default_factory=SidecarConfig)
     name: str | None = setting(None, flag="listed")
     repeats: float = setting(
         1.0, flag="listed", needs_rows="a stream does not know how many rows there are to repeat; give `weight`"
@@ -433,7 +433,7 @@ class RowsConfig:
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
         columns[REFERENCE] = None if self.reference_column is None else ",".join(self.reference_column)
         named: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
-        return {**{name: name for name in self.beside.companions}, **named}
+        return {**{name: name for name in self.sidecars.companions}, **named}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..errors import MediaError
 from ..media.remote import is_url
-from .beside import captions_beside, files_below, files_in, read_bytes, text_column
+from .beside import files_below, files_in, read_bytes, sidecar_captions, text_column
 from .layouts import (
     CAPTION_COLUMNS,
     MEDIA_COLUMNS,
@@ -114,7 +114,7 @@ def tars(request: SourceRequest) -> SourceRows | None:
 def listed_folder(request: SourceRequest) -> SourceRows | None:
     """Read a folder's table: `metadata.csv` or its like, FastVideo's json, or the only table that names its files."""
     folder = request.path
-    if not folder.is_dir() or request.beside:
+    if not folder.is_dir() or request.wants_sidecars:
         return None
     tables = [name for name in files_in(folder) if Path(name).suffix.lower() in TABLES]
     metadata = [name for name in tables if Path(name).stem in ("metadata", Path(_FASTVIDEO).stem)]
@@ -127,7 +127,7 @@ def listed_folder(request: SourceRequest) -> SourceRows | None:
 def lines_folder(request: SourceRequest) -> SourceRows | None:
     """Read a folder with a file of paths and a file of captions, one per line, such as `videos.txt`, `prompts.txt`."""
     folder = request.path
-    if not folder.is_dir() or request.beside:
+    if not folder.is_dir() or request.wants_sidecars:
         return None
     media = [name for name in _MEDIA_LINES if (folder / name).is_file()]
     captions = [name for name in _CAPTION_LINES if (folder / name).is_file()]
@@ -151,7 +151,7 @@ def _only(folder: Path, names: Sequence[str]) -> Path:
 def mapped_folder(request: SourceRequest) -> SourceRows | None:
     """Read a folder whose `captions.json` maps the name of each file to its captions, as in diffusion-pipe."""
     path = request.path / _MAPPING
-    return _read_mapping(path, request) if path.is_file() and not request.beside else None
+    return _read_mapping(path, request) if path.is_file() and not request.wants_sidecars else None
 
 
 def _read_mapping(path: Path, request: SourceRequest) -> SourceRows | None:
@@ -279,5 +279,5 @@ def _is_media(path: str) -> bool:
     return os.path.splitext(path)[1].lower() in MEDIA_FILES
 
 
-LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, captions_beside)
+LAYOUTS: tuple[Layout, ...] = (named_file, tars, listed_folder, mapped_folder, lines_folder, sidecar_captions)
 """Layouts that are recognised; everything else is left to `datasets.load_dataset`."""

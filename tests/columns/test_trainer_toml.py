@@ -299,13 +299,13 @@ def test_folders_of_sd_scripts_have_their_repeats_and_words(folder: Path) -> Non
     said: list[str] = []
     common = {"bucket_tokens": [60], "bucket_frames": [1, 9]}
     sources = make_sources(common, [{"dataset": str(folder / "train")}], say=said.append)
-    assert [(source.repeats, source.beside.missing_caption) for source in sources] == [(10, "a red fox"), (3, "sea")]
+    assert [(source.repeats, source.sidecars.missing_caption) for source in sources] == [(10, "a red fox"), (3, "sea")]
     assert "10_a red fox, 3_sea: repeats" in said[0]
     rows = [
         load_source(
             source.dataset,
-            caption_extension=source.beside.caption_extension,
-            missing_caption=source.beside.missing_caption,
+            caption_extension=source.sidecars.caption_extension,
+            missing_caption=source.sidecars.missing_caption,
         ).dataset["caption"][:]
         for source in sources
     ]
