@@ -146,7 +146,7 @@ def files_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def columns_read_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def column_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Record how columns of data sets are read; fail if one is read row by row, which takes seconds per million."""
     from datasets.arrow_dataset import Column
 

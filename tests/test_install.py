@@ -57,7 +57,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def beside(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def editable_install(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python with an editable install of the clone and all other packages of the running one."""
 
     def make(folder: Path) -> None:
@@ -181,27 +181,38 @@ def newest_python() -> Path:
     return found[max(found)]
 
 
-def test_beside_the_clone_the_package_is_imported_and_not_the_folder(clone: Path, beside: Path) -> None:
+def test_beside_the_clone_the_package_is_imported_and_not_the_folder(clone: Path, editable_install: Path) -> None:
     code = "import hf_bucketing; from hf_bucketing import LatentSpec; print(hf_bucketing.__file__)"
     for cwd in (clone.parent, clone, clone.parent.parent):
-        imported = run([beside, "-c", code], cwd=cwd, env=ALONE).stdout.strip()
+        imported = run([editable_install, "-c", code], cwd=cwd, env=ALONE).stdout.strip()
         assert imported == str(clone / "hf_bucketing" / "__init__.py")
 
 
-def test_new_files_of_the_clone_need_no_new_install(clone: Path, beside: Path) -> None:
+def test_new_files_of_the_clone_need_no_new_install(clone: Path, editable_install: Path) -> None:
     added = clone / "hf_bucketing" / "added.py"
     added.write_text("number = 7")
     code = "import hf_bucketing.added as added; print(added.number)"
-    assert run([beside, "-c", code], cwd=clone.parent, env=ALONE).stdout == "7\n"
+    assert run([editable_install, "-c", code], cwd=clone.parent, env=ALONE).stdout == "7\n"
     added.unlink()
 
 
-def test_type_checkers_see_the_types_of_an_editable_install(clone: Path, beside: Path, tmp_path: Path) -> None:
+def test_type_checkers_see_the_types_of_an_editable_install(
+    clone: Path, editable_install: Path, tmp_path: Path
+) -> None:
     (clone.parent / "own.py").write_text("from hf_bucketing import LatentSpec\nreveal_type(LatentSpec.num_tokens)\n")
     (clone.parent / "own.ini").write_text(
         "[mypy]\nfollow_imports = skip\n[mypy-hf_bucketing.*]\nfollow_imports = silent\n"
     )
-    command = [sys.executable, "-m", "mypy", "--python-executable", beside, "--cache-dir", tmp_path, "own.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        editable_install,
+        "--cache-dir",
+        tmp_path,
+        "own.py",
+    ]
     result = run([*command, "--config-file", "own.ini"], cwd=clone.parent, env=ALONE, check=False)
     assert result.returncode == 0, result.stdout
     assert re.search(r'Revealed type is "def \(.*\) -> .*int', result.stdout), result.stdout

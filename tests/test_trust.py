@@ -88,7 +88,7 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
+def fresh_state() -> Iterator[None]:
     """Other tests do not start inside a window of accumulation."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -135,7 +135,7 @@ def test_no_file_of_a_checkpoint_can_run_code(checkpoint: Path, tmp_path: Path, 
         assert not target.exists(), f"{name} was unpickled"
 
 
-def read_whole(folder: Path) -> None:
+def read_rows_and_lock(folder: Path) -> None:
     """Read the rows of a prepared folder and their lock."""
     list(PreparedDataset.load(folder).dataset)
     read_lock(folder)
@@ -156,7 +156,7 @@ def test_no_file_of_a_prepared_folder_a_cache_or_a_table_can_run_code(tmp_path: 
         shutil.copytree(tmp_path / "data", tmp_path / name)
         plant(tmp_path / name / name, target, kind=kind)
         with pytest.raises((OSError, ArrowInvalid, BucketingError) if name.endswith(".arrow") else UnicodeDecodeError):
-            read_whole(tmp_path / name)
+            read_rows_and_lock(tmp_path / name)
         assert not target.exists(), f"{name} was unpickled"
     cache = TensorCache(tmp_path / "cache")
     cache.write("abcd", {"latents": torch.zeros(2)}, about={})

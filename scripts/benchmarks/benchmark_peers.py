@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 
     name: str
     rule: Any
-    own: Callable[[Sizes], Taken]
+    trainer_views: Callable[[Sizes], Taken]
     processes: int = 1
 
 
@@ -107,7 +107,7 @@ def rows_of(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
 def novelai(folder: Path) -> Iterator[Setting]:
     manager = import_from(folder, "bucketmanager", absent=()).BucketManager
 
-    def own(sizes: Sizes, num_processes: int = PROCESSES) -> Taken:
+    def trainer_views(sizes: Sizes, num_processes: int = PROCESSES) -> Taken:
         images = {row: (width, height) for row, frames, height, width in rows_of(sizes) if frames == 1}
         with tempfile.NamedTemporaryFile() as file:
             file.write(pickle.dumps(images))
@@ -120,7 +120,7 @@ def novelai(folder: Path) -> Iterator[Setting]:
         cells = [(row, 1, *buckets[bucket][::-1]) for bucket, rows in ranks[0].buckets.items() for row in rows]
         return Taken(cells, sum(rank.batch_total for rank in ranks))
 
-    yield Setting("its 19 buckets", NovelAI(), own, PROCESSES)
+    yield Setting("its 19 buckets", NovelAI(), trainer_views, PROCESSES)
 
 
 def musubi_tuner(folder: Path) -> Iterator[Setting]:
@@ -179,7 +179,7 @@ def musubi_tuner(folder: Path) -> Iterator[Setting]:
     module.np, module.time = stacked, SimpleNamespace(sleep=lambda seconds: None)
     module.resize_image_to_bucket = lambda frame, bucket: blank(bucket)
 
-    def own(settings: Folder, sizes: Sizes) -> Taken:
+    def trainer_views(settings: Folder, sizes: Sizes) -> Taken:
         selector = module.BucketSelector(settings.resolution, settings.enable_bucket, settings.bucket_no_upscale, wan)
         cells = [*clips_of(sizes, settings)]
         for row, frames, height, width in rows_of(sizes):
@@ -203,7 +203,7 @@ def musubi_tuner(folder: Path) -> Iterator[Setting]:
         ),
         "full": Folder(resolution=(1280, 720), frame_extraction="full"),
     }.items():  # fmt: skip
-        yield Setting(name, MusubiTuner(images=settings, videos=settings), functools.partial(own, settings))
+        yield Setting(name, MusubiTuner(images=settings, videos=settings), functools.partial(trainer_views, settings))
 
 
 def diffusion_pipe(folder: Path) -> Iterator[Setting]:
@@ -227,7 +227,7 @@ def diffusion_pipe(folder: Path) -> Iterator[Setting]:
         ratios.cache_latents(None)
         return [(*part.size_bucket, align(int(bucket[1])), *part.size_bucket[2:0:-1]) for part in ratios.size_buckets]
 
-    def own(keys: dict[str, Any], sizes: Sizes) -> Taken:
+    def trainer_views(keys: dict[str, Any], sizes: Sizes) -> Taken:
         with tempfile.TemporaryDirectory() as media:
             config = {**keys, "path": media}
             directory = dataset.DirectoryDataset(config, keys, "model", framerate=16, skip_dataset_validation=True)
@@ -266,7 +266,7 @@ def diffusion_pipe(folder: Path) -> Iterator[Setting]:
         "size_buckets": {"size_buckets": buckets},
     }.items():
         rule = DiffusionPipe.read([keys], table, spec)
-        yield Setting(name, rule, functools.partial(own, keys), PROCESSES)
+        yield Setting(name, rule, functools.partial(trainer_views, keys), PROCESSES)
 
 
 def ai_toolkit(folder: Path) -> Iterator[Setting]:
@@ -280,7 +280,7 @@ def ai_toolkit(folder: Path) -> Iterator[Setting]:
     class Files(mixins.BucketsMixin):  # type: ignore[misc, name-defined]
         epoch_num, batch_size, is_audio_model, is_video, dataset_path = 0, BATCH_SIZE, False, True, ""
 
-    def own(rule: AIToolkit, sizes: Sizes) -> Taken:
+    def trainer_views(rule: AIToolkit, sizes: Sizes) -> Taken:
         files = Files()
         config = files.dataset_config = SimpleNamespace(
             resolution=rule.resolution, bucket_tolerance=rule.step, scale=1.0, square_crop=False, random_crop=False
@@ -303,7 +303,7 @@ def ai_toolkit(folder: Path) -> Iterator[Setting]:
 
     for resolution, step in ((512, 16), (1024, 32)):
         rule = AIToolkit(resolution=resolution, num_frames=33, step=step)
-        yield Setting(f"{resolution} pixels, steps of {step}", rule, functools.partial(own, rule))
+        yield Setting(f"{resolution} pixels, steps of {step}", rule, functools.partial(trainer_views, rule))
 
 
 def ltx_trainer(folder: Path) -> Iterator[Setting]:
@@ -318,7 +318,7 @@ def ltx_trainer(folder: Path) -> Iterator[Setting]:
 
     module.resize, module.crop = resize, lambda tensor, **_: tensor
 
-    def own(rule: LTXTrainer, sizes: Sizes) -> Taken:
+    def trainer_views(rule: LTXTrainer, sizes: Sizes) -> Taken:
         dataset = module.MediaDataset.__new__(module.MediaDataset)
         dataset.resolution_buckets, dataset.reshape_mode = [tuple(size) for size in rule.buckets], "center"
         least, cells = min(size.frames for size in rule.buckets), []
@@ -333,7 +333,7 @@ def ltx_trainer(folder: Path) -> Iterator[Setting]:
     sides = ((1, 544, 960), (49, 544, 960), (49, 512, 512), (25, 960, 544), (1, 512, 512))
     for name, buckets in {"images and videos": sides, "videos": sides[1:4]}.items():
         rule = LTXTrainer(buckets=tuple(Size(*size) for size in buckets))
-        yield Setting(name, rule, functools.partial(own, rule))
+        yield Setting(name, rule, functools.partial(trainer_views, rule))
 
 
 TRAINERS = {
@@ -354,22 +354,22 @@ def random_rows(count: int, *, seed: int) -> Sizes:
 
 def compare(setting: Setting, sizes: Sizes) -> dict[str, Any]:
     """Return the samples and batches of the trainer's code, and how many samples it and the rule do not share."""
-    own, views = setting.own(sizes), setting.rule.views(sizes).views
-    length = max(map(len, own.cells), default=4)
+    trainer_views, views = setting.trainer_views(sizes), setting.rule.views(sizes).views
+    length = max(map(len, trainer_views.cells), default=4)
     columns = (views.rows, *views.sizes, views.resized_heights, views.resized_widths)[:length]
     repeated = np.repeat(np.stack(columns, 1).astype(np.int64), views.clips, axis=0)
-    here, there = Counter(map(tuple, repeated.tolist())), Counter(own.cells)
+    here, there = Counter(map(tuple, repeated.tolist())), Counter(trainer_views.cells)
     _, bucket = np.unique(views.buckets, return_inverse=True)
     counts = np.bincount(bucket, views.clips).astype(np.int64)
     batches = setting.rule.batches(counts, batch_size=BATCH_SIZE, num_processes=setting.processes).number
     differing = itertools.chain((here - there).elements(), (there - here).elements())
     return {
         "settings": setting.name,
-        "samples": len(own.cells),
+        "samples": len(trainer_views.cells),
         "samples that differ": sum(1 for _ in differing),
         "sides before the crop": length > 4,
-        "batches": own.batches,
-        "batches here": None if own.batches is None else batches,
+        "batches": trainer_views.batches,
+        "batches here": None if trainer_views.batches is None else batches,
     }
 
 

@@ -166,7 +166,7 @@ def test_a_cache_in_an_object_store_is_the_same_and_is_asked_for_several_entries
 
 
 def test_a_prepared_folder_remembers_its_cache_and_may_move_with_it(
-    prepared, pipeline_dir, tmp_path: Path, columns_read_whole
+    prepared, pipeline_dir, tmp_path: Path, column_reads
 ) -> None:
     keyed = cached(first(prepared, 1), load_recipe(pipeline_dir), tmp_path / "here" / "cache", views=RANDOM, seed=2)
     keyed.save(tmp_path / "here" / "cached")

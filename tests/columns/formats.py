@@ -61,14 +61,14 @@ def write_media(folder: Path, *files: str) -> None:
             write_video(path, pixels, fps=8)
 
 
-def captions_beside(folder: Path, extension: str = ".txt") -> None:
+def write_captioned_media(folder: Path, extension: str = ".txt") -> None:
     for file in ("a.mp4", "deep/b.mp4", "deep/er/c.png"):
         write_media(folder, file)
         (folder / file).with_suffix(extension).write_text(TEXTS[Path(file).name] + "\n", encoding="utf-8")
 
 
 def with_caption_extension(folder: Path) -> None:
-    captions_beside(folder, ".caption")
+    write_captioned_media(folder, ".caption")
 
 
 def json_rows(name: str, media: str, caption: str, inner: str = "", **more: object) -> Callable[[Path], None]:
@@ -217,7 +217,7 @@ def reference_rows(name: str, media: str, *columns: str) -> Callable[[Path], Non
 
 
 def references_in_folders(folder: Path) -> None:
-    captions_beside(folder / "clips")
+    write_captioned_media(folder / "clips")
     write_media(folder / "before", "a.mp4", "deep/b.mp4")
     for number in range(2):
         write_media(folder / "style" / "deep" / "er", "c.png")
@@ -229,7 +229,7 @@ FORMATS: dict[str, Format] = {
     "captions beside": Format(
         title="`clip.mp4` and `clip.txt`, images too, at any depth",
         who="musubi-tuner, diffusion-pipe, SimpleTuner, ai-toolkit, OneTrainer, finetrainers, sd-scripts",
-        write=captions_beside,
+        write=write_captioned_media,
         files=BESIDE,
     ),
     "captions of other endings": Format(

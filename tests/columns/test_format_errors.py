@@ -20,7 +20,6 @@ from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from tests.columns.formats import (
     TEXTS,
-    captions_beside,
     captions_json,
     csv_rows,
     fast_video,
@@ -30,6 +29,7 @@ from tests.columns.formats import (
     nested_parquet,
     tar_with_json,
     tar_with_txt,
+    write_captioned_media,
     write_media,
 )
 from tests.media.http_server import serving
@@ -47,7 +47,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_layouts_that_could_be_meant_are_both_named_until_one_is_given(tmp_path: Path) -> None:
-    captions_beside(tmp_path)
+    write_captioned_media(tmp_path)
     json_rows("metadata.jsonl", "file_name", "caption")(tmp_path)
     with pytest.raises(MediaError, match=r"2 ways.*metadata\.jsonl.*\.txt captions beside") as raised:
         load_source(str(tmp_path))
@@ -58,7 +58,7 @@ def test_two_layouts_that_could_be_meant_are_both_named_until_one_is_given(tmp_p
 
 
 def test_a_table_without_captions_leaves_them_to_the_files_beside_the_media(tmp_path: Path) -> None:
-    captions_beside(tmp_path)
+    write_captioned_media(tmp_path)
     (tmp_path / "metadata.csv").write_text("file_name,score\na.mp4,1\n")
     loaded = load_source(str(tmp_path))
     assert captions(loaded) == [TEXTS[name] for name in ("a.mp4", "b.mp4", "c.png")]
@@ -213,7 +213,7 @@ def test_a_json_that_maps_files_to_captions(tmp_path: Path) -> None:
 
 
 def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path) -> None:
-    captions_beside(tmp_path / "clips")
+    write_captioned_media(tmp_path / "clips")
     write_media(tmp_path / "clips" / "depth" / "deep", "b.mp4")
     write_media(tmp_path / "masks", "a.mp4")
     (tmp_path / "masks" / "a.mp4").rename(tmp_path / "masks" / "a.mov")
@@ -236,7 +236,7 @@ def test_files_of_the_same_stems_in_other_folders_become_columns(tmp_path: Path)
 
 
 def test_references_have_the_stem_of_their_sample_and_maybe_a_number(tmp_path: Path) -> None:
-    captions_beside(tmp_path / "clips")
+    write_captioned_media(tmp_path / "clips")
     first, second = tmp_path / "first", tmp_path / "second"
     write_media(first / "deep", "b.mp4")
     for name in ("a_10.png", "a_2.png", "deep/b_0001.png", "deep/b_x.png", "c_0.png"):
@@ -286,7 +286,7 @@ def test_captions_beside_media_that_are_asked_for_and_not_there_are_an_error(tmp
 
 def test_a_folder_of_tars_beside_media_is_not_a_webdataset(tmp_path: Path) -> None:
     folder_of_tars(tmp_path)
-    captions_beside(tmp_path)
+    write_captioned_media(tmp_path)
     assert ".txt captions beside" in load_source(str(tmp_path)).layout
 
 

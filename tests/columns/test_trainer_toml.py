@@ -13,7 +13,7 @@ from hf_bucketing.columns.settings import SourceConfig
 from hf_bucketing.columns.source_lists import make_sources
 from hf_bucketing.columns.trainer_toml import load_repeats
 from hf_bucketing.settings import build, names_of
-from tests.columns.formats import TEXTS, captions_beside, json_rows, write_media
+from tests.columns.formats import TEXTS, json_rows, write_captioned_media, write_media
 
 OF_OTHERS = {"repeats", "caption_template", "clips", "control_column", "mask_column"}
 """Settings of several sources, captions, clips and conditions, which those parts add to `SourceConfig`."""
@@ -22,7 +22,7 @@ OF_OTHERS = {"repeats", "caption_template", "clips", "control_column", "mask_col
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of captions beside media, their control videos, and a jsonl; the working directory is another one."""
-    captions_beside(tmp_path / "clips")
+    write_captioned_media(tmp_path / "clips")
     write_media(tmp_path / "depth", "a.mp4")
     json_rows("list.jsonl", "video_path", "caption", control_path="depth/a.mp4")(tmp_path)
     (tmp_path / "elsewhere").mkdir()
@@ -246,11 +246,11 @@ def test_diffusion_pipe(folder: Path) -> None:
 
 
 def test_paths_begin_at_the_file_or_at_the_working_directory(folder: Path) -> None:
-    captions_beside(folder / "elsewhere" / "here")
+    write_captioned_media(folder / "elsewhere" / "here")
     text = "[[directory]]\npath = '{}'\n"
     assert read(folder, text.format("here"))[0] == [{"dataset": str(folder / "elsewhere" / "here")}]
     assert read(folder, text.format(folder / "clips"))[0] == [{"dataset": str(folder / "clips")}]
-    captions_beside(folder / "elsewhere" / "clips")
+    write_captioned_media(folder / "elsewhere" / "clips")
     with pytest.raises(MediaError, match=rf"source 1 of .*: {folder}/clips and .*/elsewhere/clips are both there"):
         read(folder, text.format("clips"))
     with pytest.raises(MediaError, match=r"/none and .*/elsewhere/none do not exist"):

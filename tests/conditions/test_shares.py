@@ -13,7 +13,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.conditions.shares import FRAMES, ConditionShares, read_condition, read_conditions
 
 
-def latents_shown(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:
+def drawn_latents(text: str, *key: int, latent_frames: int, stride: int = 4) -> list[int]:
     drawn = read_condition(text).draw(*key, latent_frames=latent_frames, stride=stride)
     return np.flatnonzero(drawn.frames[::stride]).tolist()
 
@@ -34,7 +34,7 @@ def test_conditions_show_frames_at_their_places() -> None:
 
 def test_lengths_and_keyframes_are_drawn_so_that_some_frame_is_left() -> None:
     prefixes, keyframes = (
-        Counter(tuple(latents_shown(kind, index, latent_frames=4)) for index in range(600))
+        Counter(tuple(drawn_latents(kind, index, latent_frames=4)) for index in range(600))
         for kind in ("prefix", "keyframes")
     )
     assert prefixes.keys() == {(0,), (0, 1), (0, 1, 2)}
@@ -60,13 +60,13 @@ def test_a_clip_is_shown_some_frames_but_not_all_and_an_image_none(kind, latent_
 
 def test_shares_are_those_of_the_setting_and_a_draw_depends_on_its_key_alone() -> None:
     text = "first_frame:0.3,suffix@1:0.2,none:0.5"
-    drawn = Counter(tuple(latents_shown(text, 7, 1, index, latent_frames=3)) for index in range(4000))
+    drawn = Counter(tuple(drawn_latents(text, 7, 1, index, latent_frames=3)) for index in range(4000))
     shares = {places: count / 4000 for places, count in drawn.items()}
     assert shares == pytest.approx({(0,): 0.3, (2,): 0.2, (): 0.5}, abs=0.03)
     keys = [(7, 1, index) for index in range(32)]
-    alone = [latents_shown(text, *key, latent_frames=3) for key in reversed(keys)]
-    assert [latents_shown(text, *key, latent_frames=3) for key in keys] == alone[::-1]
-    assert alone[::-1] != [latents_shown(text, 7, 2, index, latent_frames=3) for index in range(32)], "another epoch"
+    alone = [drawn_latents(text, *key, latent_frames=3) for key in reversed(keys)]
+    assert [drawn_latents(text, *key, latent_frames=3) for key in keys] == alone[::-1]
+    assert alone[::-1] != [drawn_latents(text, 7, 2, index, latent_frames=3) for index in range(32)], "another epoch"
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,7 @@ def names(given: Given) -> dict[str, Any]:
     }
 
 
-def given_of_packing(names: dict[str, Any]) -> dict[str, str]:
+def add_packing_names(names: dict[str, Any]) -> dict[str, str]:
     """Add what the example of packs leaves behind; return the arguments of its calls, for which `…` stands."""
     names["fresh"] = copy.deepcopy(names["transformer"])
     packing = hf_bucketing.enable_packing(names["transformer"].train(), strip_length=4)
@@ -394,7 +394,7 @@ def given_of_packing(names: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize(("page", "heading"), TABLES)
 def test_every_cell_of_the_tables_runs(page: str, heading: str, names: dict[str, Any]) -> None:
-    cells = Cells(names, given_of_packing(names) if page.endswith("packing.md") else None)
+    cells = Cells(names, add_packing_names(names) if page.endswith("packing.md") else None)
     whole = names["ds"]
     for row in PAGES[page].table(heading):
         for code in spans(row):

@@ -12,7 +12,7 @@ import yaml
 from hf_bucketing.columns import load_toml
 from hf_bucketing.columns.toml_tables import read_tables
 from hf_bucketing.columns.trainer_toml import KEYS_READ, KEYS_WITHOUT_EFFECT
-from tests.columns.formats import captions_beside, json_rows
+from tests.columns.formats import json_rows, write_captioned_media
 from tests.docs.pages import PAGES, spans
 
 PAGE = PAGES["docs/coming-from.md"]
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with folders and tables that the page names."""
     monkeypatch.chdir(tmp_path)
     for name in ("clips", "depth"):
-        captions_beside(tmp_path / name)
+        write_captioned_media(tmp_path / name)
     for column in ("image", "video"):
         json_rows(f"{column}s.jsonl", f"{column}_path", "caption")(tmp_path)
     return tmp_path

@@ -285,7 +285,7 @@ def test_settings_that_cannot_work_are_errors(images: Dataset, tmp_path: Path) -
         collate([images[17]])
 
 
-class WholeColumn:
+class FakeColumn:
     """A column that is slow to read row by row, as a `Column` of datasets is."""
 
     def __getitem__(self, rows: slice) -> list[int]:
@@ -293,15 +293,15 @@ class WholeColumn:
         return [4, 7, 7]
 
 
-class WholeColumns:
+class FakeColumns:
     column_names = (ROW, "bucket_id")
 
-    def __getitem__(self, name: str) -> WholeColumn:
-        return WholeColumn()
+    def __getitem__(self, name: str) -> FakeColumn:
+        return FakeColumn()
 
 
 def test_replacements_read_a_column_at_once(tmp_path: Path) -> None:
-    assert Replacements(WholeColumns(), log=tmp_path / "log").column("bucket_id").tolist() == [4, 7, 7]
+    assert Replacements(FakeColumns(), log=tmp_path / "log").column("bucket_id").tolist() == [4, 7, 7]
 
 
 @pytest.mark.slow

@@ -266,14 +266,14 @@ def test_the_sampler_itself_refuses_a_loader_that_would_lose_rows() -> None:
     ),
     lambda rows: LengthBatchSampler(rows["tokens"], batch_size=4, num_processes=1),
 ], ids=["bucket", "pack", "length"])  # fmt: skip
-def test_samplers_read_columns_of_a_data_set_as_a_whole(make, columns_read_whole) -> None:
+def test_samplers_read_columns_of_a_data_set_as_a_whole(make, column_reads) -> None:
     rows = Dataset.from_dict({"ids": IDS, "tokens": TOKENS, "text": [1] * len(IDS), "weights": [1.0] * len(IDS)})
     plan = make(rows).plan(0)
     assert plan.summary(num_tokens=rows["tokens"], costs=rows["weights"])["kept"]
-    assert columns_read_whole
+    assert column_reads
 
 
-def test_tables_and_random_sizes_read_columns_of_a_data_set_as_a_whole(columns_read_whole) -> None:
+def test_tables_and_random_sizes_read_columns_of_a_data_set_as_a_whole(column_reads) -> None:
     sizes = {"num_frames": [1, 9], "height": [64, 64], "width": [128, 64]}
     rows = Dataset.from_dict({**sizes, "index": [0, 1], "bucket_id": [1, 2], "rejection": ["", "aspect"]})
     for table in (TABLE, open_table(WAN)):
@@ -283,7 +283,7 @@ def test_tables_and_random_sizes_read_columns_of_a_data_set_as_a_whole(columns_r
     assert count_rejections(rows["rejection"]) == {"aspect": 1}
     counter = RandomResize(spec=WAN).token_counter(**{name: rows[name] for name in (*sizes, "index")})
     assert counter(0).min() > 0
-    assert len(columns_read_whole) == 12
+    assert len(column_reads) == 12
 
 
 def test_rows_in_another_order_than_the_sampler_was_made_from_are_refused() -> None:

@@ -66,7 +66,7 @@ def bars(
     return MediaSource.from_cell(str(path))
 
 
-def shown(clip: MediaSource, count: int = len(BARS)) -> np.ndarray:
+def bar_colours(clip: MediaSource, count: int = len(BARS)) -> np.ndarray:
     """Return the colour in the middle of each bar, `(count, 3)`."""
     (frame,) = iter_frames(clip, [0.0], video_decoder="pyav")
     return frame[frame.shape[0] // 2, frame.shape[1] // (2 * count) :: frame.shape[1] // count].astype(int)
@@ -91,7 +91,7 @@ HD, PORTRAIT = (720, 1280), (640, 64)
 ])  # fmt: skip
 def test_known_colours_come_out_by_tags_and_without_by_size(tmp_path: Path, matrix, settings, rules) -> None:
     clip = bars(tmp_path / "bars.mkv", matrix, **settings)
-    assert np.abs(shown(clip) - BARS).max() <= 1
+    assert np.abs(bar_colours(clip) - BARS).max() <= 1
     assert decoding_rules(clip) == rules
 
 
@@ -117,14 +117,14 @@ def test_hdr_becomes_sdr_with_white_and_colours_where_they_are_seen(tmp_path: Pa
     tags = {"colorspace": 9, "color_range": 1, "color_trc": transfer, "color_primaries": 9}
     clip = bars(tmp_path / "hdr.mkv", "bt2020", colours=signal, pixels="yuv420p10le", codec="ffv1", **tags)
     assert decoding_rules(clip) == ["mapped to SDR"]
-    found = shown(clip)
+    found = bar_colours(clip)
     assert np.abs(found[0] - 231).max() <= 2
     assert found[1].min() >= 253
     assert found[2].max() <= 1
     dim = 255 * (bright[3:] / 203) ** (1 / 2.4)
     assert np.abs(found[3:] - dim).max() <= 8, "light below the knee keeps its colours"
     assert np.abs(found[3] - dim[0]).max() <= 2
-    again = shown(clip)
+    again = bar_colours(clip)
     assert np.array_equal(found, again)
 
 
@@ -133,13 +133,13 @@ def test_bt2020_without_hdr_keeps_its_light_in_the_primaries_of_bt709(tmp_path: 
     wide = (light @ BT709_TO_BT2020.T) ** (1 / 2.4)
     tags = {"colorspace": 9, "color_range": 1, "color_trc": 14, "color_primaries": 9}
     clip = bars(tmp_path / "wide.mkv", "bt2020", colours=wide, pixels="yuv420p10le", codec="ffv1", **tags)
-    assert np.abs(shown(clip, len(light)) - 255 * light ** (1 / 2.4)).max() <= 2
+    assert np.abs(bar_colours(clip, len(light)) - 255 * light ** (1 / 2.4)).max() <= 2
     assert decoding_rules(clip) == ["mapped to SDR"]
 
 
 def test_rgb_made_with_the_matrix_of_bt601_is_corrected(tmp_path: Path) -> None:
     clip = bars(tmp_path / "small.mkv", "bt709")  # small and without tags, so that it is taken for BT.601
-    wrong = shown(clip).astype(np.uint8)
+    wrong = bar_colours(clip).astype(np.uint8)
     saturated = [2, 3, 4]  # BT.601 clips them
     assert np.abs(np.delete(wrong - BARS, saturated, 0)).max() > 4
     corrected = corrected_to_bt709(wrong[None])[0]

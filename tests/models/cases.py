@@ -302,7 +302,7 @@ def packed_outputs(model, samples: Samples, *, strip_length: int = 4, **options)
 
 
 @torch.no_grad()
-def outputs_beside_nan(
+def outputs_with_nan(
     case: FamilyCase, name: str, victims: Sequence[int]
 ) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
     """Yield each victim with the outputs of a pack, and those where its conditioning of that name is NaN."""

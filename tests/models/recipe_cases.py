@@ -118,7 +118,7 @@ IMAGES = ((1, 32, 48), (1, 32, 32), (1, 48, 32))
 """Sizes of samples for pipelines that make images."""
 
 
-def draw_shown(
+def draw_conditions(
     names: Sequence[str],
     size: Sequence[int],
     generator: torch.Generator,

@@ -124,7 +124,7 @@ class RecordedCalls:
         self.channels = self.model.config.in_visual_dim
         self.frames = [(request.size.frames + 3) // 4 for request in requests]
 
-    def own_outputs(self) -> list[torch.Tensor]:
+    def sample_outputs(self) -> list[torch.Tensor]:
         """Return what the model predicts of the video of each sample, without its picture, then of its sound."""
         outputs = [self.model(**{**call, "return_dict": False}) for call in self.calls]
         videos = [video[0, :frames] for (video, *_), frames in zip(outputs, self.frames, strict=True)]
@@ -179,7 +179,7 @@ def in_float64(value: Any) -> Any:
 
 def test_a_pack_with_sound_is_what_the_pipelines_calls_of_the_model_give(tiny_folder: Callable[[str], Path]) -> None:
     recorded = RecordedCalls(tiny_folder("kandinsky6"), SOUNDS, sound=True)
-    expected = recorded.own_outputs()
+    expected = recorded.sample_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
     *outputs, again, silence = recorded.packed(silent=True)
     assert largest_difference(expected, outputs) <= 1e-11
@@ -199,7 +199,7 @@ def test_a_pack_with_pictures_is_what_the_pipelines_calls_of_the_model_give(
     recorded = RecordedCalls(tiny_folder("kandinsky6"), PICTURES, sound=sound)
     assert [len(shown) for shown in recorded.pictures()] == [1, 0, 0, 1]
     assert ["visual_token_type_ids" in call for call in recorded.calls] == [True, False, False, True]
-    expected = recorded.own_outputs()
+    expected = recorded.sample_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
     outputs = recorded.packed()
     assert largest_difference(expected, outputs) <= 1e-11
@@ -211,7 +211,7 @@ def test_a_pack_with_pictures_is_what_the_pipelines_calls_of_the_model_give(
 @pytest.mark.parametrize("sound", [False, True], ids=["silent", "with sound"])
 def test_a_stack_is_called_as_the_pipeline_calls_the_model(sound: bool, tiny_folder: Callable[[str], Path]) -> None:
     recorded = RecordedCalls(tiny_folder("kandinsky6"), PICTURES, sound=sound)
-    model, expected = recorded.model, recorded.own_outputs()
+    model, expected = recorded.model, recorded.sample_outputs()
     for call, frames, shown in zip(recorded.calls, recorded.frames, recorded.pictures(), strict=True):
         grid, audio = call["hidden_states"].movedim(-1, 1)[:, :, :frames], None
         if sound:

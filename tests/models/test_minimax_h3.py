@@ -199,7 +199,7 @@ class RecordedCalls:
             for rows, one in zip(self.shown, ones, strict=True)
         ]
 
-    def own_outputs(self) -> list[torch.Tensor]:
+    def sample_outputs(self) -> list[torch.Tensor]:
         """Return what the model predicts of the video and of the audio that each sample generates."""
         outputs = [self.model(**call, return_dict=False) for call in self.calls]
         pairs = zip(outputs, self.shown, strict=True)
@@ -228,7 +228,7 @@ class RecordedCalls:
 
 def test_a_pack_with_sound_is_what_the_pipelines_calls_of_the_model_give(tiny_folder: Callable[[str], Path]) -> None:
     recorded = RecordedCalls(tiny_folder("minimax-h3"), SOUNDS)
-    expected = recorded.own_outputs()
+    expected = recorded.sample_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
     videos, sounds = recorded.packed(silent=True)
     outputs = [videos[0], sounds[0], videos[1], sounds[1]]
@@ -256,7 +256,7 @@ def test_a_pack_with_first_and_last_frames_is_what_the_pipelines_calls_of_the_mo
     tiny_folder: Callable[[str], Path],
 ) -> None:
     recorded = RecordedCalls(tiny_folder("minimax-h3"), KEYFRAMES)
-    expected = recorded.own_outputs()
+    expected = recorded.sample_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
     conditioning = keyframe_conditioning(recorded)
     videos, sounds = recorded.packed(references=recorded.keyframes(), conditioning=conditioning)
@@ -275,7 +275,7 @@ def test_a_sample_alone_with_first_and_last_frames_is_what_the_pipelines_call_gi
     tiny_folder: Callable[[str], Path],
 ) -> None:
     recorded = RecordedCalls(tiny_folder("minimax-h3"), KEYFRAMES)
-    expected, conditioning = recorded.own_outputs(), keyframe_conditioning(recorded)
+    expected, conditioning = recorded.sample_outputs(), keyframe_conditioning(recorded)
     for row, call in enumerate(recorded.calls):
         levels = [level[row][None] for level in recorded.levels]
         rows = Rows(
@@ -337,7 +337,7 @@ def test_a_pack_with_pictures_as_references_is_what_the_pipelines_calls_of_the_m
 ) -> None:
     """Those of the transformer of references: short sides of 64 pixels here, 2048 by default."""
     recorded = RecordedCalls(tiny_folder("minimax-h3"), REFERENCES, transformer="transformer_ref")
-    expected = recorded.own_outputs()
+    expected = recorded.sample_outputs()
     alone = gradients(recorded.model, mean_squares(expected))
     sides = [[(4, 6)], [(4, 6), (6, 4)]]
     references = [

@@ -21,7 +21,7 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.packing.pack import Packing
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
-from tests.models.recipe_cases import RecipeCase, draw_shown
+from tests.models.recipe_cases import RecipeCase, draw_conditions
 
 CONDITIONS = {
     "ltx-condition": ("first_frame+appended_last_frame", "reference+appended_keyframes@1", "prefix@1"),
@@ -60,7 +60,7 @@ def batch_of(case: RecipeCase, recipe: Recipe, call: Call, folder: Path) -> dict
     """Return one sample as a stack, or two samples for a pack, of which the second has no sound."""
     generator, fps = torch.Generator().manual_seed(0), 24.0 if case.tiny == "minimax-h3" else 8.0
     sizes = case.sizes[:1] if not call.packed else (case.sizes[0], case.sizes[-1])
-    drawn = [draw_shown(call.shown, size, generator, references=case.references[0]) for size in sizes]
+    drawn = [draw_conditions(call.shown, size, generator, references=case.references[0]) for size in sizes]
     shown: dict[str, Any] = {name: [sample[name] for sample in drawn] for name in call.shown}
     if recipe.audio:
         rule = recipe.read_audio_rule(str(folder))

@@ -25,7 +25,7 @@ from hf_bucketing.models.samples import Samples
 from tests.models.families import RECIPES
 from tests.models.kin import one_per_kin
 from tests.models.pipeline_calls import record_call
-from tests.models.recipe_cases import RecipeCase, draw_shown, stock_pipeline
+from tests.models.recipe_cases import RecipeCase, draw_conditions, stock_pipeline
 from tests.models.test_recipe_suite import folder_of, load
 
 __all__ = ["folder_of"]
@@ -232,7 +232,7 @@ def check_arguments(
     generator = torch.Generator().manual_seed(0)
     names = [name for name in (case.shown or [()])[-1] if name != REFERENCE or REFERENCE in recipe.call_arguments()]
     references = REFERENCES.get(name.partition("-")[0], case.references[0])
-    shown = draw_shown(names, size, generator, references=references)
+    shown = draw_conditions(names, size, generator, references=references)
     pixels = torch.randint(0, 256, (1, 3, *size), generator=generator) / 255 * 2 - 1
     call = call_of(case, recipe, pipeline, size, {"first_frame": pixels[0, :, :1], "background": pixels[0], **shown})
     call |= recipe.sound_arguments(FPS) if sound else {}

@@ -22,7 +22,7 @@ from hf_bucketing.models.registry import families, find_family, find_recipe, rec
 from hf_bucketing.packing import PackedBatch, packed_forward
 from tests.models.families import RECIPES
 from tests.models.kin import KIN
-from tests.models.recipe_cases import Drawn, RecipeCase, draw_shown
+from tests.models.recipe_cases import Drawn, RecipeCase, draw_conditions
 
 FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
 """Recipes that are tried with conditions in every run of the tests; the others with them in the slow ones."""
@@ -51,7 +51,8 @@ def batch_of(case: RecipeCase, shown: Sequence[str], *, stacked: bool) -> dict[s
     pixels = [torch.rand(3, *size, generator=generator) * 2 - 1 for size in sizes]
     references = case.references[:1] * 2 if stacked else case.references
     drawn = [
-        draw_shown(shown, size, generator, references=shapes) for size, shapes in zip(sizes, references, strict=True)
+        draw_conditions(shown, size, generator, references=shapes)
+        for size, shapes in zip(sizes, references, strict=True)
     ]
     return {
         "pixel_values": torch.stack(pixels) if stacked else pixels,

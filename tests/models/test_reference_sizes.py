@@ -121,7 +121,7 @@ def recorded_encoding(pipeline: Any) -> Iterator[list[torch.Tensor]]:
 
 
 @torch.no_grad()
-def given_by_pipeline(recipe: Recipe, case: Case, opened: Sequence[Image.Image]) -> list[torch.Tensor]:
+def encoded_by_pipeline(recipe: Recipe, case: Case, opened: Sequence[Image.Image]) -> list[torch.Tensor]:
     size = recipe.size_arguments(case.size)
     blank = [Image.new("RGB", (case.size.width, case.size.height))] * case.size.frames
     shown = recipe.shown_arguments(dict.fromkeys(case.shown, blank)) if case.shown else {}
@@ -133,7 +133,7 @@ def given_by_pipeline(recipe: Recipe, case: Case, opened: Sequence[Image.Image])
 
 
 @torch.no_grad()
-def given_by_recipe(recipe: Recipe, case: Case, loaded: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def encoded_by_recipe(recipe: Recipe, case: Case, loaded: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     pixels = torch.zeros(1, 3, *case.size)
     shown = {name: [pixels[0]] for name in case.shown}
     with recorded_encoding(recipe.pipeline) as given:
@@ -167,10 +167,10 @@ def test_the_vae_is_given_what_the_pipeline_gives_it(
     rule = rule.within(None, case.downscale_factor)
     for names in case.samples:
         opened = [Image.open(files[name]) for name in names]
-        expected = of_references(given_by_pipeline(recipe, case, opened))
+        expected = of_references(encoded_by_pipeline(recipe, case, opened))
         sources = [MediaSource.from_cell(str(files[name])) for name in names]
         loaded = load_references(sources, case.size, rule, fps=8.0 if case.size.frames > 1 else 0.0)
-        given = of_references(given_by_recipe(recipe, case, loaded))
+        given = of_references(encoded_by_recipe(recipe, case, loaded))
         assert len(given) == len(expected) == len(names)
         for ours, theirs in zip(given[:: case.order], expected, strict=True):
             assert torch.equal(ours, theirs), (names, ours.shape, theirs.shape)

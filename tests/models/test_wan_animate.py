@@ -24,9 +24,9 @@ from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import SHOWN_FRAMES
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.training.estimate import _random_batch
-from tests.models.cases import CASES, Samples, largest_difference, outputs_beside_nan
+from tests.models.cases import CASES, Samples, largest_difference, outputs_with_nan
 from tests.models.families.wan_animate import CASES as ANIMATE, SIDE
-from tests.models.recipe_cases import conditions_of, draw_shown
+from tests.models.recipe_cases import conditions_of, draw_conditions
 
 CASE = ANIMATE["wan-animate"]
 FACE, POSE, IMAGE = "face_pixel_values", "pose_hidden_states", "encoder_hidden_states_image"
@@ -34,7 +34,7 @@ FACE, POSE, IMAGE = "face_pixel_values", "pose_hidden_states", "encoder_hidden_s
 
 @pytest.mark.parametrize("name", [FACE, POSE, IMAGE])
 def test_what_a_sample_is_shown_leaks_into_no_other_sample(name: str) -> None:
-    for victim, before, after in outputs_beside_nan(CASE, name, (0, 3, 5)):
+    for victim, before, after in outputs_with_nan(CASE, name, (0, 3, 5)):
         for sample, (output, other) in enumerate(zip(before, after, strict=True)):
             assert torch.equal(output, other) == (sample != victim)
             if sample == victim and name == FACE:  # the tokens of the character see it in attention alone
@@ -82,7 +82,7 @@ def media_and_conditions(count: int, frames: int) -> tuple[torch.Tensor, dict[st
     """Draw the pixels of samples of 32×48 pixels, and what they are shown but for a mask."""
     generator = torch.Generator().manual_seed(0)
     drawn = [
-        draw_shown(("control", "face", "reference"), (frames, 32, 48), generator, references=((1, 20, 50),))
+        draw_conditions(("control", "face", "reference"), (frames, 32, 48), generator, references=((1, 20, 50),))
         for _ in range(count)
     ]
     pixels = torch.rand(count, 3, frames, 32, 48, generator=generator) * 2 - 1

@@ -26,9 +26,9 @@ from hf_bucketing.models.registry import family_of, recipe_of
 from hf_bucketing.models.samples import SHOWN_FRAMES, Samples as TrainedSamples
 from hf_bucketing.packing import packed_forward
 from hf_bucketing.packing.batch import Rows
-from tests.models.cases import Samples, largest_difference, outputs_beside_nan
+from tests.models.cases import Samples, largest_difference, outputs_with_nan
 from tests.models.families.wan_animate_2 import CASE
-from tests.models.recipe_cases import draw_shown, stock_pipeline
+from tests.models.recipe_cases import draw_conditions, stock_pipeline
 
 FRAMES, HEIGHT, WIDTH = 9, 32, 48
 
@@ -70,7 +70,7 @@ def test_a_stack_runs_as_its_samples_alone(uncompiled: None) -> None:
 
 @pytest.mark.parametrize("name", ["driving_latents", "driving_text", "driving_image", "encoder_hidden_states_image"])
 def test_what_a_sample_is_shown_leaks_into_no_other_sample(name: str) -> None:
-    for victim, before, after in outputs_beside_nan(CASE, name, (0, 3, 5)):
+    for victim, before, after in outputs_with_nan(CASE, name, (0, 3, 5)):
         for sample, (output, other) in enumerate(zip(before, after, strict=True)):
             assert torch.equal(output, other) == (sample != victim)
 
@@ -111,7 +111,7 @@ def recipe(tiny_folder: Callable[[str], Path]) -> Recipe:
 def drawn(frames: int) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """Draw the pixels of a sample, and what it is shown; its reference has the sample's aspect ratio."""
     generator, size = torch.Generator().manual_seed(0), (frames, HEIGHT, WIDTH)
-    shown = draw_shown(("control", "reference"), size, generator, references=((1, 2 * HEIGHT, 2 * WIDTH),))
+    shown = draw_conditions(("control", "reference"), size, generator, references=((1, 2 * HEIGHT, 2 * WIDTH),))
     pixels = torch.rand(1, 3, *size, generator=generator) * 2 - 1
     return pixels, {name: [values] for name, values in shown.items()}
 

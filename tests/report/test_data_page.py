@@ -160,16 +160,16 @@ def test_rows_are_filtered_searched_and_turned_in_a_browser(tmp_path: Path, brow
     view = browser.new_page()
     view.goto((tmp_path / "t.html").as_uri())
 
-    def shown() -> tuple[str, str, int]:
+    def displayed() -> tuple[str, str, int]:
         return view.inner_text("#shown"), view.inner_text("#rows h3 >> nth=0"), view.locator("#rows article").count()
 
-    assert shown() == ("1–48 of 10,000", "0.mp4", 48)
+    assert displayed() == ("1–48 of 10,000", "0.mp4", 48)
     view.click("#after")
-    assert shown() == ("49–96 of 10,000", "48.mp4", 48)
+    assert displayed() == ("49–96 of 10,000", "48.mp4", 48)
     view.select_option("select[name=rejected]", "aspect")
-    assert shown() == ("1–48 of 5,000", "0.mp4", 48)
+    assert displayed() == ("1–48 of 5,000", "0.mp4", 48)
     view.fill("input[name=text]", "9998 CAPTION")
-    assert shown() == ("1–1 of 1", "9998.mp4", 1)
+    assert displayed() == ("1–1 of 1", "9998.mp4", 1)
     assert view.is_disabled("#before")
     assert view.is_disabled("#after")
     view.fill("input[name=text]", "nothing like it")

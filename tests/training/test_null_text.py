@@ -44,7 +44,7 @@ TEXTS = ("encoder_hidden_states", "cap_feats")
 """Names of a transformer's text."""
 
 
-class Given(NamedTuple):
+class PipelineText(NamedTuple):
     """A text that a pipeline gives its transformer.
 
     Attributes:
@@ -56,9 +56,9 @@ class Given(NamedTuple):
     whole: bool
 
 
-def texts_of(case: RecipeCase, pipeline: Any) -> list[Given]:
+def texts_of(case: RecipeCase, pipeline: Any) -> list[PipelineText]:
     """Return each different text that the pipeline gives its transformer as it renders with guidance."""
-    given: list[Given] = []
+    given: list[PipelineText] = []
     forward = pipeline.transformer.forward
     signature = inspect.signature(forward)
 
@@ -74,7 +74,9 @@ def texts_of(case: RecipeCase, pipeline: Any) -> list[Given]:
                 rows = [row[kind == IDEOGRAM_TEXT] for row, kind in zip(rows, arguments["indicator"], strict=True)]
             masks = [value for name, value in arguments.items() if "mask" in name and torch.is_tensor(value)]
             rows = [without_padding_inside(row, masks) for row in rows]
-            given.extend(Given(row, whole) for row in rows if not any(torch.equal(row, text.values) for text in given))
+            given.extend(
+                PipelineText(row, whole) for row in rows if not any(torch.equal(row, text.values) for text in given)
+            )
         return forward(*args, **kwargs)
 
     pipeline.transformer.forward = record
@@ -104,7 +106,7 @@ def real_tokens(text: TextEmbeddings) -> torch.Tensor:
     return text.values[0] if text.mask is None else text.values[0][text.mask[0].bool()]
 
 
-def is_of(text: Given, tokens: torch.Tensor, *, masked: bool) -> bool:
+def is_of(text: PipelineText, tokens: torch.Tensor, *, masked: bool) -> bool:
     """Return whether a text is these tokens, and padding on either side unless the model would attend to it."""
     row, count = text.values, len(tokens)
     if len(row) < count or (masked and text.whole and len(row) > count):

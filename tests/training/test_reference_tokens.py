@@ -87,7 +87,7 @@ def several(prepared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def shown_tokens(prepared: PreparedDataset, sizes: list[Size]) -> list[int]:
+def reference_tokens(prepared: PreparedDataset, sizes: list[Size]) -> list[int]:
     """Return the tokens of the references of rows of some sizes, one by one."""
     tokens = []
     for row, size in enumerate(sizes):
@@ -107,7 +107,7 @@ def test_references_count_in_plans_and_not_in_the_loss(settings, several: Path, 
     prepared, rows = PreparedDataset.load(several), np.arange(20)
     configs = [in_process(tmp_path, folder, tmp_path, **settings) for folder in (several, prepared_dir)]
     data, without = (make_data(config, prepared.spec, GRIDS) for config in configs)
-    shown = shown_tokens(prepared, data.sizes(rows))
+    shown = reference_tokens(prepared, data.sizes(rows))
     assert {*shown} == {0, 8, 9}
     assert (data.num_tokens - without.num_tokens).tolist() == shown
     assert data.loss_weights(rows, epoch=0).equal(without.loss_weights(rows, epoch=0))
@@ -178,7 +178,7 @@ def test_dropped_tokens_are_never_those_of_references(several: Path, prepared_di
         make_data(in_process(tmp_path, folder, tmp_path, **settings), prepared.spec, GRIDS)
         for folder in (several, prepared_dir)
     )
-    assert (data.num_tokens - without.num_tokens).tolist() == shown_tokens(prepared, data.sizes(rows))
+    assert (data.num_tokens - without.num_tokens).tolist() == reference_tokens(prepared, data.sizes(rows))
     assert data.loss_weights(rows, epoch=0).tolist() == without.num_tokens.tolist()
 
 
@@ -364,5 +364,5 @@ def test_the_stacks_that_processes_share_have_the_tokens_of_references(several: 
     opened: Any = SimpleNamespace(prepared=prepared, held_out=None, recipe=recipe, config=config)
     ids = np.array(prepared.dataset["bucket_id"])
     sizes = [prepared.table.size(int(bucket)) for bucket in ids]
-    tokens = zip(prepared.dataset["num_tokens"], shown_tokens(prepared, sizes), strict=True)
+    tokens = zip(prepared.dataset["num_tokens"], reference_tokens(prepared, sizes), strict=True)
     assert _stacked_sizes(opened) == Counter(zip(sizes, map(sum, tokens), strict=True))

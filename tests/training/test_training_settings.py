@@ -155,7 +155,7 @@ def test_samples_or_tokens_have_equal_weight_in_the_loss(data) -> None:
 
 
 def test_the_seed_changes_plans_views_noise_and_dropped_captions(
-    data, pipeline_dir, prepared_dir, tmp_path: Path, columns_read_whole
+    data, pipeline_dir, prepared_dir, tmp_path: Path, column_reads
 ) -> None:
     one, other = data(seed=1), data(seed=2)
     assert one.sampler.plan(0).indices.tolist() != other.sampler.plan(0).indices.tolist()
