@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
-from ..conditions.condition import Condition
-from ..conditions.names import KEYFRAMES
+from ..conditions.condition import Condition, condition_named
+from ..conditions.names import KEYFRAMES, REFERENCE
 from ..conditions.references import ReferenceRule
 from ..conditions.rows import ConditionRules
 from ..conditions.shares import appended_by
@@ -24,17 +24,14 @@ class ModelTokens:
         width (`int`): Channels of a token, which decide the cost of attention relative to all else.
         text_tokens (`int`): Tokens that a caption adds to the sequence of its sample, as a
             [`Recipe`][hf_bucketing.models.recipe.Recipe] counts them; `max_tokens` holds them.
-        references ([`ReferenceRule`][hf_bucketing.conditions.references.ReferenceRule]): Where references enter the
-            model, and what each adds to the text of its sample.
-        keyframes ([`Condition`][hf_bucketing.conditions.condition.Condition], *optional*): How the text encoder is
-            shown frames that a run appends; None where it is not.
+        conditions (`tuple` of [`Condition`][hf_bucketing.conditions.condition.Condition]): What the model is shown of
+            a sample, where each enters it and what each adds to the text.
         refuse (callable, *optional*): Returns why the model cannot take a sample of a token grid, or None if it can.
     """
 
     width: int
     text_tokens: int = 0
-    references: ReferenceRule = field(default_factory=ReferenceRule)
-    keyframes: Condition | None = None
+    conditions: tuple[Condition, ...] = ()
     refuse: Callable[[Grid], str | None] | None = None
 
     @classmethod
@@ -43,10 +40,15 @@ class ModelTokens:
         return cls(
             width=recipe.family.width(recipe.transformer),
             text_tokens=recipe.text_tokens(recipe.max_sequence_length),
-            references=recipe.reference_rule(),
-            keyframes=recipe.condition(KEYFRAMES),
+            conditions=recipe.conditions,
             refuse=lambda grid: recipe.family.refusal(recipe.transformer, grid),
         )
+
+    @property
+    def references(self) -> ReferenceRule:
+        """Where references enter the model, and what each adds to the text of its sample."""
+        declared = condition_named(self.conditions, REFERENCE)
+        return declared if isinstance(declared, ReferenceRule) else ReferenceRule()
 
     def rules_of(self, prepared: PreparedDataset | PreparedStream, *, condition: str | None = None) -> ConditionRules:
         """Return how the conditions of a data set are counted in a run with a `condition`.
@@ -58,5 +60,6 @@ class ModelTokens:
             prepared.conditions,
             references=prepared.references.entering(self.references),
             audio=prepared.audio,
-            appended=appended_by(condition, self.keyframes),
+            appended=appended_by(condition, condition_named(self.conditions, KEYFRAMES)),
+            taken=self.conditions,
         )

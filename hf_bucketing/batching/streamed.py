@@ -20,7 +20,8 @@ from ..columns.arrays import column_array
 from ..columns.prepared import ROW_WEIGHT, PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample, holds_stream
 from ..columns.sources import SAMPLED_ROWS, bytes_in
-from ..conditions.audio import HAS_AUDIO
+from ..conditions.appended import AppendedFrames
+from ..conditions.audio import HAS_AUDIO, AudioRule
 from ..conditions.names import REFERENCE
 from ..conditions.parts import sample_sizes
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
@@ -30,6 +31,7 @@ from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
 from ..losses.reduction import reduction_weights
+from ..media import references as references_before, row_audio
 from ..media.rows import SOURCE
 from ..models.condition_checks import NO_SAMPLES, OfSamples
 from ..packing.token_drop import TokenDrop
@@ -358,9 +360,18 @@ class _CountedTokens:
     rules: ConditionRules
 
     @property
-    def identity(self) -> str:
-        """What a saved stream knows this function by: its values, wherever it is defined."""
-        return repr(self)
+    def identity(self) -> Any:
+        """What a saved stream knows this function by: its values, as earlier releases held them."""
+        references, audio = self.rules.rule_of(ReferenceRule), self.rules.rule_of(AudioRule)
+        known = _KnownAs(
+            self.drop,
+            self.table,
+            self.spec,
+            None if references is None else references_before.ReferenceRule.of(references),
+            None if audio is None else row_audio.AudioRule.of(audio),
+        )
+        frames = self.rules.rule_of(AppendedFrames)
+        return known if frames is None else (known, *frames)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
@@ -368,3 +379,17 @@ class _CountedTokens:
         conditions = self.rules.rows(batch, num_rows=len(ids))
         counted = own + conditions.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
         return {"num_tokens": counted.tolist()}
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownAs:
+    """Hold the values of [`_CountedTokens`] as a digest holds them, which names the module where that first was."""
+
+    drop: TokenDrop | None
+    table: OpenTable
+    spec: LatentSpec
+    references: Any
+    audio: Any
+
+
+_KnownAs.__module__, _KnownAs.__qualname__ = "hf_bucketing.training.streamed", "_CountedTokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from datasets import Dataset, Features, Value
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable, union_of_tables
 from ..conditions.audio import AudioRule
+from ..conditions.condition import Condition, token_conditions
 from ..conditions.names import REFERENCE, all_columns, columns_of
 from ..conditions.references import ReferenceRule
 from ..errors import BucketingError, ColumnError, quoted
@@ -335,6 +336,7 @@ def prepare(
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
     taken: ReferenceRule | None = None,
+    conditions: Iterable[Condition] = (),
     audio: AudioRule | None = None,
     num_proc: int | None = None,
     overwrite: bool = False,
@@ -345,7 +347,8 @@ def prepare(
     Rows of several sources get a column `hf_bucketing_source`, a `ClassLabel` of the sources' names, and their tables
     become one. Where rows do not occur once per epoch, a column `hf_bucketing_weight` says how often.
 
-    The arguments are those of [`check_sources`], and `audio`, the rule of the audio of the model, if it makes some.
+    The arguments are those of [`check_sources`], `conditions`, all that the model takes as its recipe declares them,
+    and `audio`, the rule of the audio of the model, if it makes some.
 
     Raises:
         BucketingError: As [`check_sources`], for all sources at once, if the data set already has bucket columns, or
@@ -394,6 +397,7 @@ def prepare(
         conditions=rows.conditions,
         references=shared_rule(configs, spec, taken),
         audio=audio,
+        token_conditions=token_conditions(conditions, rows.conditions),
         texts=rows.texts,
     )
 

@@ -21,6 +21,7 @@ from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..conditions.audio import AudioRule
+from ..conditions.condition import Condition
 from ..conditions.lists import Lists
 from ..conditions.names import REFERENCE, all_columns
 from ..conditions.references import ReferenceRule
@@ -124,6 +125,8 @@ class PreparedDataset:
             may have, and the sizes in which they are shown.
         audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
+        token_conditions (`tuple` of [`Condition`][hf_bucketing.conditions.condition.Condition]): Conditions of the
+            samples, beside references, that the model takes as tokens.
         cache ([`CacheInfo`], *optional*): Latents and texts that are already encoded.
         texts (`tuple` of [`TextFiles`][hf_bucketing.columns.layouts.TextFiles]): Local files that the captions of
             each source were read from.
@@ -141,6 +144,7 @@ class PreparedDataset:
     conditions: Mapping[str, str] = field(default_factory=dict)
     references: ReferenceRule = field(default_factory=ReferenceRule)
     audio: AudioRule | None = None
+    token_conditions: tuple[Condition, ...] = ()
     cache: CacheInfo | None = None
     texts: tuple[TextFiles, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -203,7 +207,9 @@ class PreparedDataset:
     @property
     def condition_rules(self) -> ConditionRules:
         """How conditions are counted for the model that the data set was prepared for."""
-        return ConditionRules.of(self.conditions, references=self.references, audio=self.audio)
+        return ConditionRules.of(
+            self.conditions, references=self.references, audio=self.audio, taken=self.token_conditions
+        )
 
     def row_conditions(self, rules: ConditionRules | None = None) -> RowConditions:
         """Return the conditions of the rows, as rules count them, by default [`condition_rules`]."""
@@ -256,6 +262,7 @@ class PreparedDataset:
             "conditions": dict(self.conditions),
             "references": self.references.settings,
             "audio": None if self.audio is None else self.audio.settings,
+            "token_conditions": [condition.settings for condition in self.token_conditions],
             "cache": None
             if self.cache is None
             else asdict(self.cache.with_folders(lambda folder: root_from(folder, target))),
@@ -302,6 +309,7 @@ class PreparedDataset:
             conditions=manifest["conditions"],
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
+            token_conditions=tuple(Condition(**values) for values in manifest.get("token_conditions", ())),
             cache=cache,
             texts=tuple(
                 TextFiles(**{**texts, "files": tuple(read_root(file, path) for file in texts["files"])})

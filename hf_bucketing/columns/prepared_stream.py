@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable, union_of_tables
 from ..conditions.audio import AUDIO, HAS_AUDIO, AudioRule
+from ..conditions.condition import Condition, token_conditions
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
 from ..errors import BucketingError, MediaError
@@ -171,6 +172,8 @@ class PreparedStream:
             may have, and the sizes in which they are shown.
         audio ([`AudioRule`][hf_bucketing.conditions.audio.AudioRule], *optional*): Rule of the audio of the samples;
             None if they have none.
+        token_conditions (`tuple` of [`Condition`][hf_bucketing.conditions.condition.Condition]): Conditions of the
+            samples, beside references, that the model takes as tokens.
         settings (mapping): Settings of the script that made it, as a YAML file holds them: `save` writes them to
             config.yaml.
     """
@@ -182,6 +185,7 @@ class PreparedStream:
     sample: StreamSample
     references: ReferenceRule = field(default_factory=ReferenceRule)
     audio: AudioRule | None = None
+    token_conditions: tuple[Condition, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     column = MEDIA
@@ -205,7 +209,9 @@ class PreparedStream:
     @property
     def condition_rules(self) -> ConditionRules:
         """How conditions are counted for the model that the stream was prepared for."""
-        return ConditionRules.of(self.conditions, references=self.references, audio=self.audio)
+        return ConditionRules.of(
+            self.conditions, references=self.references, audio=self.audio, taken=self.token_conditions
+        )
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -290,6 +296,7 @@ class PreparedStream:
             "open_table": asdict(self.open_table),
             "references": self.references.settings,
             "audio": None if self.audio is None else self.audio.settings,
+            "token_conditions": [condition.settings for condition in self.token_conditions],
             STREAM: {**first, "others": others, "num_shards": self.num_shards, "sample": asdict(self.sample)},
         }
         with complete_folder(folder, marker=MANIFEST) as partial:
@@ -321,6 +328,7 @@ class PreparedStream:
             ),
             references=read_rule(manifest),
             audio=None if audio is None else AudioRule(**audio),
+            token_conditions=tuple(Condition(**values) for values in manifest.get("token_conditions", ())),
             settings=read_settings(Path(folder)),
         )
 
@@ -418,13 +426,14 @@ def prepare_stream(
     spec: LatentSpec,
     native_sizes: Sequence[tuple[int, int]] = (),
     taken: ReferenceRule | None = None,
+    conditions: Iterable[Condition] = (),
     audio: AudioRule | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[PreparedStream, Columns]:
     """Check the first rows of sources as those of a data set of rows, and describe them as one stream.
 
-    The arguments are those of [`check_sources`][hf_bucketing.columns.preparation.check_sources], and `audio`, the rule
-    of the audio of the model, if it makes some.
+    The arguments are those of [`check_sources`][hf_bucketing.columns.preparation.check_sources], `conditions`, all
+    that the model takes as its recipe declares them, and `audio`, the rule of the model's audio, if it makes some.
 
     Returns:
         The stream, and the size and bucket columns of the first rows, those of the first source first.
@@ -445,6 +454,7 @@ def prepare_stream(
     names = dict.fromkeys(name for part in found for name in part)
     columns = {name: np.concatenate([part.get(name, _no_lists(part)) for part in found]) for name in names}
     first_rows = [source.loaded.first_rows for source in checked.values()]
+    given = [name for source in checked.values() for name in source.config.conditions]
     prepared = PreparedStream(
         parts=tuple(StreamPart(source.config, source.rows.root, source.table) for source in checked.values()),
         table=table,
@@ -453,6 +463,7 @@ def prepare_stream(
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
         references=shared_rule(configs, spec, taken),
         audio=audio,
+        token_conditions=token_conditions(conditions, given),
     )
     return prepared, columns
 

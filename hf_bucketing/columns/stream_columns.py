@@ -12,6 +12,7 @@ from ..buckets.assignment import REJECTED_BUCKET
 from ..conditions.audio import HAS_AUDIO
 from ..conditions.names import REFERENCE, all_columns, columns_of
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
+from ..media import references as references_before
 from ..media.remote import is_url
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION, SOURCE_COLUMN, MediaColumns
 from ..randomness import ROW
@@ -111,7 +112,11 @@ class StreamColumns:
     @property
     def identity(self) -> StreamColumns:
         """What tells streams apart: not what becomes of rows at fault, which a resumed run may change."""
-        return self.rejecting()
+        files = self.conditions.files
+        rule: Any = references_before.ReferenceRule.of(files.references)
+        known = replace(files, references=rule)
+        audio = None if self.audio is None else replace(self.audio, files=known)
+        return replace(self, conditions=replace(self.conditions, files=known), audio=audio).rejecting()
 
     @property
     def input_columns(self) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ def main(args: argparse.Namespace) -> None:
     audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
     of_model: dict[str, Any] = {
         "native_sizes": recipe.native_sizes,
+        "conditions": recipe.conditions,
         "taken": recipe.reference_rule(read_index(args.pretrained_model_name_or_path).settings),
         "audio": audio,
     }

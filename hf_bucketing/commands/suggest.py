@@ -117,6 +117,7 @@ def read_sources(
     common: dict[str, Any] = {
         "spec": components.spec,
         "native_sizes": components.recipe.native_sizes,
+        "conditions": components.recipe.conditions,
         "taken": components.recipe.reference_rule(components.settings),
         "audio": components.audio,
     }

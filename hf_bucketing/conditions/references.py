@@ -65,8 +65,12 @@ class ReferenceRule(Condition):
     enters: Enters = "tokens"
     most: int = sys.maxsize
 
-    setting: ClassVar[str] = "references"
     columns: ClassVar[tuple[str, ...]] = (REFERENCE_SIZES,)
+
+    @property
+    def setting(self) -> str:
+        """Name under which states of streams hold the rule."""
+        return "references"
 
     def __repr__(self) -> str:
         """Return the rule as locks of data sets and states of streams hold it, whatever release wrote them.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,11 @@ from ..buckets.sizes import LatentSpec, Size
 from ..errors import BucketingError
 from .appended import NO_FRAMES, AppendedFrames, RowAppended
 from .audio import AudioRule, RowAudio
+from .condition import Condition, token_conditions
 from .names import REFERENCE
 from .references import ReferenceRule, RowReferences
+
+Rule = TypeVar("Rule")
 
 
 class ConditionRule(Protocol):
@@ -94,6 +97,7 @@ class ConditionRules:
         references: ReferenceRule,
         audio: AudioRule | None = None,
         appended: AppendedFrames = NO_FRAMES,
+        taken: Iterable[Condition] = (),
     ) -> ConditionRules:
         """Return the rules of what samples have: references if they are among the names of conditions, and so on.
 
@@ -102,9 +106,11 @@ class ConditionRules:
             references ([`ReferenceRule`]): Rule of references.
             audio ([`AudioRule`], *optional*): Rule of audio; None where samples have none.
             appended ([`AppendedFrames`]): Frames that a run appends.
+            taken (iterable of [`Condition`]): All that a model takes, for those that it takes as tokens.
         """
         rules: list[ConditionRule] = [references.counted] if REFERENCE in conditions else []
         rules += [appended] if appended.most else []
+        rules += token_conditions(taken, conditions)
         rules += [] if audio is None else [audio]
         return cls(rules=tuple(rules))
 
@@ -121,6 +127,10 @@ class ConditionRules:
         """Return the conditions of rows by these columns, see [`ConditionRule.rows`]."""
         rows = tuple(rule.rows(columns, num_rows=num_rows) for rule in self.rules)
         return RowConditions(num_rows=num_rows, rows=rows)
+
+    def rule_of(self, kind: type[Rule]) -> Rule | None:
+        """Return the rule of a kind; None where there is none."""
+        return next((rule for rule in self.rules if isinstance(rule, kind)), None)
 
     def settings(self) -> dict[str, object]:
         """Return the rules by the names under which states of streams hold them."""
@@ -242,6 +252,10 @@ class RowConditions:
         """Return the conditions of one row, those that take most tokens beside a sample of a size."""
         tokens = self.num_tokens(np.tile(size, (self.num_rows, 1)), spec=spec)
         return self.select([tokens.argmax()])
+
+    def shares(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> dict[str, int]:
+        """Return the tokens of each condition in all rows, by its name."""
+        return {rows.name: int(rows.num_tokens(samples, spec=spec).sum()) for rows in self.rows}
 
     def audio_tokens(self, samples: npt.ArrayLike) -> list[int]:
         """Return the tokens of the audio of each row, a sequence of its own; none where none is trained."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.audio import AUDIO, AudioRule
-from ..conditions.condition import Condition
+from ..conditions.condition import Condition, condition_named
 from ..conditions.names import MASK, REFERENCE
 from ..conditions.references import ReferenceRule
 from ..packing.family import Family
@@ -76,7 +76,7 @@ class RecipeFacts:
     @classmethod
     def condition(cls, name: str) -> Condition | None:
         """Return a condition that the model takes, by its name; None if it takes none of this name."""
-        return next((condition for condition in cls.conditions if condition.name == name), None)
+        return condition_named(cls.conditions, name)
 
     @classmethod
     def reference_condition(cls) -> ReferenceRule:

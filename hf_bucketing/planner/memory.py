@@ -15,7 +15,9 @@ import torch
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..conditions.appended import AppendedFrames
+from ..conditions.condition import token_conditions
 from ..conditions.names import KEYFRAMES
+from ..conditions.rows import ConditionRules
 from ..conditions.shares import appended_by, draws_parts, most_appended
 from ..configuration.batches import BatchConfig
 from ..errors import BucketingError
@@ -287,15 +289,16 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.reference_condition().in_front:
         shown = (size._replace(frames=1),) * len(shown)
-    keyframes = (size._replace(frames=1),) * int(_appended(components, config).counts(size, spec=spec)[0])
+    beside = ConditionRules(rules=(_appended(components, config), *token_conditions(recipe.conditions)))
+    others = beside.rows({}, num_rows=1).sizes([size], spec=spec)[0]
     return StepShape.of(
         [size],
-        tokens=sum(map(spec.num_tokens, (size, *shown, *keyframes))),  # raises if one does not divide into tokens
+        tokens=sum(map(spec.num_tokens, (size, *shown, *others))),  # raises if one does not divide into tokens
         text_tokens=recipe.text_tokens(config.run.max_sequence_length)
         + recipe.reference_text(shown, spec)
         + keyframe_text(components, config, size),
         audio_tokens=_audio_tokens(components, config, size),
-        references=[(*shown, *keyframes)],
+        references=[(*shown, *others)],
     )
 
 

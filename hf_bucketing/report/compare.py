@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -116,6 +116,8 @@ class Report:
         random_samples (`tuple` of [`SampleCrop`]): Some of the samples that have a bucket.
         references ([`ReferenceReport`], *optional*): What references cost in buckets; None if there are none.
         appended ([`AppendedReport`], *optional*): What appended frames cost in buckets; None if none are.
+        condition_shares (mapping of `str` to `float`): Share of all tokens in buckets that those of each condition
+            are, by its name.
     """
 
     config: ReportConfig
@@ -131,6 +133,7 @@ class Report:
     random_samples: tuple[SampleCrop, ...]
     references: ReferenceReport | None = None
     appended: AppendedReport | None = None
+    condition_shares: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, NaN as None."""
@@ -216,7 +219,15 @@ def make_report(
             weights=subject.weights,
         ),
         appended=measure_appended(subject.bucketed, conditions.appended, spec=spec),
+        condition_shares=_condition_shares(subject, conditions),
     )
+
+
+def _condition_shares(subject: Subject, conditions: RowConditions) -> dict[str, float]:
+    """Return the share of all tokens in buckets that those of each condition are."""
+    total = max(1, int(subject.bucketed.all_tokens.sum()))
+    shares = conditions.shares(subject.bucketed.assigned_sizes, spec=subject.spec)
+    return {name: tokens / total for name, tokens in shares.items()}
 
 
 def compare_strategies(subject: Subject) -> tuple[StrategyReport, ...]:

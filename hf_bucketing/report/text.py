@@ -57,8 +57,12 @@ def format_report(report: Report) -> str:
 
 
 def describe_beside(report: Report) -> list[str]:
-    """Return what references and appended frames cost in buckets; nothing if there are none."""
-    said = [] if report.references is None else [describe_references(report.references)]
+    """Return what conditions cost in buckets, references and appended frames at length; nothing if there are none."""
+    said = []
+    if report.condition_shares:
+        shares = (f"{name} {share:.0%}" for name, share in report.condition_shares.items())
+        said.append(f"Conditions, of all tokens in buckets: {', '.join(shares)}.")
+    said += [] if report.references is None else [describe_references(report.references)]
     said += [] if report.appended is None else [describe_appended(report.appended)]
     return [f"{text} {_BESIDE}" for text in said]
 

@@ -10,9 +10,11 @@ from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.conditions.audio import AudioRule, RowAudio
+from hf_bucketing.conditions.condition import Condition, token_conditions
 from hf_bucketing.conditions.parts import bucket_parts, sample_sizes
 from hf_bucketing.conditions.references import ReferenceRule, RowReferences
-from hf_bucketing.conditions.rows import RowConditions
+from hf_bucketing.conditions.rows import ConditionRules, RowConditions
+from hf_bucketing.errors import BucketingError
 
 IMAGES = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
 VIDEOS = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
@@ -114,3 +116,29 @@ def test_the_references_that_take_most_tokens_depend_on_the_size_of_their_sample
     assert rows.most(Size(1, 64, 64), spec=IMAGES) == (Size(1, 64, 64),) * 2
     assert RowReferences.of_lists([[], []], rule=RULE).most(Size(1, 64, 64), spec=IMAGES) == ()
     assert RowReferences.of_lists([], rule=RULE).most(Size(1, 64, 64), spec=IMAGES) == ()
+
+
+def test_a_condition_over_its_sample_counts_as_tokens_at_a_fraction_of_its_size() -> None:
+    depth = Condition(name="control", enters="tokens", least=1, downscale_factor=2)
+    channels, drawn = (
+        Condition(name="mask", enters="channels"),
+        Condition(name="keyframes", enters="tokens", own_frames=True),
+    )
+    taken = (depth, channels, drawn, RULE)
+    assert token_conditions(taken) == token_conditions(taken, ["control", "mask", "reference"]) == (depth,)
+    assert token_conditions(taken, ["mask"]) == ()
+    rules = ConditionRules.of(["control", "mask"], references=RULE, taken=taken)
+    rows = rules.rows({}, num_rows=3)
+    samples = [(9, 64, 96), (1, 64, 64), (0, 0, 0)]
+    assert rows.num_tokens(samples, spec=VIDEOS).tolist() == [3 * 2 * 3, 1 * 2 * 2, 0]
+    assert rows.sizes(samples, spec=VIDEOS)[:2] == [(Size(9, 32, 48),), (Size(1, 32, 32),)]
+    assert rows.shares(samples, spec=VIDEOS) == {"control": 22}
+    assert rules.tokens_of_key(rows.keys(samples, spec=VIDEOS)[0], Size(9, 64, 96), spec=VIDEOS) == 18
+    text = replace(depth, text_tokens=5, text_factor=1).rows({}, num_rows=3)
+    assert text.text_tokens(samples, spec=VIDEOS).tolist() == [18 + 5, 4 + 5, 0]
+    assert text.num_tokens(samples, spec=VIDEOS).tolist() == [2 * 18 + 5, 2 * 4 + 5, 0]
+
+
+def test_conditions_of_other_numbers_of_rows_are_refused() -> None:
+    with pytest.raises(BucketingError, match="`reference` conditions are those of 1 rows, but others of 2"):
+        RowConditions.of(RULE.rows({"reference_sizes": [[], []]}, num_rows=2), references_of([[]]))

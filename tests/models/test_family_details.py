@@ -15,11 +15,13 @@ from diffusers.utils import is_torchvision_available
 from hf_bucketing import PackingError
 from hf_bucketing.models import disable_packing, enable_packing, verify_packing
 from hf_bucketing.models.families import cosmos
+from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
 from hf_bucketing.packing.attention import choice, dispatch, grouped
-from tests.models.cases import CASES, Samples, largest_difference
+from hf_bucketing.packing.family import freeze_unused
+from tests.models.cases import Samples, largest_difference
 from tests.models.cross_models import make_cosmos
-from tests.models.families import wan_vace
+from tests.models.families import CASES, wan_vace
 from tests.packing.flash_attention import flash_attention_4
 
 
@@ -183,3 +185,18 @@ def test_conditioning_of_the_size_of_latents_may_come_as_a_list_or_as_a_stack() 
     samples.conditioning["control_hidden_states"][0] = control[0][:, :, :2]
     with pytest.raises(PackingError, match="Expected tensors with the token grids"):
         samples.pack(packing)
+
+
+@pytest.mark.parametrize(("name", "length"), [("longcat-image", 512), ("easyanimate", 256)])
+def test_texts_of_another_length_than_the_one_of_a_pipeline_are_refused(name: str, length: int) -> None:
+    samples = Samples(case=CASES[name])
+    samples.text[1] = samples.text[1][:-1]
+    with pytest.raises(PackingError, match=f"takes texts of {length} tokens, .* text 1 has {length - 1}"):
+        samples.pack(enable_packing(CASES[name].model()))
+
+
+def test_what_embeds_an_image_of_motif_video_is_frozen() -> None:
+    model = CASES["motif-video"].model(image_embed_dim=8)
+    freeze_unused(family_of(model), model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("image_embedder.")} != set()

@@ -293,7 +293,7 @@ def test_a_stream_counts_frames_that_texts_see_and_resumes_exactly(
         recipe_of(str(made.pipeline)).read_spec(str(made.pipeline)),
     )
     tokens = ModelTokens(
-        width=24, text_tokens=16, keyframes=Condition(name=KEYFRAMES, enters="tokens", text_tokens=118)
+        width=24, text_tokens=16, conditions=(Condition(name=KEYFRAMES, enters="tokens", text_tokens=118),)
     )
     data = make_streamed_data(config, spec, tokens, opened=open_stream(config, Accelerator(cpu=True)))
     loader = loader_of(data)

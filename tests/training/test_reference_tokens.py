@@ -42,9 +42,9 @@ from tests.training.training_cases import in_process
 
 pytestmark = pytest.mark.usefixtures("files_anywhere")
 
-COUNTING = ModelTokens(width=96, references=ReferenceRule(enters="latent frames"))
+COUNTING = ModelTokens(width=96, conditions=(ReferenceRule(enters="latent frames"),))
 GRIDS = ModelTokens(width=96)
-SEEN = ModelTokens(width=96, text_tokens=10, references=ReferenceRule(text_tokens=7))
+SEEN = ModelTokens(width=96, text_tokens=10, conditions=(ReferenceRule(text_tokens=7),))
 SIZES = Cells(Value("int32"))
 STORED = [[], [1, 40, 72], [1, 40, 72, 1, 20, 20]]
 """References of rows one after another: none, one, two."""

@@ -400,7 +400,7 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
     family = WanAnimate2Family()
     output = "videos"
     read_with_lora = MappingProxyType({"image_dim": None})  # in diffusers 0.42.1, as of Wan's other transformers
-    conditions = (Condition(name="control", enters="tokens", least=1, argument="driving_video"), CHARACTER)
+    conditions = (Condition(name="control", enters="attention", least=1, argument="driving_video"), CHARACTER)
 
     @property
     def media_rule(self) -> str:
