@@ -46,7 +46,7 @@ class ModelTokens:
 
     @property
     def references(self) -> ReferenceRule:
-        """Where references enter the model, and what each adds to the text of its sample."""
+        """Condition of references: where they enter the model, and what each adds to the text of its sample."""
         declared = condition_named(self.conditions, REFERENCE)
         return declared if isinstance(declared, ReferenceRule) else ReferenceRule()
 

@@ -179,12 +179,13 @@ def _call(run: Run, size: Size, fps: float) -> dict[str, str]:
     call = {"prompt": _code(next(iter(run.samples.values()), "what it shows"))}
     images = IMAGES[: recipe.num_images(recipe.config)] if recipe.takes_image else ()
     call |= {image: f'load_image("{image}.png")' for image in images}
-    for name in recipe.required_conditions():
+    arguments = recipe.call_arguments()
+    for name in filter(arguments.__contains__, recipe.required_conditions()):
         moving = name in FRAME_BY_FRAME and not recipe.family.images_only
-        call[recipe.call_arguments()[name]] = f'load_video("{name}.mp4")' if moving else f'load_image("{name}.png")'
+        call[arguments[name]] = f'load_video("{name}.mp4")' if moving else f'load_image("{name}.png")'
     if recipe.needs_reference:  # as others of its pipeline do not
         assert recipe.reference_code is not None
-        call[recipe.call_arguments()[REFERENCE]] = recipe.reference_code[1]
+        call[arguments[REFERENCE]] = recipe.reference_code[1]
     values = {**recipe.size_arguments(size), **(recipe.sound_arguments(fps) if recipe.audio else {})}
     return call | {name: str(value) for name, value in values.items()}
 
