@@ -76,8 +76,13 @@ def test_a_compiled_run_has_the_losses_of_another(
     assert compiled == pytest.approx(losses, rel=2**-7 if "bf16" in name else 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batches", [{}, PACKS], ids=["buckets", "packs"])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param({}, id="buckets", marks=pytest.mark.every),
+        pytest.param(PACKS, id="packs", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_and_resumed_run_has_the_losses_and_the_result_of_a_whole_one(
     batches: dict[str, Any], pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
