@@ -313,13 +313,14 @@ def run_getting_started(python: Path, folder: Path) -> None:
     """Do what Getting started does, on ten clips, without the clone."""
     env = {**ALONE, "ACCELERATE_USE_CPU": "true", "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     (folder / "work").mkdir()
+    program = [python, python.with_name("hf_bucketing")]  # whose first line names a Python that has moved since
     called = []
     for command in PAGES["docs/getting-started.md"].commands():
         name, words = call_of(shlex.split(command)) or ("", [])
         if name and not any("wan" in word.lower() for word in words):
             words = ["10" if word == "20" else word for word in words]
-            program = [python.with_name("hf_bucketing"), *name.split(), *words]
-            run(program, cwd=folder / "work", env=env)
+            command_line = [*program, *name.split(), *words]
+            run(command_line, cwd=folder / "work", env=env)
             called.append(name)
     assert [*dict.fromkeys(called)] == [
         "demo data",
@@ -331,7 +332,7 @@ def run_getting_started(python: Path, folder: Path) -> None:
         "report run",
     ]
     assert (folder / "work" / "trained" / "pytorch_lora_weights.safetensors").is_file()
-    listed = run([python.with_name("hf_bucketing"), "--help"], cwd=folder / "work", env=env).stdout
+    listed = run([*program, "--help"], cwd=folder / "work", env=env).stdout
     assert "  prepare " in listed
 
 

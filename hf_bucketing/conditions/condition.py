@@ -125,12 +125,12 @@ class RowsOverSamples:
     def num_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return its tokens of each row, `(n,)`, see [`ConditionRows.num_tokens`]."""
         grids = spec.grid_of(*self._row_sizes(samples, spec).T)
-        return np.where(_usable(samples), np.prod(grids, axis=0), 0) + self.text_tokens(samples, spec=spec)
+        return np.where(has_size(samples), np.prod(grids, axis=0), 0) + self.text_tokens(samples, spec=spec)
 
     def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return those of text among them."""
         tokens = np.prod(spec.grid_of(*self._row_sizes(samples, spec).T), axis=0)
-        return np.where(_usable(samples), self.rule.text_tokens + self.rule.text_factor * tokens, 0)
+        return np.where(has_size(samples), self.rule.text_tokens + self.rule.text_factor * tokens, 0)
 
     def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return 0 for each row, as the size of its sample decides."""
@@ -151,6 +151,6 @@ class RowsOverSamples:
         return over.in_pixels(spec.multiples).sizes(targets, targets)
 
 
-def _usable(samples: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+def has_size(samples: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """Return whether each row has a size, `(n,)`."""
     return np.asarray(samples, np.int64).reshape(-1, 3).min(1, initial=1) > 0

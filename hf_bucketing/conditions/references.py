@@ -15,7 +15,7 @@ from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import explains_arguments
 from .audio import AUDIO_BITS
-from .condition import Condition, Enters
+from .condition import Condition, Enters, has_size
 from .lists import Lists
 from .names import REFERENCE
 
@@ -243,7 +243,7 @@ class RowReferences:
     def text_tokens(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return the tokens that they add to the text of each row, `(n,)`; arguments as in [`num_tokens`]."""
         from_tokens = self.rule.text_factor * self._reference_tokens(samples, spec) if self.rule.text_factor else 0
-        return from_tokens + np.where(_usable(samples), self.counts * self.rule.text_tokens, 0)
+        return from_tokens + np.where(has_size(samples), self.counts * self.rule.text_tokens, 0)
 
     def signatures(self, samples: npt.ArrayLike, *, spec: LatentSpec) -> IntArray:
         """Return a number for each row, `(n,)`, equal where references have equal grids in the same order.
@@ -281,7 +281,7 @@ class RowReferences:
     def _reference_tokens(self, samples: npt.ArrayLike, spec: LatentSpec) -> IntArray:
         """Return the tokens of each row's references themselves, 0 for rows without a size."""
         before = np.append(0, np.cumsum(_sides(self._numbers(samples, spec)).prod(1)))
-        return np.where(_usable(samples), np.diff(before[self.offsets]), 0)
+        return np.where(has_size(samples), np.diff(before[self.offsets]), 0)
 
     def _signatures(self, numbers: IntArray) -> IntArray:
         """Number the lists of grids: those that begin alike are told apart by one grid after another."""
@@ -293,11 +293,6 @@ class RowReferences:
             keys[rows] += grids[self.offsets[rows] + position]
             signatures = np.unique(np.append(0, keys), return_inverse=True)[1].ravel()[1:]  # 0 stays that of none
         return signatures
-
-
-def _usable(samples: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return whether each row has a size, `(n,)`."""
-    return np.asarray(samples, np.int64).reshape(-1, 3).min(1, initial=1) > 0
 
 
 def _sides(numbers: IntArray) -> IntArray:

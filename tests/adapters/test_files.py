@@ -84,17 +84,24 @@ def test_names_that_are_not_proven_are_refused(name: str, tmp_path: Path) -> Non
 
 
 WRITERS = list(itertools.product(["kohya", "prefixed", "bare"], [None, 1.0, 16.0]))
-WIDE = [("kohya", 1.0), ("prefixed", None), ("bare", 16.0)]
+WIDE = [
+    pytest.param("hunyuan-video", "kohya", 1.0),
+    pytest.param("hunyuan-video", "prefixed", None, marks=pytest.mark.slow),
+    pytest.param("hunyuan-video", "bare", 16.0, marks=pytest.mark.slow),
+]
 """Enough for HunyuanVideo, whose layers have their real width."""
 
 
 @pytest.mark.parametrize(
     ("name", "writer", "alpha"),
     [
-        (name, *case)
-        for name in ("wan-i2v", "ltx", "ltx2", "flux2", "qwen-image", "z-image", "hunyuan-video")
-        if name in FAMILIES
-        for case in (WIDE if name == "hunyuan-video" else WRITERS)
+        *(
+            (name, *case)
+            for name in ("wan-i2v", "ltx", "ltx2", "flux2", "qwen-image", "z-image")
+            if name in FAMILIES
+            for case in WRITERS
+        ),
+        *WIDE,
     ],
 )
 def test_files_of_other_trainers_are_read_at_their_strength(

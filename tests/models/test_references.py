@@ -210,7 +210,12 @@ CASES = {
         FLUX3,
     )
 }
-each_pipeline = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+ALIKE = ("flux2-klein", "ltx", "qwen-image-edit-2511")
+"""Pipelines that pass references as another one does; they run with `-m every`."""
+each_pipeline = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=pytest.mark.every if name in ALIKE else ()) for name, case in CASES.items()],
+)
 
 
 class Recorded(NamedTuple):

@@ -58,8 +58,13 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+ALIKE = ("packs", "bf16", "padded", "loha", "lokr", "offload_activations", "packs, rendered")
+"""Runs whose settings others have too, in other combinations; they run with `-m every`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.every if name in ALIKE else pytest.mark.slow) for name in RUNS]
+)
 def test_a_compiled_run_has_the_losses_of_another(
     name: str, graphs: list[Any], pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
@@ -71,8 +76,13 @@ def test_a_compiled_run_has_the_losses_of_another(
     assert compiled == pytest.approx(losses, rel=2**-7 if "bf16" in name else 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batches", [{}, PACKS], ids=["buckets", "packs"])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param({}, id="buckets", marks=pytest.mark.every),
+        pytest.param(PACKS, id="packs", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_and_resumed_run_has_the_losses_and_the_result_of_a_whole_one(
     batches: dict[str, Any], pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

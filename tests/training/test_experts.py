@@ -354,8 +354,13 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("combined", COMBINED)
+@pytest.mark.parametrize(
+    "combined",
+    [
+        pytest.param(name, marks=pytest.mark.every if name in ("loha", "comfyui") else pytest.mark.slow)
+        for name in COMBINED
+    ],
+)
 def test_what_both_experts_combine_with_resumes_exactly_and_is_what_a_stock_pipeline_renders(
     combined: str, expert_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

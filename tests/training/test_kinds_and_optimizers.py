@@ -99,8 +99,14 @@ def test_adapters_of_each_kind_resume_exactly_load_in_the_stock_pipeline_and_sta
     trainer.release()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+ALIKE = ("torch.optim:Adafactor", "bitsandbytes.optim:Lion8bit", "pytorch_optimizer:CAME")
+"""Optimizers that run with `-m every`: others of their kind, by their names or of their libraries, are tried too."""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=pytest.mark.every if name in ALIKE else pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_optimizers_of_each_family_learn_and_resume_exactly(
     optimizer: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
