@@ -184,8 +184,8 @@ class StreamedData(RunData):
     def steps_left(self, loader: Any, config: TrainingConfig, *, finished: int) -> StepCount:
         """Return the optimizer steps that are left of those of all epochs, however many rows each epoch had."""
         assert config.stream.steps_per_epoch is not None, "TrainingConfig checks it"
-        each = -(-config.stream.steps_per_epoch // config.gradient_accumulation_steps)
-        return StepCount(config.num_train_epochs * each - finished, True)
+        steps_of_epoch = -(-config.stream.steps_per_epoch // config.gradient_accumulation_steps)
+        return StepCount(config.num_train_epochs * steps_of_epoch - finished, True)
 
     def reference_counts(self) -> OfSamples:
         """Return the number of references of each of the first rows."""
@@ -225,11 +225,11 @@ class StreamedData(RunData):
     def describe_samples(self, config: TrainingConfig) -> list[str]:
         """Return what is known of the shards, the rows and the sources before they come."""
         shards, processes = self.stream.num_shards, self.stream.num_processes
-        each = f"{shards // processes} per process" if shards % processes == 0 else "all read by every process"
+        readers = f"{shards // processes} per process" if shards % processes == 0 else "all read by every process"
         assigned = sum(self.sample.buckets.values())
         rows = f"not known before they come; of the first {self.sample.rows}, {assigned} have a bucket"
         return [
-            f"  Stream = {shards} shards, {each}; {self._order(config.stream.shuffle_buffer)}",
+            f"  Stream = {shards} shards, {readers}; {self._order(config.stream.shuffle_buffer)}",
             f"  Samples per epoch = {rows}",
             *([f"  Sources = {', '.join(self.sources)}"] if self.sources else []),
         ]

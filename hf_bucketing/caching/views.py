@@ -38,7 +38,7 @@ def views_in_turn(indices: npt.ArrayLike, *, count: int, seed: int, epoch: int) 
         [[1, 1, 1, 2], [2, 2, 2, 0], [0, 0, 0, 1]]
     """
     rows = np.asarray(indices, np.int64)
-    first = numbers_of_rows(generator(Purpose.FIRST_VIEW, seed), rows, each=1)[:, 0]
+    first = numbers_of_rows(generator(Purpose.FIRST_VIEW, seed), rows, per_row=1)[:, 0]
     views: IntArray = ((first * count).astype(np.int64) + epoch) % count
     return views
 

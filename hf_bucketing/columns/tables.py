@@ -183,7 +183,7 @@ def _is_captions(value: Any) -> bool:
 
 def _read_lines(path: Path, request: SourceRequest) -> SourceRows:
     """Read the paths of a file and the captions of the file beside it, line by line."""
-    texts = [one for name in _CAPTION_LINES if (one := path.parent / name).is_file()]
+    texts = [file for name in _CAPTION_LINES if (file := path.parent / name).is_file()]
     if len(texts) != 1:
         which = f"{' and '.join(map(str, texts))} could both be meant; keep" if texts else f"{path} needs"
         raise MediaError(f"{which} one file of captions beside it: {', '.join(_CAPTION_LINES)}.")

@@ -126,21 +126,21 @@ class RandomResize:
 
     def _sides(self, height: IntArray, width: IntArray, *, indices: IntArray, epoch: int) -> tuple[IntArray, IntArray]:
         """Return drawn heights and widths."""
-        draws = numbers_of_rows(generator(Purpose.RANDOM_RESIZE, self.seed, epoch), indices, each=2).T
+        draws = numbers_of_rows(generator(Purpose.RANDOM_RESIZE, self.seed, epoch), indices, per_row=2).T
         lowest = (np.minimum(self.min_side, side) for side in (height, width))
         sides = zip((height, width), lowest, draws, strict=True)
         drawn_height, drawn_width = (low + (draw * (side - low + 1)).astype(np.int64) for side, low, draw in sides)
         return drawn_height, drawn_width
 
 
-def numbers_of_rows(rng: np.random.Generator, indices: IntArray, *, each: int) -> FloatArray:
+def numbers_of_rows(rng: np.random.Generator, indices: IntArray, *, per_row: int) -> FloatArray:
     """Return uniform numbers of rows, `(n, each)`, that do not depend on which other rows there are.
 
     Row i has the numbers `each·i` and following of the generator's stream.
     """
     if not len(indices):
-        return np.zeros((0, each))
-    rng.bit_generator.advance(each * int(indices.min()))  # type: ignore[attr-defined]  # PCG64 has it
-    stream = rng.random((int(np.ptp(indices)) + 1, each))
+        return np.zeros((0, per_row))
+    rng.bit_generator.advance(per_row * int(indices.min()))  # type: ignore[attr-defined]  # PCG64 has it
+    stream = rng.random((int(np.ptp(indices)) + 1, per_row))
     numbers: FloatArray = stream[indices - indices.min()]
     return numbers

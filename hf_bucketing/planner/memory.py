@@ -327,14 +327,14 @@ def step_shape(
     Raises:
         BucketingError: As [`sample_shape`], or if the settings leave the number to a run (`max_tokens="auto"`).
     """
-    one = sample_shape(components, config, size or _size_of(components, config))
-    tokens = one.tokens
+    sample = sample_shape(components, config, size or _size_of(components, config))
+    tokens = sample.tokens
     batches = config.run.batches
     if batches.strips is not None:
-        tokens = strip_tokens(tokens + one.audio_tokens, batches.strips) - one.audio_tokens
+        tokens = strip_tokens(tokens + sample.audio_tokens, batches.strips) - sample.audio_tokens
     if samples is None:
-        samples = _samples_of(batches, tokens=tokens + one.audio_tokens + one.text_tokens)
-    return one.repeated(samples, tokens=tokens)
+        samples = _samples_of(batches, tokens=tokens + sample.audio_tokens + sample.text_tokens)
+    return sample.repeated(samples, tokens=tokens)
 
 
 def _samples_of(batches: BatchConfig, *, tokens: int) -> int:
@@ -510,9 +510,9 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
     def plan(samples: int) -> MemoryPlan:
         return plan_components(components, config, step_shape(components, config, samples=samples))
 
-    one = plan(1)
-    length = one.shape.length
-    samples = min(_crossing(one, plan(2), memory), at_most / length, max(1.0, MOST_TOKENS / length))
+    plan_of_one = plan(1)
+    length = plan_of_one.shape.length
+    samples = min(_crossing(plan_of_one, plan(2), memory), at_most / length, max(1.0, MOST_TOKENS / length))
     for _ in range(_SEARCHED):
         if samples <= 2:
             break
@@ -520,16 +520,16 @@ def largest_tokens(components: Components, config: PlanConfig, *, memory: float,
         more = plan(samples)
         if more.total <= memory:
             break
-        samples = _crossing(one, more, memory)
+        samples = _crossing(plan_of_one, more, memory)
     else:
         samples = min(samples, 2)  # as many fit, or there would have been no search
     return max(0, math.floor(samples * length))
 
 
-def _crossing(one: MemoryPlan, more: MemoryPlan, memory: float) -> float:
+def _crossing(fewer: MemoryPlan, more: MemoryPlan, memory: float) -> float:
     """Return how many samples fill the memory in the first phase, on lines through plans of one sample and of more."""
     counts = []
-    for name, parts in one.phases.items():
+    for name, parts in fewer.phases.items():
         per_sample = (more.phases[name].total - parts.total) / (more.shape.samples - 1)
         room = memory - parts.total
         counts.append(1 + room / per_sample if per_sample > 0 else (float("inf") if room >= 0 else 0.0))

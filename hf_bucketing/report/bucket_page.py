@@ -234,8 +234,8 @@ def _rejections(report: Report, beside: Beside) -> list[Block]:
         return []
     rows = []
     for reason in report.rejected:
-        each = zip(reason.examples, reason.sizes, strict=True)
-        examples = [f"{beside.files[row]} ({_size_or_none(size)})" for row, size in each]
+        pairs = zip(reason.examples, reason.sizes, strict=True)
+        examples = [f"{beside.files[row]} ({_size_or_none(size)})" for row, size in pairs]
         named = "; ".join(examples) + ("; …" if reason.count > len(examples) else "")
         rows.append((reason.label, f"{reason.count:,}", reason.why, named, reason.remedy))
     return [

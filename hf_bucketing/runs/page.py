@@ -390,9 +390,9 @@ def _prompt_of(run: Logs, stem: str) -> tuple[str, str, Sequence[str]]:
     prompts = run.settings.get("validation_prompts") or []
     shape = Size(*map(int, size.split("x")))
     files = run.settings.get("validation_references") or []
-    each = len(files) // max(1, len(prompts))
+    per_prompt = len(files) // max(1, len(prompts))
     named = {
-        rendering_name(prompts, number, shape): (prompt, files[each * number : each * (number + 1)])
+        rendering_name(prompts, number, shape): (prompt, files[per_prompt * number : per_prompt * (number + 1)])
         for number, prompt in enumerate(prompts)
     }
     return size_label(shape), *named.get(stem, (words.replace("-", " "), []))

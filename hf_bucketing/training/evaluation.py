@@ -45,11 +45,11 @@ def plan_validation(opened: OpenedRun, prepared: PreparedDataset | PreparedStrea
     if opened.trains_audio:
         recipe.sound_arguments(config.validation.validation_fps)  # raises before the first step
     component = transformers_of(config.trained_component)[0]
-    each = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))
+    num_images = recipe.num_images(read_trained_config(config.pretrained_model_name_or_path, component))
     cache = prepared.cache if isinstance(prepared, PreparedDataset) else None
     return Validation(
         config=config.validation,
-        images=images_of(config.validation, each=each, pipeline_class=recipe.pipeline_class),
+        images=images_of(config.validation, per_prompt=num_images, pipeline_class=recipe.pipeline_class),
         references=references_of(config.validation, recipe, trained=component),
         rule=prepared.references,
         sizes=sizes,

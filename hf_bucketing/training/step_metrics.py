@@ -197,9 +197,9 @@ class StepMetrics:
             **({"stop": largest["stop"]} if largest["stop"] else {}),
         }
         if float(hardware.sum()):
-            each = 1e12 * elapsed * len(rows)
-            metrics["model_tflops"] = float(model.sum()) / each
-            metrics["hardware_tflops"] = float(hardware.sum()) / each
+            tera_seconds = 1e12 * elapsed * len(rows)
+            metrics["model_tflops"] = float(model.sum()) / tera_seconds
+            metrics["hardware_tflops"] = float(hardware.sum()) / tera_seconds
             if self.peak_tflops is not None:
                 metrics["mfu"] = metrics["model_tflops"] / self.peak_tflops
                 metrics["hfu"] = metrics["hardware_tflops"] / self.peak_tflops

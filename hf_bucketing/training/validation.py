@@ -92,8 +92,8 @@ class Validation:
     def last_files(self, global_step: int) -> dict[Path, str]:
         """Return the files that were rendered last by an optimizer step, and the prompt of each."""
         step = global_step - global_step % self.config.validation_steps
-        each = product(self.sizes, enumerate(self.config.validation_prompts or []))
-        files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in each}
+        renderings = product(self.sizes, enumerate(self.config.validation_prompts or []))
+        files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in renderings}
         return {file: prompt for file, prompt in files.items() if file.is_file()}
 
     def _sample(self, recipe: Recipe, size: Size, number: int) -> tuple[np.ndarray, Sound | None]:
@@ -123,27 +123,27 @@ class Validation:
         return (frames * 255).round().astype(np.uint8), sound
 
 
-def images_of(config: ValidationConfig, *, each: int, pipeline_class: str) -> list[list[MediaSource]]:
+def images_of(config: ValidationConfig, *, per_prompt: int, pipeline_class: str) -> list[list[MediaSource]]:
     """Return the images of each validation prompt.
 
     Args:
         config ([`ValidationConfig`]): Prompts and files.
-        each (`int`): Images that a call of the pipeline takes.
+        per_prompt (`int`): Images that a call of the pipeline takes.
         pipeline_class (`str`): Its class, for messages.
 
     Raises:
         BucketingError: If there are not as many files as the prompts need, or one cannot be decoded.
     """
     prompts, files = config.validation_prompts or [], config.validation_images or []
-    if len(files) != each * len(prompts):
-        needs = f"{each} per prompt" if each else "none"
+    if len(files) != per_prompt * len(prompts):
+        needs = f"{per_prompt} per prompt" if per_prompt else "none"
         raise BucketingError(
             f"{pipeline_class} takes {needs} in `validation_images` ({len(prompts)} prompts), got {len(files)}."
         )
     sources = [MediaSource.from_cell(file) for file in files]
     for source in sources:
         probe(source)
-    return [sources[each * row : each * (row + 1)] for row in range(len(prompts))]
+    return [sources[per_prompt * row : per_prompt * (row + 1)] for row in range(len(prompts))]
 
 
 def references_of(
@@ -165,17 +165,17 @@ def references_of(
         raise BucketingError(
             f"`validation_references` shows each of the {len(prompts)} prompts as many files; got {len(files)}."
         )
-    each = len(files) // len(prompts)
-    if each > recipe.reference_condition().most or (each and REFERENCE not in recipe.call_arguments()):
+    per_prompt = len(files) // len(prompts)
+    if per_prompt > recipe.reference_condition().most or (per_prompt and REFERENCE not in recipe.call_arguments()):
         raise BucketingError(
             f"The call of a {recipe.pipeline_class} takes {recipe.reference_condition().most or 'no'} references, and "
-            f"`validation_references` has {each} for each prompt."
+            f"`validation_references` has {per_prompt} for each prompt."
         )
-    recipe.check_renders(references=each, trained=trained)
+    recipe.check_renders(references=per_prompt, trained=trained)
     sources = [MediaSource.from_cell(file) for file in files]
     for source in sources:
         probe(source)
-    return [sources[each * row : each * (row + 1)] for row in range(len(prompts))]
+    return [sources[per_prompt * row : per_prompt * (row + 1)] for row in range(len(prompts))]
 
 
 def parse_sizes(text: str, spec: LatentSpec) -> list[Size]:

@@ -184,7 +184,7 @@ def validation(recipe: Recipe, files: list[str], tmp_path: Path, size: Size) -> 
         validation_guidance_scale=1.0,
     )  # fmt: skip
     count = recipe.num_images(recipe.config)
-    images = images_of(config, each=count, pipeline_class=recipe.pipeline_class)
+    images = images_of(config, per_prompt=count, pipeline_class=recipe.pipeline_class)
     return Validation(
         config=config,
         images=images,
@@ -226,7 +226,7 @@ def test_validation_images_are_refused_where_there_is_nothing_to_begin(folder) -
         ValidationConfig(validation_images=["a.png"])
     config = ValidationConfig(validation_prompts=["red"], validation_images=["a.png"])
     with pytest.raises(BucketingError, match="WanPipeline takes none"):
-        images_of(config, each=0, pipeline_class="WanPipeline")
+        images_of(config, per_prompt=0, pipeline_class="WanPipeline")
 
 
 def test_the_script_samples_with_an_image_and_refuses_what_does_not_fit(folder, tmp_path) -> None:
