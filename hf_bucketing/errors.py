@@ -48,13 +48,13 @@ class BucketingError(ValueError):
         if of_worker := _OF_WORKER.match(message):
             message = of_worker[1].strip()
 
-        def shown(match: re.Match[str]) -> str:
+        def in_flag(match: re.Match[str]) -> str:
             name, value = match.groups()
             if name not in flags:
                 return match[0]
             return flags[name] if value in (None, "True") else f"{flags[name]} {value.strip(_QUOTE)}"
 
-        return _ARGUMENT.sub(shown, message)
+        return _ARGUMENT.sub(in_flag, message)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

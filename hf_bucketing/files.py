@@ -102,19 +102,19 @@ def _free(path: Path) -> str:
     return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB are free"
 
 
-def existing_places(path: str, *, beside: str | os.PathLike[str]) -> list[str]:
+def existing_places(path: str, *, folder: str | os.PathLike[str]) -> list[str]:
     """Return where a path that a file names exists: beginning at the file's folder, and at the working directory.
 
     Args:
         path (`str`): The path, relative or whole.
-        beside (path): The folder of the file that names it.
+        folder (path): The folder of the file that names it.
 
     Returns:
         `list` of `str`: Whole paths, none of which is the same file as another.
     """
-    places = dict.fromkeys(os.path.abspath(place) for place in (os.path.join(beside, path), path))
-    found = [place for place in places if os.path.exists(place)]
-    return found[:1] if len(found) > 1 and os.path.samefile(*found) else found
+    places = dict.fromkeys(os.path.abspath(place) for place in (os.path.join(folder, path), path))
+    existing = [place for place in places if os.path.exists(place)]
+    return existing[:1] if len(existing) > 1 and os.path.samefile(*existing) else existing
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:

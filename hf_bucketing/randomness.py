@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from .errors import BucketingError, ColumnError
 
-OWN_PREFIX = "hf_bucketing_"
+COLUMN_PREFIX = "hf_bucketing_"
 """Beginning of the names of columns that this package adds, and no table may bring."""
 
-ROW = f"{OWN_PREFIX}row"
+ROW = f"{COLUMN_PREFIX}row"
 """Column of the number that names a row: its draws follow from it, and batches and logs have it as `index`. Columns of
 a table named `index` mean something else."""
 
@@ -55,7 +55,7 @@ class Purpose(IntEnum):
     REPORT_SAMPLES = 24  # seed: samples that the page of a report shows
     CACHED_VIEW = 25  # sample, its first occurrence: which of several cached views; others take the next ones
     FIRST_VIEW = 26  # seed: which of several cached views of several sizes each row has first
-    SHOWN_NOISE = 27  # as NOISE, or as HELD_OUT_NOISE: noise of what a sample is shown
+    CONDITION_NOISE = 27  # as NOISE, or as HELD_OUT_NOISE: noise of what a sample is shown
 
 
 def _differ(rows: npt.NDArray[Any]) -> bool:

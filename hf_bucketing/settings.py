@@ -113,8 +113,8 @@ def build(kind: type[Config], values: Mapping[str, Any]) -> Config:
         if dataclasses.is_dataclass(hint):
             default = _default(field)
             inherited = {} if default is dataclasses.MISSING else flatten(default)
-            given = {name: values[name] for name in names_of(hint) if name in values}  # type: ignore[arg-type]
-            arguments[field.name] = build(hint, {**inherited, **given})  # type: ignore[arg-type]
+            group_values = {name: values[name] for name in names_of(hint) if name in values}  # type: ignore[arg-type]
+            arguments[field.name] = build(hint, {**inherited, **group_values})  # type: ignore[arg-type]
         elif field.name in values:
             arguments[field.name] = _finite(field, values[field.name])
     return kind(**arguments)
@@ -130,14 +130,14 @@ def _finite(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def chosen_config(
-    kind: type[Config], config: Config | None, *, error: type[BucketingError], **given: object
+    kind: type[Config], config: Config | None, *, error: type[BucketingError], **settings: object
 ) -> Config:
     """Return a value that was given whole, as `config`, or by keywords of which those that are None are not given.
 
     Raises:
         BucketingError: As `error`, if both are given, or `config` is of another kind.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in settings.items() if value is not None}
     if config is None:
         return kind(**chosen)
     if not isinstance(config, kind):
@@ -173,7 +173,7 @@ def not_default(config: Any, *names: str) -> list[str]:
     return [name for name in names if values[name] != defaults[name]]
 
 
-def given_settings(config: Any) -> dict[str, Any]:
+def changed_settings(config: Any) -> dict[str, Any]:
     """Return the settings that differ from their defaults, by name."""
     values = flatten(config)
     return {name: values[name] for name in not_default(config, *values)}
@@ -210,23 +210,23 @@ def check_types(config: Any, *, error: type[BucketingError] = BucketingError) ->
         if value is None and type(None) in get_args(hint):
             continue
         if get_origin(kinds[-1]) is Mapping and isinstance(value, Mapping):
-            value = numbers_by_id(value, name, whole=True, error=error)
+            value = numbers_by_id(value, name, integer=True, error=error)
         elif int in kinds or float in kinds:
-            value = plain_number(value, name, whole=float not in kinds, error=error)
+            value = plain_number(value, name, integer=float not in kinds, error=error)
         elif kinds == [bool]:
             value = plain_bool(value, name, error=error)
         object.__setattr__(config, name, value)
     check_literals(config, error=error)
 
 
-def plain_number(value: Any, name: str, *, whole: bool, error: type[BucketingError] = BucketingError) -> Any:
+def plain_number(value: Any, name: str, *, integer: bool, error: type[BucketingError] = BucketingError) -> Any:
     """Return a finite number as an `int` if it is whole, else as a `float`; raise an error for anything else."""
     number = value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
     valid = isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
     if valid and number == int(number):
         return int(number)
-    if not valid or whole:
-        raise error(f"`{name}` must be a {'whole' if whole else 'finite'} number, got {value!r}.")
+    if not valid or integer:
+        raise error(f"`{name}` must be a {'whole' if integer else 'finite'} number, got {value!r}.")
     return float(number)
 
 
@@ -238,13 +238,13 @@ def plain_bool(value: Any, name: str, *, error: type[BucketingError] = Bucketing
 
 
 def numbers_by_id(
-    values: Mapping[Any, Any], name: str, *, whole: bool, error: type[BucketingError] = BucketingError
+    values: Mapping[Any, Any], name: str, *, integer: bool, error: type[BucketingError] = BucketingError
 ) -> dict[int, Any]:
     """Return a mapping of bucket ids to numbers with plain keys, sorted, and values; raise an error for any other."""
     for key in values:
-        if isinstance(key, str) or plain_number(key, f"a key of {name}", whole=False, error=error) % 1:
+        if isinstance(key, str) or plain_number(key, f"a key of {name}", integer=False, error=error) % 1:
             raise error(f"`{name}` maps ids of buckets, whole numbers, got the key {key!r}; give JSON keys as int.")
-    plain = ((int(key), plain_number(values[key], f"{name}[{key}]", whole=whole, error=error)) for key in values)
+    plain = ((int(key), plain_number(values[key], f"{name}[{key}]", integer=integer, error=error)) for key in values)
     return dict(sorted(plain))
 
 
@@ -288,11 +288,11 @@ def parts_of(hint: Any) -> list[Any]:
 def explains_names(kind: type[Config]) -> type[Config]:
     """Make a dataclass say where a setting belongs that its constructor does not take; a class decorator."""
     construct: Any = kind.__init__
-    own = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
     @functools.wraps(construct)
     def explain_or_construct(self: Config, **values: Any) -> None:
-        for name in values.keys() - own:
+        for name in values.keys() - fields:
             check_names(kind, [name])
             (setting,) = (setting for setting in settings_in(kind) if setting.name == name)
             raise BucketingError(

@@ -8,7 +8,7 @@ from ..models.experts import TrainedComponent, transformers_of
 from .files import LORA_WEIGHTS
 
 
-def own_folder(component: str, *, trained: TrainedComponent) -> str:
+def expert_folder(component: str, *, trained: TrainedComponent) -> str:
     """Return the folder of the adapters of a transformer, relative to that of the run: its name, or `""` if alone.
 
     Args:
@@ -33,7 +33,7 @@ def loading_options(trained: TrainedComponent, *, file: str | None = None) -> li
     """
     calls = []
     for component in transformers_of(trained):
-        folder = own_folder(component, trained=trained)
+        folder = expert_folder(component, trained=trained)
         options: dict[str, Any] = {"weight_name": file} if file is not None else {}
         options |= {"subfolder": folder, "weight_name": file or LORA_WEIGHTS} if folder else {}
         calls.append(options | ({f"load_into_{component}": True} if component != "transformer" else {}))

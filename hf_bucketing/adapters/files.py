@@ -201,12 +201,12 @@ def settings_of(file: Path, header: Mapping[str, str], *, prefix: str) -> dict[s
     """
     if file.name == SAFETENSORS_WEIGHTS_NAME:
         try:
-            beside: dict[str, Any] = json.loads((file.parent / CONFIG_NAME).read_text())
+            settings: dict[str, Any] = json.loads((file.parent / CONFIG_NAME).read_text())
         except (OSError, ValueError) as error:
             raise BucketingError(
                 f"{file} has its scale in {CONFIG_NAME} beside it, which cannot be read: {error}"
             ) from error
-        return beside
+        return settings
     named = json.loads(header.get(SETTINGS_ENTRY, "{}"))
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
@@ -217,7 +217,7 @@ def with_scales(file: Path, weights: dict[str, torch.Tensor], saved: Mapping[str
         raise BucketingError(f"{file} must hold plain LoRA weights of a transformer and nothing else: use_dora.")
     ranks = {layer.removesuffix(DOWN): len(value) for layer, value in weights.items() if layer.endswith(DOWN)}
     common = next(iter(ranks.values())) if len(set(ranks.values())) == 1 else None
-    alpha = plain_number(saved.get("lora_alpha", LoraConfig.lora_alpha), f"lora_alpha of {file}", whole=False)
+    alpha = plain_number(saved.get("lora_alpha", LoraConfig.lora_alpha), f"lora_alpha of {file}", integer=False)
     alphas = saved.get("alpha_pattern") or {}
     if not (alphas or saved.get("rank_pattern") or saved.get("use_rslora")):
         return Adapters(path=file, weights=weights, alpha=alpha if saved else common)
@@ -260,14 +260,14 @@ def _pairs_of(
             if len(up) != sum(parts.values()):
                 continue
             left -= {layer + ends[0], layer + ends[1]}
-            own_ranks = ranks.get(without_prefix(layer))
+            layer_ranks = ranks.get(without_prefix(layer))
             uppers = dict(zip(parts, up.split(list(parts.values())), strict=True))
-            if own_ranks is None:
+            if layer_ranks is None:
                 trained = uppers if len(parts) == 1 else {part: rows for part, rows in uppers.items() if rows.any()}
                 pairs |= {part: (down, rows) for part, rows in trained.items()}
                 continue
             begin = 0
-            for (part, rows), rank in zip(uppers.items(), own_ranks, strict=True):
+            for (part, rows), rank in zip(uppers.items(), layer_ranks, strict=True):
                 if rank:
                     pairs[part] = down[begin : begin + rank], rows[:, begin : begin + rank]
                 begin += rank

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import BucketingError
-from ..placement.shards import copy_whole, name_in_files, named_weights
+from ..placement.shards import copy_full, name_in_files, named_weights
 from .files import (
     COMFYUI_WEIGHTS,
     DOWN,
@@ -211,7 +211,7 @@ def load_exact(transformer: Any, adapters: ExactAdapters) -> None:
     if differences:
         raise BucketingError(f"{adapters.path} does not fit these adapters: it has {differences[0]}.")
     for name, value in weights.items():
-        copy_whole(value, adapters.weights[name])
+        copy_full(value, adapters.weights[name])
 
 
 def with_scales_of_layers(

@@ -18,7 +18,7 @@ from ..errors import BucketingError
 from ..files import complete_parts
 from ..models.experts import transformers_of
 from ..models.registry import family_of
-from ..placement.shards import copy_whole, gather
+from ..placement.shards import copy_full, gather
 from .files import (
     ADAPTER_FILES,
     COMFYUI_WEIGHTS,
@@ -227,7 +227,7 @@ def load_lora(pipeline: Any, adapters: Adapters, *, component: str = "transforme
     if differences:
         raise BucketingError(f"{adapters.path} does not fit these adapters: it has {'; '.join(differences)}.")
     for name, value in weights.items():
-        copy_whole(value, adapters.weights[name])
+        copy_full(value, adapters.weights[name])
     if not any(value.is_meta for value in weights.values()):  # a process without weights gets its share later
         check_changes(transformer, weights, adapters)
 

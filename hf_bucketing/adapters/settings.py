@@ -71,7 +71,7 @@ class AdapterConfig:
         check_literals(self)
         check_at_least(1, self, "lora_rank")
         if self.lora_alpha is not None:
-            object.__setattr__(self, "lora_alpha", plain_number(self.lora_alpha, "lora_alpha", whole=False))
+            object.__setattr__(self, "lora_alpha", plain_number(self.lora_alpha, "lora_alpha", integer=False))
             if self.lora_alpha <= 0:
                 raise BucketingError(f"`lora_alpha` must be more than 0, got {self.lora_alpha}.")
         for field in fields(self):
@@ -105,7 +105,7 @@ def ranks_by_pattern(text: str | None) -> dict[str, int]:
         >>> ranks_by_pattern(r"blocks\.0\..*=4 to_out.0=16")
         {'blocks\\.0\\..*': 4, 'to_out.0': 16}
     """
-    return _numbers_by_pattern(text, whole=True)
+    return _numbers_by_pattern(text, integers=True)
 
 
 def alphas_by_pattern(text: str | None) -> dict[str, float]:
@@ -118,21 +118,21 @@ def alphas_by_pattern(text: str | None) -> dict[str, float]:
         >>> alphas_by_pattern("to_q=0.5 to_out.0=16")
         {'to_q': 0.5, 'to_out.0': 16}
     """
-    return _numbers_by_pattern(text, whole=False)
+    return _numbers_by_pattern(text, integers=False)
 
 
-def _numbers_by_pattern(text: str | None, *, whole: bool) -> dict[str, Any]:
+def _numbers_by_pattern(text: str | None, *, integers: bool) -> dict[str, Any]:
     """Read `PATTERN=NUMBER`, separated by spaces."""
     numbers = {}
     for entry in (text or "").split():
         pattern, _, number = entry.rpartition("=")
         try:
             re.compile(pattern)
-            numbers[pattern] = plain_number(float(number), "NUMBER", whole=whole)
+            numbers[pattern] = plain_number(float(number), "NUMBER", integer=integers)
         except (re.error, ValueError) as error:
             raise BucketingError(f"Expected PATTERN=NUMBER, a regular expression, got {entry!r}: {error}") from error
         if not pattern or numbers[pattern] <= 0:
-            smallest = "a number of at least 1" if whole else "a positive number"
+            smallest = "a number of at least 1" if integers else "a positive number"
             raise BucketingError(f"Expected PATTERN=NUMBER with {smallest}, got {entry!r}.")
     return numbers
 

@@ -15,7 +15,7 @@ from ..errors import BucketingError
 from ..hub import from_hub
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.registry import find_recipe
-from .experts import loading_options, own_folder
+from .experts import expert_folder, loading_options
 from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS, for_diffusers
 from .settings import Adapter
 
@@ -34,7 +34,7 @@ def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: Traine
     """
     for adapter, name in zip(adapters, _names(adapters), strict=True):
         folders = {
-            component: Path(adapter.path) / own_folder(component, trained=trained)
+            component: Path(adapter.path) / expert_folder(component, trained=trained)
             for component in transformers_of(trained)
         }
         with from_hub(adapter.path):

@@ -112,11 +112,11 @@ class Buckets(Batching[BucketPlanConfig]):
     def possible_buckets(self, sample: StreamSample, table: Table) -> Sequence[int]:
         return range(len(cast("BucketTable", table)))
 
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, condition_tokens: int) -> int:
         assert isinstance(grouping, BucketGrouping), "it is that of this way"
-        if grouping.max_tokens is not None and tokens + beside + grouping.text_tokens > grouping.max_tokens:
+        if grouping.max_tokens is not None and tokens + condition_tokens + grouping.text_tokens > grouping.max_tokens:
             return 0  # an error if such a row comes
-        return grouping.size_of(bucket, beside=beside)
+        return grouping.size_of(bucket, condition_tokens=condition_tokens)
 
     def collator(self, table: Table, *, resize: RandomResize | None = None, **media: Any) -> BucketCollator:
         return BucketCollator(table, **media)

@@ -93,7 +93,7 @@ def check_reference_dropout(
         )
 
 
-def check_shown_references(
+def check_reference_views(
     config: TrainingConfig, data: PreparedDataset | PreparedStream, recipe: type[Recipe], *, views: ViewRule
 ) -> None:
     """Raise BucketingError if samples are mirrored and not their references; say if a pipeline shows these otherwise.

@@ -95,5 +95,5 @@ class Lengths(OwnSizes[LengthPlanConfig]):
     ) -> Grouping:
         raise BucketingError(_NO_STREAMS)
 
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, condition_tokens: int) -> int:
         raise BucketingError(_NO_STREAMS)

@@ -60,7 +60,7 @@ class Packs(OwnSizes[PackPlanConfig]):
     ) -> PackGrouping:
         return PackGrouping(**vars(self.config.pack_limits), text_tokens=text_tokens)
 
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, condition_tokens: int) -> int:
         assert isinstance(grouping, PackGrouping), "it is that of this way"
-        span = strip_tokens(tokens + beside, grouping.strip_length) + grouping.text_tokens
+        span = strip_tokens(tokens + condition_tokens, grouping.strip_length) + grouping.text_tokens
         return max(1, grouping.max_tokens // span)

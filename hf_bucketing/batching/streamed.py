@@ -208,7 +208,7 @@ class StreamedData(RunData):
             tokens = int(self._tokens([size])[0])
             conditions = seen.most(size, spec=self.spec)
             beside = int(conditions.num_tokens(size, spec=self.spec)[0])
-            count = self.way.largest_batch(self.stream.grouping, bucket, tokens=tokens, beside=beside)
+            count = self.way.largest_batch(self.stream.grouping, bucket, tokens=tokens, condition_tokens=beside)
             step = LargestStep(
                 [size] * count, count * (tokens + beside + self.text_tokens), conditions.select([0] * count)
             )

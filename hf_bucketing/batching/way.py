@@ -141,10 +141,10 @@ class Batching(ABC, Generic[Plan]):
         """Return the buckets that samples of a stream can have, as far as that is known."""
 
     @abstractmethod
-    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, beside: int) -> int:
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, condition_tokens: int) -> int:
         """Return the samples of a full batch of a stream, 0 where one sample exceeds the limits.
 
-        Each has a bucket, so many `tokens` of its own, and `beside` ones of its conditions.
+        Each has a bucket, so many `tokens` of its own, and `condition_tokens` of its conditions.
         """
 
     # Collators and steps

@@ -13,7 +13,7 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-def whole_column(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+def column_values(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
     """Return values as an array; a column of datasets, `dataset[name]`, is read at once and not row by row."""
     if isinstance(values, Sequence) and not isinstance(values, list | tuple):
         stored = _stored(values)

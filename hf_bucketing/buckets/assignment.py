@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import BoolArray, FloatArray, IntArray, whole_column
+from .arrays import BoolArray, FloatArray, IntArray, column_values
 from .sizes import Size
 
 Metric = Literal["log", "linear"]
@@ -145,7 +145,7 @@ def has_bucket(bucket_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
 
 def as_columns(*columns: npt.ArrayLike) -> tuple[IntArray, ...]:
     """Return columns of frames, heights and widths as `int64` arrays of one length."""
-    arrays = tuple(np.atleast_1d(whole_column(column, np.int64)) for column in columns)
+    arrays = tuple(np.atleast_1d(column_values(column, np.int64)) for column in columns)
     if len({array.shape for array in arrays}) != 1:
         raise BucketingError(f"frames, heights and widths must be equally long, got {[a.shape for a in arrays]}.")
     return arrays
@@ -175,7 +175,7 @@ def count_rejections(rejection: npt.ArrayLike, *, times: IntArray | None = None)
         >>> count_rejections(["too_small", "none", "aspect", "too_small"])
         {'aspect': 1, 'too_small': 2}
     """
-    values = whole_column(rejection)
+    values = column_values(rejection)
     counts = {}
     for reason in Rejection:
         if reason != Rejection.NONE:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import FloatArray, whole_column
+from .arrays import FloatArray, column_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class CostModel:
         Args:
             num_tokens (array of `int`, any shape): Number of tokens of each sample, at least 0.
         """
-        tokens = whole_column(num_tokens, np.float64)
+        tokens = column_values(num_tokens, np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
 
     def pack_cost(self, num_tokens: npt.ArrayLike, offsets: npt.ArrayLike) -> FloatArray:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import FloatArray, IntArray, whole_column
+from .arrays import FloatArray, IntArray, column_values
 from .assignment import (
     REJECTED_BUCKET,
     Assignment,
@@ -143,13 +143,13 @@ class OpenTable:
         """
         if spec != self.spec:
             raise BucketingError(f"The open table was made for {self.spec}, not for {spec}.")
-        ids = whole_column(bucket_ids, np.int64)
+        ids = column_values(bucket_ids, np.int64)
         t, h, w = _grid_of_id(ids)
         return np.where(has_bucket(ids), t * h * w, 0)
 
     def cut(self, frames: npt.ArrayLike) -> IntArray:
         """Return the frames that each sample keeps; shape as given."""
-        count = whole_column(frames, np.int64)
+        count = column_values(frames, np.int64)
         return count if self.max_frames is None else np.minimum(count, self.max_frames)
 
     def assign(self, frames: npt.ArrayLike, heights: npt.ArrayLike, widths: npt.ArrayLike) -> Assignment:
@@ -164,18 +164,18 @@ class OpenTable:
         count, height, width = as_columns(self.cut(frames), heights, widths)
         rejection = unusable(count, height, width)
         usable = rejection == Rejection.NONE
-        whole = self.spec.snap_arrays(*(np.where(usable, column, 1) for column in (count, height, width)))
-        t, h, w = self.spec.grid_of(*whole)
+        snapped = self.spec.snap_arrays(*(np.where(usable, column, 1) for column in (count, height, width)))
+        t, h, w = self.spec.grid_of(*snapped)
         rejection[usable & ((t > 512) | (np.maximum(h, w) > 2048))] = Rejection.TOO_LARGE
         usable = rejection == Rejection.NONE
-        error = np.abs(np.log(whole[2] / whole[1]) - np.log(np.maximum(width, 1) / np.maximum(height, 1)))
+        error = np.abs(np.log(snapped[2] / snapped[1]) - np.log(np.maximum(width, 1) / np.maximum(height, 1)))
         assignment = Assignment(
             bucket_id=np.where(usable, _id_of_grid(t, h, w), REJECTED_BUCKET).astype(np.int32),
             rejection=rejection,
             aspect_error=np.where(usable, error, np.nan).astype(np.float32),
         )
         if self.image_sizes is not None:
-            self._move_images(assignment, np.flatnonzero(usable & (count == 1)), whole[1:])
+            self._move_images(assignment, np.flatnonzero(usable & (count == 1)), snapped[1:])
         return assignment
 
     def _move_images(self, assignment: Assignment, rows: IntArray, sides: Sequence[IntArray]) -> None:

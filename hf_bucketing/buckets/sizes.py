@@ -113,8 +113,8 @@ class LatentSpec:
         object.__setattr__(self, "patch", tuple(int(side) for side in self.patch))
         if len(self.patch) != 3 or min(self.temporal_stride, self.spatial_stride, *self.patch) < 1:
             raise BucketingError(f"Strides and the three patch sides must be at least 1, got {self}.")
-        whole = self.patch[0] == 1 and self.chunk_frames % self.temporal_stride == 1 % self.temporal_stride
-        if self.chunk_frames and not (whole and self.chunk_frames > self.temporal_stride + 1):
+        divides = self.patch[0] == 1 and self.chunk_frames % self.temporal_stride == 1 % self.temporal_stride
+        if self.chunk_frames and not (divides and self.chunk_frames > self.temporal_stride + 1):
             raise BucketingError(
                 f"`chunk_frames` must be k·{self.temporal_stride} + 1 with k of at least 2, and patches of one frame; "
                 f"got {self.chunk_frames} and patches of {self.patch[0]}."

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import IntArray, whole_column
+from .arrays import IntArray, column_values
 from .assignment import Assignment, AssignmentRule, BucketSearch, as_columns
 from .sizes import LatentSpec, Size
 
@@ -101,7 +101,7 @@ class BucketTable:
             BucketingError: If a bucket of the table does not divide into whole tokens.
         """
         per_bucket = np.array([*map(spec.num_tokens, self.sizes), 0], np.int64)  # REJECTED_BUCKET (−1) is the last one
-        return np.take(per_bucket, whole_column(bucket_ids, np.int64))
+        return np.take(per_bucket, column_values(bucket_ids, np.int64))
 
     def assign(
         self,

@@ -233,6 +233,6 @@ def _as_array(mask: torch.Tensor) -> npt.NDArray[Any]:
 def _padded(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
     if name.startswith(OTHER):
         return tensor
-    whole = tensor.new_zeros(length, *tensor.shape[1:])
-    whole[: len(tensor)] = tensor
-    return whole
+    padded = tensor.new_zeros(length, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded

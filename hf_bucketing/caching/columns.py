@@ -30,7 +30,7 @@ from ..randomness import ROW
 from .settings import CacheConfig, CachedView
 from .store import TensorCache, entry_key, not_finite
 
-Shown = Mapping[str, Sequence[Any]]
+Media = Mapping[str, Sequence[Any]]
 
 _Encoded: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]
 """Embeddings of texts, their mask and what else the model takes of them."""
@@ -93,7 +93,7 @@ class LatentColumns(_CachedColumns):
             (encoded to NaN or infinite numbers, which no entry holds), or `rejected` (without a bucket).
     """
 
-    encode: Callable[[torch.Tensor, Shown], Mapping[str, torch.Tensor | Sequence[Any]]]
+    encode: Callable[[torch.Tensor, Media], Mapping[str, torch.Tensor | Sequence[Any]]]
     table: BucketTable | OpenTable
     files: MediaColumns
 
@@ -125,12 +125,12 @@ class LatentColumns(_CachedColumns):
         cells = []
         for row, views in zip(rows, samples, strict=True):
             keys = [sample.key for sample in views if sample and sample.key not in unreadable | broken]
-            whole = len(keys) == len(views)
+            complete = len(keys) == len(views)
             encoded = [missing.pop(key, None) is not None for key in keys]
             fault = "not finite" if any(sample and sample.key in broken for sample in views) else "unreadable"
-            outcome = "rejected" if row["bucket_id"] < 0 else "found" if whole else fault
-            self.counts["encoded" if whole and any(encoded) else outcome] += 1
-            cells.append(_cell(keys if whole else [""] * len(views)))
+            outcome = "rejected" if row["bucket_id"] < 0 else "found" if complete else fault
+            self.counts["encoded" if complete and any(encoded) else outcome] += 1
+            cells.append(_cell(keys if complete else [""] * len(views)))
         return {"latents_key": cells}
 
     def _samples(self, batch: Mapping[str, Sequence[Any]]) -> tuple[list[dict[str, Any]], list[list[_Sample | None]]]:
@@ -146,9 +146,9 @@ class LatentColumns(_CachedColumns):
             return self.table.size(int(row["bucket_id"]))
         assert isinstance(self.table, OpenTable), "CacheConfig refuses it for buckets"
         resize = RandomResize(spec=self.table.spec, min_side=cached.random_resize, seed=self.config.seed)
-        own = Size(*(int(row[name]) for name in ("num_frames", "height", "width")))
-        own = own._replace(frames=int(self.table.cut(own.frames)))
-        return resize.sizes([own], indices=[int(row[ROW])], epoch=cached.epoch)[0]
+        stored_size = Size(*(int(row[name]) for name in ("num_frames", "height", "width")))
+        stored_size = stored_size._replace(frames=int(self.table.cut(stored_size.frames)))
+        return resize.sizes([stored_size], indices=[int(row[ROW])], epoch=cached.epoch)[0]
 
     def _sample(self, row: Mapping[str, Any], position: int, cached: CachedView) -> _Sample | None:
         """Return a view of a row; None if it has no bucket or no file."""
@@ -190,8 +190,8 @@ class LatentColumns(_CachedColumns):
         if self.config.appended_frames is not None:
             geometry["appended"] = self.config.appended_frames
         if REFERENCE in conditions:
-            shown = ("max_pixels", "downscale_factor", "multiples")
-            geometry["references"] = {name: getattr(sample.references, name) for name in shown}
+            settings = ("max_pixels", "downscale_factor", "multiples")
+            geometry["references"] = {name: getattr(sample.references, name) for name in settings}
             # Keys of rules that older caches had do not name what was added.
             geometry["references"] |= sample.references.added
             if view.flip_references:
@@ -221,8 +221,8 @@ class LatentColumns(_CachedColumns):
                     unreadable.add(sample.key)
             if not loaded:
                 continue
-            shown = {name: [sample.shown[name] for sample in loaded] for name in self.files.shown}
-            encoded = self.encode(torch.stack([sample.pixels for sample in loaded]), shown)
+            conditions = {name: [sample.conditions[name] for sample in loaded] for name in self.files.shown}
+            encoded = self.encode(torch.stack([sample.pixels for sample in loaded]), conditions)
             for row, sample in enumerate(readable):
                 view = sample.file.view
                 about = {"size": view.size, "crop": sample.crop, "flip": view.flip, "fps": view.fps}
@@ -340,8 +340,9 @@ class TextColumns(_TextEntries):
             keys |= dict.fromkeys(broken, "")
             self.counts.update({"encoded": len(captions) - len(broken), "not finite": len(broken)})
         self.counts.update(found=len(keys) - len(missing))
-        own = ([keys[caption] for caption in captions] for captions in texts)
-        return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in zip(cells, own, strict=True)]}
+        row_keys = ([keys[caption] for caption in captions] for captions in texts)
+        pairs = zip(cells, row_keys, strict=True)
+        return {"text_key": [key[0] if isinstance(cell, str) else key for cell, key in pairs]}
 
     @property
     def null_key(self) -> str:
@@ -400,8 +401,8 @@ class SeeingTextColumns(_TextEntries):
         for cell, views in zip(batch[self.column], samples, strict=True):
             captions = texts_of({self.column: cell}, self.column)
             keys = [self._keys_of(captions, sample) for sample in views]
-            own = [[of_view[caption] for caption in captions] for of_view in keys]
-            columns["text_key"].append(_cell([texts[0] if isinstance(cell, str) else texts for texts in own]))
+            row_keys = [[of_view[caption] for caption in captions] for of_view in keys]
+            columns["text_key"].append(_cell([texts[0] if isinstance(cell, str) else texts for texts in row_keys]))
             columns[NULL_TEXT_KEY].append(_cell([of_view[""] for of_view in keys]))
         return columns
 
@@ -417,7 +418,7 @@ class SeeingTextColumns(_TextEntries):
         missing = [caption for caption, key in keys.items() if not self.cache.holds(key)]
         if missing:
             try:
-                references = load(sample.file).shown[REFERENCE]
+                references = load(sample.file).conditions[REFERENCE]
             except MediaError:
                 if self.config.on_error == "raise":
                     raise
@@ -468,5 +469,5 @@ def _identity(source: MediaSource, root: str | None) -> list[Any]:
     content = [*source.version(), *decoding_rules(source)]
     if source.data is not None:
         return content
-    whole = root is None or is_url(root) or is_url(source.path)
-    return [source.path if whole else os.path.relpath(source.path, root), *content]
+    full_path = root is None or is_url(root) or is_url(source.path)
+    return [source.path if full_path else os.path.relpath(source.path, root), *content]

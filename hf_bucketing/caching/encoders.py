@@ -113,28 +113,28 @@ def differences(cached: Mapping[str, Any], running: Mapping[str, Any], *, texts:
         texts (`bool`): Whether captions are cached too.
     """
     before, now = (kind["pipeline"]["class_name"] for kind in (cached, running))
-    found = []
+    listed = []
     ours, theirs = running["latents"], cached["latents"]
     rules = ours["media_rule"], theirs["media_rule"]
     # A shorter rule belongs to a model that is shown less; what a cache lacks of it is missed before training.
     if ours["rule"] != theirs["rule"] or not (rules[0].startswith(rules[1]) or rules[1].startswith(rules[0])):
-        found.append(f"a {before} makes other latents than a {now}")
+        listed.append(f"a {before} makes other latents than a {now}")
     for name in ours["models"].keys() & theirs["models"].keys():
-        found += _differing(name, theirs["models"][name], ours["models"][name])
+        listed += _differing(name, theirs["models"][name], ours["models"][name])
     if not texts:
-        return found
+        return listed
     ours, theirs = running["texts"], cached["texts"]
     if ours["rule"] != theirs["rule"]:
-        found.append(f"a {before} prepares captions in another way than a {now}")
+        listed.append(f"a {before} prepares captions in another way than a {now}")
     for name in ours["templates"].keys() & theirs["templates"].keys():
         if ours["templates"][name] != theirs["templates"][name]:
-            found.append(f"its captions stand in another template ({name})")
+            listed.append(f"its captions stand in another template ({name})")
     for name in sorted(ours["models"].keys() | theirs["models"].keys()):
-        found += _differing(name, theirs["models"].get(name), ours["models"].get(name))
+        listed += _differing(name, theirs["models"].get(name), ours["models"].get(name))
     for name in sorted(ours["tokenizers"].keys() | theirs["tokenizers"].keys()):
         if ours["tokenizers"].get(name) != theirs["tokenizers"].get(name):
-            found.append(f"its {name} is another one")
-    return found
+            listed.append(f"its {name} is another one")
+    return listed
 
 
 def _describe_model(component: Component) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def _file_of(component: Component, name: str) -> Path | None:
         path = Path(component.name_or_path, component.subfolder, name)
         return path if path.is_file() else None
     inner = posixpath.join(component.subfolder, name)
-    found = try_to_load_from_cache(component.name_or_path, inner, revision=component.revision)
-    return Path(found) if isinstance(found, str) else None
+    cached_file = try_to_load_from_cache(component.name_or_path, inner, revision=component.revision)
+    return Path(cached_file) if isinstance(cached_file, str) else None
 
 
 def _describe_weights(component: Component) -> dict[str, Any] | None:

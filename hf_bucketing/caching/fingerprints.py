@@ -57,18 +57,18 @@ class Encoder(Protocol):
     def check_frames(self, table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> None:
         """Raise BucketingError if samples are too short for the model, given their buckets."""
 
-    def check_conditions(self, given: Collection[str]) -> None:
+    def check_conditions(self, names: Collection[str]) -> None:
         """Raise BucketingError if the model is not shown a condition of the data set, or lacks one that it needs."""
 
     def keyframes_at(self, latent_frames: Sequence[Sequence[int]]) -> Mapping[str, Sequence[Any]]:
         """Return what `encode_media` takes to encode frames by themselves, at these latent frames of each sample."""
 
     def encode_media(
-        self, pixel_values: torch.Tensor, shown: Mapping[str, Sequence[Any]]
+        self, pixel_values: torch.Tensor, conditions: Mapping[str, Sequence[Any]]
     ) -> Mapping[str, torch.Tensor | Sequence[Any]]:
         """Encode `(B, 3, F, H, W)` in [−1, 1], on the VAE's device, to `latents` `(B, C, f, h, w)` and conditions.
 
-        `shown` are the data set's conditions by name: lists with one tensor per sample, or a tuple of its references.
+        `conditions` are those of the data set by name: lists with one tensor per sample, or a tuple of its references.
         """
 
     @property

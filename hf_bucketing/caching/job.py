@@ -25,7 +25,7 @@ from ..columns.prepared import CacheInfo, PreparedDataset
 from ..conditions.names import REFERENCE
 from ..errors import BucketingError
 from ..plans.ways import stacks
-from .columns import LatentColumns, SeeingTextColumns, Shown, TextColumns
+from .columns import LatentColumns, Media, SeeingTextColumns, TextColumns
 from .encoders import describe_encoders
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
 from .keys import has_keys
@@ -121,8 +121,8 @@ def _latents(prepared: PreparedDataset, encoder: Encoder, config: CacheConfig) -
         rows = map_columns(rows, BucketColumns(table, prepared.spec), overwrite=True)
     device = encoder.pipeline.vae.device
 
-    def encode(pixels: torch.Tensor, shown: Shown) -> Mapping[str, torch.Tensor | Sequence[Any]]:
-        moved: Shown = {name: [_on(device, value) for value in values] for name, values in shown.items()}
+    def encode(pixels: torch.Tensor, conditions: Media) -> Mapping[str, torch.Tensor | Sequence[Any]]:
+        moved: Media = {name: [_on(device, value) for value in values] for name, values in conditions.items()}
         if config.appended_frames is not None:
             latent_frames = prepared.spec.latent_size(Size(*pixels.shape[2:]))[0] - prepared.spec.num_repeats
             moved = {**moved, **encoder.keyframes_at([config.appended_at(latent_frames)] * len(pixels))}
@@ -174,8 +174,8 @@ def _encode_share(
 def _with_keys(dataset: Dataset, keyed: Dataset, texts: Sequence[str], bucket_ids: np.ndarray) -> Dataset:
     """Add the keys, of texts in some columns; rows that lack some get the values that unreadable rows have."""
     names = ("latents_key", *texts)
-    whole = np.all([has_keys(keyed, name) for name in names], axis=0)
-    unreadable = ~whole & (bucket_ids >= 0)
+    complete = np.all([has_keys(keyed, name) for name in names], axis=0)
+    unreadable = ~complete & (bucket_ids >= 0)
     columns: dict[str, Any] = {name: stored_column(keyed, name).combine_chunks() for name in names}
     if unreadable.any():
         marks = {"width": -1, "height": -1, "num_frames": -1, "bucket_id": -1, "num_tokens": 0}

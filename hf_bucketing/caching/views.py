@@ -13,9 +13,9 @@ from ..columns.apply import with_columns
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..loaders.random_resize import RandomResize, numbers_of_rows
-from ..randomness import OWN_PREFIX, ROW, Purpose, generator
+from ..randomness import COLUMN_PREFIX, ROW, Purpose, generator
 
-CACHED_VIEW = f"{OWN_PREFIX}cached_view"
+CACHED_VIEW = f"{COLUMN_PREFIX}cached_view"
 """Column, and list of a batch, of the view that a row stands for, where each view is a row of its own."""
 
 OF_VIEWS = ("height", "width", "bucket_id", "num_tokens")

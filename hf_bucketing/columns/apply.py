@@ -116,8 +116,8 @@ def map_columns(
     mapped = _side_by_side(kept, new)
     caller_format: dict[str, Any] = dataset.format
     if caller_format["type"] is not None or set(caller_format["columns"]) != set(columns):
-        shown = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
-        mapped.set_format(caller_format["type"], shown, **caller_format["format_kwargs"])
+        visible = [name for name in mapped.column_names if name in caller_format["columns"] or name not in columns]
+        mapped.set_format(caller_format["type"], visible, **caller_format["format_kwargs"])
     return mapped
 
 
@@ -182,8 +182,8 @@ def _side_by_side(kept: Dataset, new: Dataset) -> Dataset:
         Dataset(kept.data, info=kept.info, fingerprint=fingerprint),
         Dataset(InMemoryTable(stored_order), info=new.info, fingerprint=fingerprint),
     ]
-    whole = concatenate_datasets(stored, axis=1, split=kept.split)
-    return Dataset(whole.data, whole.info, kept.split, kept._indices, fingerprint)
+    combined = concatenate_datasets(stored, axis=1, split=kept.split)
+    return Dataset(combined.data, combined.info, kept.split, kept._indices, fingerprint)
 
 
 def undecoded(dataset: AnyDataset, columns: Iterable[str]) -> AnyDataset:

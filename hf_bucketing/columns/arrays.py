@@ -107,7 +107,7 @@ def whole_numbers(batch: Mapping[str, Any] | pa.Table, name: str) -> npt.NDArray
     if column.dtype.kind in "iu":
         return column.astype(np.int64, copy=False)
     filled = np.nan_to_num(column, nan=-1.0)
-    whole = np.rint(filled)
-    if not np.array_equal(whole, filled) or np.abs(whole).max(initial=0) >= 2**53:
+    rounded = np.rint(filled)
+    if not np.array_equal(rounded, filled) or np.abs(rounded).max(initial=0) >= 2**53:
         raise ColumnError(f"The column {name} must hold whole numbers; round it first.")
-    return whole.astype(np.int64)
+    return rounded.astype(np.int64)

@@ -49,19 +49,19 @@ class AudioColumns:
             MediaError: Under `on_error="raise"`, if a file cannot be opened.
         """
         known: dict[str, bool] = {}  # clips of one video share its header
-        found = []
+        has_audio = []
         for cell, fps, frames in zip(*(batch[name] for name in self.input_columns), strict=True):
             if min(fps, frames) <= 0:
-                found.append(False)
+                has_audio.append(False)
                 continue
             source = self.files.source(cell, name="its file")
             if source.data is not None:
-                found.append(self._has_audio(source))
+                has_audio.append(self._has_audio(source))
                 continue
             if source.path not in known:
                 known[source.path] = self._has_audio(source)
-            found.append(known[source.path])
-        return {HAS_AUDIO: found}
+            has_audio.append(known[source.path])
+        return {HAS_AUDIO: has_audio}
 
     def _has_audio(self, source: MediaSource) -> bool:
         try:

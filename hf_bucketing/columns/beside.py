@@ -133,7 +133,7 @@ def _captions_of_batch(batch: Mapping[str, Sequence[str | None]], missing: str |
 
 def _companions(folder: str, stems: list[str], root: str, *, above: str) -> list[str | None]:
     """Return for each stem the file of that stem in a folder, relative to a folder above it."""
-    paths = {stem: found[0] for stem, found in _named_alike(folder, stems, root, above=above).items()}
+    paths = {stem: files[0] for stem, files in _named_alike(folder, stems, root, above=above).items()}
     return [paths.get(stem) for stem in stems]
 
 
@@ -143,8 +143,8 @@ def _references(folders: Sequence[str], stems: list[str], root: str, *, above: s
     In a folder these are the file of that stem, then those with a number behind it, `stem_0`, `stem_1` and so on, by
     their numbers. A file that has the stem of another sample belongs to that one.
     """
-    found = [_named_alike(folder, stems, root, above=above, numbered=True) for folder in folders]
-    return [[path for files in found for path in files.get(stem, [])] for stem in stems]
+    by_folder = [_named_alike(folder, stems, root, above=above, numbered=True) for folder in folders]
+    return [[path for files in by_folder for path in files.get(stem, [])] for stem in stems]
 
 
 def _named_alike(
@@ -198,8 +198,8 @@ def files_below(
         if identity in above or (aside and os.path.realpath(folder) in aside):
             return
         with os.scandir(folder) as entries:
-            found = sorted((entry.name, entry.is_dir()) for entry in entries)
-    for name, is_folder in found:
+            children = sorted((entry.name, entry.is_dir()) for entry in entries)
+    for name, is_folder in children:
         path = os.path.join(folder, name)
         if name.startswith("."):
             ignored["hidden folders" if is_folder else "hidden"] += 1

@@ -290,9 +290,9 @@ class _Entries(NamedTuple):
                 f"The column {column!r} must hold one text about the sound of each row, or none; got {what}."
             )
         texts = self.texts.combine_chunks() if isinstance(self.texts, pa.ChunkedArray) else self.texts
-        heard = audio.texts.take(pa.array(self.rows()))
-        joined = pc.utf8_trim_whitespace(pc.binary_join_element_wise(texts, heard, " "))
-        return self._replace(texts=pc.if_else(pc.equal(heard, ""), texts, joined))
+        sound_texts = audio.texts.take(pa.array(self.rows()))
+        joined = pc.utf8_trim_whitespace(pc.binary_join_element_wise(texts, sound_texts, " "))
+        return self._replace(texts=pc.if_else(pc.equal(sound_texts, ""), texts, joined))
 
     def column(self, template: str | None, *, several: bool | None = None) -> pa.Array:
         """Return the texts in the template, of shape `(n,)`: strings, or lists of strings."""
@@ -416,8 +416,8 @@ def _from_bytes(cells: pa.Array, codes: npt.NDArray[np.int8]) -> pa.Array:
     try:
         return cells.cast(pa.string())
     except pa.ArrowInvalid:  # some are not UTF-8; Arrow does not say which
-        texts, found = zip(*map(_text_of, cells.to_pylist()), strict=True)
-        codes[:] = found
+        texts, problems = zip(*map(_text_of, cells.to_pylist()), strict=True)
+        codes[:] = problems
         return pa.array(texts, pa.string())
 
 
@@ -455,17 +455,17 @@ def _summary(entries: _Entries, columns: Sequence[str], *, paths: Callable[[int]
     position = np.arange(len(rows)) - np.repeat(np.cumsum(entries.counts) - entries.counts, entries.counts)
     kinds = []
     for problem, code in _CODES.items():
-        found = np.flatnonzero(entries.codes == code)
-        if not len(found):
+        matches = np.flatnonzero(entries.codes == code)
+        if not len(matches):
             continue
-        first = found[:NAMED_ROWS]
+        first = matches[:NAMED_ROWS]
         names = [f"row {row}" for row in rows[first].tolist()]
         if entries.several:
             names = [f"{name} caption {number}" for name, number in zip(names, position[first].tolist(), strict=True)]
         if paths is not None:
             files = map(paths, rows[first].tolist())
             names = [f"{name}: {file}" if file else name for name, file in zip(names, files, strict=True)]
-        kinds.append(f"{len(found)} {problem} ({listed(names, total=len(found), separator=', ')})")
+        kinds.append(f"{len(matches)} {problem} ({listed(names, total=len(matches), separator=', ')})")
     named = " and ".join(map(repr, columns))
     of_column = f"column {named}" if len(columns) == 1 else f"columns {named}"
     wrong = np.count_nonzero(entries.codes)

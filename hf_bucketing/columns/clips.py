@@ -116,21 +116,21 @@ def scene_clips(start: Sequence[Any], end: Sequence[Any], num_frames: npt.ArrayL
         keep, keep_ends = np.repeat(~uneven, counts), np.repeat(~uneven, end_counts)
         begins, ends = _filled(begins[keep], counts, uneven), _filled(ends[keep_ends], end_counts, uneven)
         counts = np.where(uneven, 1, counts)
-    whole = counts == 0
-    begins, ends = _filled(begins, counts, whole, value=0.0), _filled(ends, counts, whole, value=0.0)
+    uncut = counts == 0
+    begins, ends = _filled(begins, counts, uncut, value=0.0), _filled(ends, counts, uncut, value=0.0)
     source, _ = _repeated(np.maximum(counts, 1))
-    own, rate = frames[source], rate[source]
-    is_whole, usable = whole[source], own >= 1
+    file_frames, rate = frames[source], rate[source]
+    is_uncut, usable = uncut[source], file_frames >= 1
     with np.errstate(invalid="ignore"):
-        wrong = ~((begins >= 0) & (ends > begins) & (ends * rate <= own + 1 + _ROUNDING) & np.isfinite(ends))
-        wrong |= ~(begins * rate <= own - 1 + _ROUNDING) | (rate <= 0)
-    wrong &= usable & ~is_whole
-    cut = usable & ~is_whole & ~wrong
+        wrong = ~((begins >= 0) & (ends > begins) & (ends * rate <= file_frames + 1 + _ROUNDING) & np.isfinite(ends))
+        wrong |= ~(begins * rate <= file_frames - 1 + _ROUNDING) | (rate <= 0)
+    wrong &= usable & ~is_uncut
+    cut = usable & ~is_uncut & ~wrong
     begins, ends = np.where(cut, begins, 0.0), np.where(cut, ends, 0.0)
     in_scene = np.ceil((ends - begins) * rate - _ROUNDING).astype(np.int64)
-    in_file = np.floor(own - 1 - begins * rate + _ROUNDING).astype(np.int64) + 1
-    length = np.where(cut, np.maximum(np.minimum(in_scene, in_file), 1), own)
-    file_end = np.where(usable & (rate > 0), own / np.where(rate > 0, rate, 1.0), 0.0)
+    in_file = np.floor(file_frames - 1 - begins * rate + _ROUNDING).astype(np.int64) + 1
+    length = np.where(cut, np.maximum(np.minimum(in_scene, in_file), 1), file_frames)
+    file_end = np.where(usable & (rate > 0), file_frames / np.where(rate > 0, rate, 1.0), 0.0)
     return Clips(source, begins, np.where(cut, ends, file_end), length, wrong)
 
 

@@ -95,8 +95,8 @@ class ConditionColumns:
         """Types of these columns."""
         types = {name: Value("int64") for name in (*SIZE_COLUMNS, TRANSPARENT_CONDITIONS)}
         types[CONDITION_FAULT] = Value("string")
-        shown = {REFERENCE_SIZES: List(Value("int32"))} if REFERENCE in self.files.conditions else {}
-        return Features(types | shown)
+        reference_sizes = {REFERENCE_SIZES: List(Value("int32"))} if REFERENCE in self.files.conditions else {}
+        return Features(types | reference_sizes)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], report: Report = raise_error) -> dict[str, list[Any]]:
         """Return the marked sizes, what is wrong with each row, its transparent files, and the sizes of references.
@@ -111,8 +111,8 @@ class ConditionColumns:
         """
         columns = {name: list(batch[name]) for name in SIZE_COLUMNS}
         headers: dict[str, FileHeader] = {}
-        found = [self._read(batch, row, headers) for row in range(len(columns["width"]))]
-        faults = [fault for fault, _, _ in found]
+        checked = [self._read(batch, row, headers) for row in range(len(columns["width"]))]
+        faults = [fault for fault, _, _ in checked]
         rows = [row for row, fault in enumerate(faults) if fault]
         if rows and self.on_error == "raise":
             first = rows[:NAMED_ROWS]
@@ -122,9 +122,11 @@ class ConditionColumns:
         for row, fault in enumerate(faults):
             for sizes in columns.values():
                 sizes[row] = CONDITION_SIZE if fault else sizes[row]
-        columns[TRANSPARENT_CONDITIONS] = [transparent for _, _, transparent in found]
-        shown = {REFERENCE_SIZES: [sizes for _, sizes, _ in found]} if REFERENCE in self.files.conditions else {}
-        return {**columns, CONDITION_FAULT: faults, **shown}
+        columns[TRANSPARENT_CONDITIONS] = [transparent for _, _, transparent in checked]
+        columns[CONDITION_FAULT] = faults
+        if REFERENCE in self.files.conditions:
+            columns[REFERENCE_SIZES] = [sizes for _, sizes, _ in checked]
+        return columns
 
     def _read(
         self, batch: Mapping[str, Sequence[Any]], row: int, headers: dict[str, FileHeader]
@@ -151,12 +153,12 @@ class ConditionColumns:
                     return _in_column(str(error), columns), [], 0
             for column, cell in files:
                 try:
-                    found, may_be_transparent = self._check(name, cell, batch, row, headers)
+                    info, may_be_transparent = self._check(name, cell, batch, row, headers)
                 except MediaError as error:
                     return _in_column(str(error), column), [], 0
                 transparent += may_be_transparent
                 if name == REFERENCE:
-                    sizes += [found.num_frames, found.height, found.width]
+                    sizes += [info.num_frames, info.height, info.width]
         return "", sizes, transparent
 
     def _check(
@@ -170,24 +172,24 @@ class ConditionColumns:
             header = known
         else:
             header = headers[source.path] = read_header(source)
-        found = header.info
+        info = header.info
         fps, frames = float(batch["fps"][row]), int(batch["num_frames"][row])
-        check_kind(name, source.path, still=not found.fps, sample_is_image=not fps)
-        if name == REFERENCE and found.fps and self.files.references.pictures_only:
+        check_kind(name, source.path, still=not info.fps, sample_is_image=not fps)
+        if name == REFERENCE and info.fps and self.files.references.pictures_only:
             raise MediaError(f"The reference {source.path} is a video, and the model takes pictures alone.")
-        if name == REFERENCE and (fault := self.files.references.shape_fault(found.height, found.width)):
+        if name == REFERENCE and (fault := self.files.references.shape_fault(info.height, info.width)):
             raise MediaError(f"The reference {source.path} has {fault}.")
         apart = name == REFERENCE and not self.files.references.lie_over
         if name != FACE and not apart:
             size = (int(batch["height"][row]), int(batch["width"][row]))
-            check_shape(name, source.path, size=(found.height, found.width), sample=size)
-        if name in MOVING and found.fps:
+            check_shape(name, source.path, size=(info.height, info.width), sample=size)
+        if name in MOVING and info.fps:
             start = batch[CLIP_START][row] if CLIP_START in batch else None
             check_length(
                 name,
                 source.path,
-                num_frames=found.num_frames,
-                fps=found.fps,
+                num_frames=info.num_frames,
+                fps=info.fps,
                 first=start or 0.0,
                 seconds=(frames - 1) / fps,
                 step=1 / fps,
@@ -246,19 +248,19 @@ def check_conditions(
         ColumnError: If the data set lacks a column, or it cannot hold files.
         MediaError: Under `on_error="raise"`, if a row does not pass; the message counts such rows and names the first.
     """
-    given = columns.files.conditions
+    conditions = columns.files.conditions
     sentences = [
         f"The column {name} is not used; --{name}_column {name} makes it the {name} of the samples."
         for name in CONDITIONS
         if name in dataset.column_names
         and name != media_column
-        and name not in given
-        and name not in all_columns(given)
+        and name not in conditions
+        and name not in all_columns(conditions)
     ]
-    if not given:
+    if not conditions:
         return dataset, sentences
-    check_condition_columns(dataset, given)
-    order = [*dataset.column_names, *([REFERENCE_SIZES] if REFERENCE in given else [])]
+    check_condition_columns(dataset, conditions)
+    order = [*dataset.column_names, *([REFERENCE_SIZES] if REFERENCE in conditions else [])]
     marked = map_columns(dataset, replace(columns, on_error="reject"), num_proc=num_proc, overwrite=True)
     faults = np.concatenate(
         [pc.not_equal(cells, "").to_numpy(False) for cells in column_batches(marked, CONDITION_FAULT)]
@@ -273,8 +275,8 @@ def check_conditions(
             report(MediaError(summary, advice=_ADVICE))
         else:
             sentences.insert(0, summary)
-    words = ", ".join(f"{name} from column {column}" for name, column in given.items())
-    if MASK in given and (missing := sum(cells.null_count for cells in column_batches(marked, given[MASK]))):
+    words = ", ".join(f"{name} from column {column}" for name, column in conditions.items())
+    if MASK in conditions and (missing := sum(cells.null_count for cells in column_batches(marked, conditions[MASK]))):
         words += f"; {missing} {'row has' if missing == 1 else 'rows have'} no mask: all of the sample is learned"
     said = [f"Conditions: {words}."]
     if transparent := sum(pc.sum(cells).as_py() or 0 for cells in column_batches(marked, TRANSPARENT_CONDITIONS)):
@@ -282,7 +284,7 @@ def check_conditions(
             f"{transparent} files of conditions can hold transparent parts: those of masks are not learned, others "
             "are laid on white, or on the --background of training and caching."
         )
-    if REFERENCE in given:
+    if REFERENCE in conditions:
         said.append(describe_stored_references(list(column_batches(marked, REFERENCE_SIZES))))
     return marked.select_columns(list(dict.fromkeys(order))), [*said, *sentences]
 
@@ -299,7 +301,7 @@ def describe_stored_references(cells: Sequence[pa.Array]) -> str:
     """
     counts = np.concatenate([pc.list_value_length(part).fill_null(0).to_numpy(False) // 3 for part in cells])
     stored = np.concatenate([part.flatten().to_numpy(False) for part in cells]).reshape(-1, 3)
-    numbers, rows = (found.tolist() for found in np.unique(counts, return_counts=True))
+    numbers, rows = (values.tolist() for values in np.unique(counts, return_counts=True))
     shares = [
         f"{count} {'has' if count == 1 else 'have'} {number or 'none'}"
         for number, count in zip(numbers, rows, strict=True)

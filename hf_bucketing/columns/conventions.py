@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..conditions.audio import HAS_AUDIO
 from ..conditions.references import REFERENCE_SIZES
 from ..media.rows import CLIP_END, CLIP_START, REGULARIZATION
-from ..randomness import OWN_PREFIX
+from ..randomness import COLUMN_PREFIX
 from .buckets import BucketColumns
 from .clips import SCENE_END, SCENE_START
 from .layouts import CAPTION_COLUMNS, MEDIA_COLUMNS
@@ -53,7 +53,7 @@ CONVENTIONS = (
         "replaced where preparing makes them",
         "rename them",
     ),
-    Convention((f"{OWN_PREFIX}*",), "refused, as preparing makes columns of such names", "`--ignore_columns`"),
+    Convention((f"{COLUMN_PREFIX}*",), "refused, as preparing makes columns of such names", "`--ignore_columns`"),
 )
 """All columns that have an effect by their names alone, in the order of the documentation."""
 

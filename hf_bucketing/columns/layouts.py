@@ -105,7 +105,7 @@ _CSV_ROWS_PER_CHUNK = 1_000_000
 
 _HEADER_BYTES = 65536
 
-_NOT_GIVEN = ["", "NA", "N/A", "NaN", "nan", "n/a", "NULL", "null", "None", "<NA>"]
+_MISSING_CELLS = ["", "NA", "N/A", "NaN", "nan", "n/a", "NULL", "null", "None", "<NA>"]
 """Cells of a csv that are no values in columns other than texts, as pandas has them by default."""
 
 CAPTION_EXTENSION = ".txt"
@@ -249,7 +249,7 @@ def load(request: SourceRequest, builder: str, *args: Any, **options: Any) -> Ro
     """
     if not request.streaming:
         return _load(builder, *args, split=request.split, **options)
-    split, first, end = _stream_part(request.split)
+    split, first, end = _rows_of_split(request.split)
     rows: IterableDataset = _load(builder, *args, split=split, streaming=True, **options)
     rows = undecoded(rows, rows.features or ())
     if not first and end is None:
@@ -299,7 +299,7 @@ def builder_of(path: str, *texts: str | None) -> tuple[str, dict[str, Any]]:
         named = {name for text in texts if text is not None for name in text.split(",")}
         columns = csv_header(path, sep=options.get("sep", ","))
         known = {*MEDIA_COLUMNS, *CAPTION_COLUMNS, *named} & set(columns)
-        missing = {name: [""] if name in known else _NOT_GIVEN for name in columns}
+        missing = {name: [""] if name in known else _MISSING_CELLS for name in columns}
         options = {**options, "chunksize": _CSV_ROWS_PER_CHUNK, "converters": dict.fromkeys(sorted(known), str)}
         options |= {"keep_default_na": False, "na_values": missing}
     return builder, options
@@ -353,20 +353,20 @@ _RANGE = re.compile(r"([\w.]+)(?:\[(\d*):(\d*)\])?")
 """Split of a stream: a name, and maybe the first row and the one after the last, counted from the beginning."""
 
 
-def _stream_part(split: str) -> tuple[str, int, int | None]:
+def _rows_of_split(split: str) -> tuple[str, int, int | None]:
     """Return the name of a stream's split, its first row, and the row after its last one, if it has an end.
 
     Raises:
         MediaError: If the split needs the number of rows, which a stream does not know, or is none.
     """
-    found = _RANGE.fullmatch(split)
-    if found is None:
+    match = _RANGE.fullmatch(split)
+    if match is None:
         raise MediaError(
             f"The split {split!r} is none of a stream: it has the name of a split, or rows counted from its beginning "
             "as train[:100] or train[100:], since how many there are is not known. Prepare it without `streaming`, or "
             "hold out whole files."
         )
-    name, first, end = found.groups()
+    name, first, end = match.groups()
     return name, int(first or 0), int(end) if end else None
 
 

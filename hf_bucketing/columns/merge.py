@@ -59,12 +59,12 @@ def merge_sources(sources: Mapping[str, MediaDataset], *, say: Callable[[str], N
     names = dict.fromkeys(name for part in parts for name in part.dataset.column_names if name != ROW)
     features, dropped = Features(), []
     for name in names:
-        own = [part.dataset.features[name] for part in parts if name in part.dataset.column_names]
-        common = _common_media(own) if name in paths_in else _common_type(own)
+        candidates = [part.dataset.features[name] for part in parts if name in part.dataset.column_names]
+        common = _common_media(candidates) if name in paths_in else _common_type(candidates)
         if common is not None:
             features[name] = common
         elif name in paths_in or name in needed:
-            types = " and ".join(dict.fromkeys(map(_described, own)))
+            types = " and ".join(dict.fromkeys(map(_described, candidates)))
             raise ColumnError(f"The column {name} has different types in the sources: {types}; make them alike.")
         else:
             dropped.append(name)
@@ -206,13 +206,13 @@ def _aligned(part: MediaDataset, features: Features, *, paths_in: set[str], root
     )
 
 
-def _prefix(own: str | None, root: str | None) -> str:
+def _prefix(source_root: str | None, root: str | None) -> str:
     """Return what a relative path of a source begins with, seen from the merged root."""
-    if own is None or own == root:
+    if source_root is None or source_root == root:
         return ""
-    if is_url(own) or root is None:
-        return own.rstrip("/") + "/"
-    below = os.path.relpath(own, root)
+    if is_url(source_root) or root is None:
+        return source_root.rstrip("/") + "/"
+    below = os.path.relpath(source_root, root)
     return "" if below == os.curdir else below + "/"
 
 

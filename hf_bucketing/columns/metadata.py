@@ -94,11 +94,11 @@ class MediaMetadata:
         Raises:
             MediaError: Under `on_error="raise"`, for unreadable files; the message counts them and names the first.
         """
-        found = [self._header(cell) for cell in batch[self.column]]
-        faults = {row: str(header) for row, header in enumerate(found) if isinstance(header, MediaError)}
+        results = [self._header(cell) for cell in batch[self.column]]
+        faults = {row: str(header) for row, header in enumerate(results) if isinstance(header, MediaError)}
         if faults and self.on_error == "raise":
-            report(_unreadable_files(faults, count=len(faults), total=len(found), sentence=OF_BATCH))
-        headers = [_UNREADABLE if isinstance(header, MediaError) else header for header in found]
+            report(_unreadable_files(faults, count=len(faults), total=len(results), sentence=OF_BATCH))
+        headers = [_UNREADABLE if isinstance(header, MediaError) else header for header in results]
         columns = {name: [getattr(header.info, name) for header in headers] for name in MediaInfo._fields}
         num_frames, fps = frames_at_fps(columns["num_frames"], columns["fps"], self.target_fps)
         columns |= {"num_frames": num_frames.tolist(), "fps": fps.tolist()}
@@ -313,14 +313,14 @@ def add_sizes(
     """
     if sizes_from not in get_args(SizesFrom):
         raise ColumnError(f'`sizes_from` must be "auto", "columns" or "headers", got {sizes_from!r}.')
-    given = dict(size_columns or {})
-    if sizes_from == "headers" and given:
+    named = dict(size_columns or {})
+    if sizes_from == "headers" and named:
         raise ColumnError('Omit `size_columns`: no effect with `sizes_from="headers"`.')
     names: dict[str, str] = {}
     reason = "as asked for"
     if sizes_from != "headers":
-        names, reason = _usable_columns(dataset, metadata, given, all_rows=sizes_from == "auto")
-        if not names and (sizes_from == "columns" or given):
+        names, reason = _usable_columns(dataset, metadata, named, all_rows=sizes_from == "auto")
+        if not names and (sizes_from == "columns" or named):
             raise ColumnError(
                 f"The sizes cannot be taken from columns: {reason}; the data set has {dataset.column_names}.",
                 advice=["name columns as `size_columns`", 'read the files with `sizes_from="headers"`'],
@@ -361,9 +361,9 @@ def _check_readable(sized: Dataset, metadata: MediaMetadata, report: Report) -> 
     faults = {}
     for row in rows[:NAMED_ROWS].tolist():
         cell = sized.select_columns([metadata.column]).select([row])[metadata.column][0]
-        found = metadata.read(cell)
+        header = metadata.read(cell)
         can_be_now = f"{path_of(cell)} could not be read before, and can be now"
-        faults[row] = str(found) if isinstance(found, MediaError) else can_be_now
+        faults[row] = str(header) if isinstance(header, MediaError) else can_be_now
     report(_unreadable_files(faults, count=len(rows), total=len(sized)))
 
 
@@ -377,17 +377,17 @@ def _unreadable_files(faults: Mapping[int, str], *, count: int, total: int, sent
 
 
 def _usable_columns(
-    dataset: Dataset, metadata: MediaMetadata, given: Mapping[str, str], *, all_rows: bool
+    dataset: Dataset, metadata: MediaMetadata, named: Mapping[str, str], *, all_rows: bool
 ) -> tuple[dict[str, str], str]:
     """Return the columns that hold the size of every row, by what they hold; or none, and the reason.
 
     Where unreadable files are rejected, sizes of −1 as `MediaMetadata` writes them are sizes too; no value is one only
     if not `all_rows` need a size.
     """
-    times = ("duration", "fps") if "duration" in given else TIMES
-    names = {name: given.get(name, name) for name in (*SIDES, *times)}
+    times = ("duration", "fps") if "duration" in named else TIMES
+    names = {name: named.get(name, name) for name in (*SIDES, *times)}
     present = set(dataset.column_names)
-    if absent := sorted(set(given.values()) - present):
+    if absent := sorted(set(named.values()) - present):
         return {}, f"there is no column {' or '.join(absent)}"
     if not len(dataset) or not {names["width"], names["height"]} <= present:
         return {}, "width and height are needed"
@@ -402,8 +402,8 @@ def _usable_columns(
         return {}, str(error)
     incomplete = np.minimum.reduce([sizes[name] for name in (*SIDES, "num_frames")]) < 1
     if metadata.on_error == "reject":
-        whole = [name for name in names if name not in ("fps", "duration")]
-        incomplete &= all_rows & ~np.logical_and.reduce([numbers(batch, names[name]) == -1 for name in whole])
+        counts = [name for name in names if name not in ("fps", "duration")]
+        incomplete &= all_rows & ~np.logical_and.reduce([numbers(batch, names[name]) == -1 for name in counts])
     if incomplete.any():
         return {}, f"{incomplete.sum()} rows lack a size or frame rate, the first of them row {incomplete.argmax()}"
     return names, ""
@@ -432,20 +432,20 @@ def _compare_with_files(
     rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_FILES).astype(int)).tolist()
     sample = undecoded(dataset.select_columns([metadata.column, *names.values()]).select(rows), [metadata.column])
     cells = sample[metadata.column][:]
-    found = _WithTransparency.of(metadata, target_fps=None)({metadata.column: cells})
-    given = _sizes(column_table(sample, names.values()), names)
+    from_files = _WithTransparency.of(metadata, target_fps=None)({metadata.column: cells})
+    from_columns = _sizes(column_table(sample, names.values()), names)
     compared = [*SIDES, *(TIMES if "fps" in names else ())]
     unreadable = 0
     differing = []
     for position, row in enumerate(rows):
-        file = {name: values[position] for name, values in found.items()}
+        file = {name: values[position] for name, values in from_files.items()}
         if file["width"] < 0:
-            unreadable += bool(given["width"][position] >= 0)
+            unreadable += bool(from_columns["width"][position] >= 0)
             continue
         file["num_frames_estimated"] |= "duration" in names
-        wrong = [name for name in compared if not _agrees(name, given[name][position], file)]
+        wrong = [name for name in compared if not _agrees(name, from_columns[name][position], file)]
         if wrong:
-            columns = ", ".join(f"{name} {given[name][position]}" for name in compared)
+            columns = ", ".join(f"{name} {from_columns[name][position]}" for name in compared)
             header = ", ".join(f"{name} {file[name]}" for name in compared)
             differing.append(f"row {row} ({path_of(cells[position])}) has {columns}, but the file has {header}")
     if differing:
@@ -458,12 +458,12 @@ def _compare_with_files(
             )
         )
     outcome = f"{len(differing)} of {len(rows)} files differ" if differing else f"{len(rows)} files agree"
-    transparency = _describe_transparency(sum(found[MAY_BE_TRANSPARENT]), len(rows))
+    transparency = _describe_transparency(sum(from_files[MAY_BE_TRANSPARENT]), len(rows))
     return unreadable, f"the headers of {outcome}", transparency
 
 
-def _agrees(name: str, given: float, file: Mapping[str, Any]) -> bool:
+def _agrees(name: str, stated: float, file: Mapping[str, Any]) -> bool:
     if name == "fps":
-        return file["num_frames"] == 1 or abs(given - file["fps"]) <= FPS_TOLERANCE * file["fps"]
+        return file["num_frames"] == 1 or abs(stated - file["fps"]) <= FPS_TOLERANCE * file["fps"]
     tolerance = max(1.0, 0.02 * file["num_frames"]) if name == "num_frames" and file["num_frames_estimated"] else 0.0
-    return abs(given - file[name]) <= tolerance
+    return abs(stated - file[name]) <= tolerance

@@ -131,8 +131,8 @@ def _load_described(source: SourceConfig, *, streaming: bool, say: Callable[[str
         MediaError: As `load_source`.
     """
     reasons = marked(SourceConfig, "needs_rows")
-    if streaming and (given := not_default(source, *reasons)):
-        raise BucketingError(f"Omit {quoted(given)}: {reasons[given[0]]}.")
+    if streaming and (unused := not_default(source, *reasons)):
+        raise BucketingError(f"Omit {quoted(unused)}: {reasons[unused[0]]}.")
     loaded = load_rows(SourceRequest.of(source, streaming=streaming))
     say(loaded.describe())
     if loaded.caption_column is None:
@@ -425,22 +425,22 @@ def shared_rule(
             needs references and a source has none.
     """
     taken = (taken or ReferenceRule()).in_pixels(spec.multiples)
-    given = ("reference_pixels", "reference_downscale_factor")
-    shown = [config for config in configs if REFERENCE in config.conditions]
-    unused = dict.fromkeys(name for config in configs for name in not_default(config, *given))
-    if unused and not shown:
+    settings = ("reference_pixels", "reference_downscale_factor")
+    with_references = [config for config in configs if REFERENCE in config.conditions]
+    unused = dict.fromkeys(name for config in configs for name in not_default(config, *settings))
+    if unused and not with_references:
         raise BucketingError(
             f"Omit {quoted(list(unused))}: no effect without references; name their columns as `reference_column`, or "
             "their folders as `reference_folder`."
         )
-    if without := [config.dataset for config in configs if taken.least and config not in shown]:
+    if without := [config.dataset for config in configs if taken.least and config not in with_references]:
         raise BucketingError(
             f"The model needs references, which {quoted(without)} lacks; name their columns as `reference_column`, or "
             "their folders as `reference_folder`."
         )
-    rules = {config.reference_rule(taken) for config in shown} or {taken.unsized}
+    rules = {config.reference_rule(taken) for config in with_references} or {taken.unsized}
     if len(rules) > 1:
-        raise BucketingError(f"{quoted(given)} must be the same for all sources whose samples have references.")
+        raise BucketingError(f"{quoted(settings)} must be the same for all sources whose samples have references.")
     return rules.pop()
 
 

@@ -32,7 +32,7 @@ from ..hub import download_of
 from ..media.remote import ALLOWED_PATHS, check_allowed, is_url
 from ..media.rows import SOURCE, SOURCE_COLUMN, MediaColumns
 from ..plans.ways import CachedAs
-from ..randomness import OWN_PREFIX, ROW, check_rows
+from ..randomness import COLUMN_PREFIX, ROW, check_rows
 from .apply import undecoded
 from .arrays import column_array, column_batches, is_list_type
 from .data_lock import LOCK_FILE, LockRule
@@ -44,13 +44,13 @@ MANIFEST = "bucketing.json"
 STREAM = "stream"
 """Entry of the manifest of a folder that describes a stream instead of holding rows."""
 
-ROW_WEIGHT = f"{OWN_PREFIX}weight"
+ROW_WEIGHT = f"{COLUMN_PREFIX}weight"
 """Column of the occurrences of each row per epoch, where they are not 1."""
 
 MANIFEST_VERSION = 9
 """Version of the manifest, raised whenever its fields or the columns change their meaning."""
 
-_OWN_NAMES = 9
+_PREFIXED_NAMES = 9
 """First version whose columns that this package adds have names that no table brings."""
 
 _NAMES_BEFORE = {"index": ROW, "weight": ROW_WEIGHT, SOURCE: SOURCE_COLUMN}
@@ -326,7 +326,7 @@ def _read_rows(folder: Path, version: int) -> Dataset:
         BucketingError: If rows have no names of their own.
     """
     dataset = load_from_disk(str(folder))
-    if version < _OWN_NAMES:
+    if version < _PREFIXED_NAMES:
         ours = [name for name in _NAMES_BEFORE if name in dataset.column_names]
         if not isinstance(dataset.features.get(SOURCE), ClassLabel):
             ours = [name for name in ours if name != SOURCE]  # of the table; rows had one source
@@ -334,7 +334,7 @@ def _read_rows(folder: Path, version: int) -> Dataset:
     try:
         check_rows(column_array(dataset, ROW))
     except ColumnError as error:
-        column = ROW if version >= _OWN_NAMES else "index"
+        column = ROW if version >= _PREFIXED_NAMES else "index"
         raise BucketingError(
             f"The column {column} of {folder} does not name each row once, as its table had a column of this name or "
             "rows were added; prepare it again with hf_bucketing prepare."
@@ -373,8 +373,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         raise BucketingError(f"{folder} holds no {MANIFEST}; make it with hf_bucketing prepare.")
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    version, shown = manifest["version"], manifest.get("conditions", ())
-    if version == _BEFORE_REFERENCES and REFERENCE in shown:
+    version, conditions = manifest["version"], manifest.get("conditions", ())
+    if version == _BEFORE_REFERENCES and REFERENCE in conditions:
         raise BucketingError(
             f"{folder} was prepared before the sizes of references became a column; prepare it again with "
             "hf_bucketing prepare."

@@ -56,7 +56,7 @@ from .prepared import (
     write_settings,
 )
 from .settings import RowsConfig, SourceConfig
-from .shares import given_shares
+from .shares import normalized_shares
 from .sources import SAMPLED_ROWS, bytes_in, find_rows
 from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 
@@ -101,15 +101,15 @@ class StreamSample:
         usable = columns["bucket_id"] >= 0
         sizes = np.stack([columns[name][usable] for name in ("num_frames", "height", "width")])
         references = columns.get(REFERENCE_SIZES, np.empty((len(usable), 0)))
-        heard = columns["fps"][usable & columns[HAS_AUDIO]] if HAS_AUDIO in columns else np.zeros(0)
+        rates = columns["fps"][usable & columns[HAS_AUDIO]] if HAS_AUDIO in columns else np.zeros(0)
         return cls(
             rows=len(usable),
             row_bytes=row_bytes,
             buckets=dict(sorted(Counter(columns["bucket_id"][usable].tolist()).items())),
             sizes=np.unique(sizes, axis=1).T.tolist(),
             references=[[*cell] for cell in sorted({tuple(map(int, cell)) for cell in references[usable]})],
-            audio_fps=float(heard.min()) if len(heard) else None,
-            fastest_audio_fps=float(heard.max()) if len(heard) else None,
+            audio_fps=float(rates.min()) if len(rates) else None,
+            fastest_audio_fps=float(rates.max()) if len(rates) else None,
         )
 
     def conditions(self, rules: ConditionRules) -> RowConditions:
@@ -122,7 +122,7 @@ class StreamSample:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPart:
+class StreamSource:
     """One source of a stream.
 
     Args:
@@ -163,7 +163,7 @@ class PreparedStream:
     """Describe a stream of one or several sources, and the tables that its columns are computed with.
 
     Args:
-        parts (`tuple` of [`StreamPart`]): Sources.
+        parts (`tuple` of [`StreamSource`]): Sources.
         table ([`BucketTable`]): Table of the buckets of all sources.
         open_table ([`OpenTable`]): Sizes of the rows in packs.
         num_shards (`int`): Files, or parts of files, that processes and workers share out.
@@ -178,7 +178,7 @@ class PreparedStream:
             config.yaml.
     """
 
-    parts: tuple[StreamPart, ...]
+    parts: tuple[StreamSource, ...]
     table: BucketTable
     open_table: OpenTable
     num_shards: int
@@ -316,7 +316,7 @@ class PreparedStream:
             raise BucketingError(f"{folder} holds rows and describes no stream; prepare it with --streaming.")
         stream, audio = {"table": manifest["table"], **manifest[STREAM]}, manifest.get("audio")
         sample = stream["sample"]
-        parts = [_read_part(part, folder) for part in (stream, *stream.get("others", []))]
+        parts = [_read_source(part, folder) for part in (stream, *stream.get("others", []))]
         check_places([place for part in parts for place in _places_of(part)], Path(folder), manifest=MANIFEST)
         return cls(
             parts=tuple(replace(part, root=root_of(part.root, Path(folder), manifest=MANIFEST)) for part in parts),
@@ -337,11 +337,11 @@ def _shuffled(rows: IterableDataset, buffer_size: int, seed: int) -> IterableDat
     return rows.shuffle(seed=integer_seed(Purpose.STREAM, seed), buffer_size=buffer_size) if buffer_size else rows
 
 
-def _interleaved(streams: Sequence[IterableDataset], parts: Sequence[StreamPart], seed: int) -> IterableDataset:
+def _interleaved(streams: Sequence[IterableDataset], sources: Sequence[StreamSource], seed: int) -> IterableDataset:
     """Return one stream of several; `interleave_datasets` would read rows of each, to give captions one type."""
     iterables = [stream._ex_iterable for stream in streams]
     until = "all_exhausted_without_replacement"
-    shares = given_shares([part.source.weight for part in parts])
+    shares = normalized_shares([part.source.weight for part in sources])
     if shares is None:
         return IterableDataset(CyclingMultiSourcesExamplesIterable(iterables, stopping_strategy=until))
     return IterableDataset(
@@ -358,24 +358,24 @@ _FOLDERS = ("control_folder", "mask_folder", "face_folder", "reference_folder")
 """Settings that name folders beside the data set, one or several."""
 
 
-def _written(part: StreamPart, folder: str | os.PathLike[str]) -> dict[str, Any]:
+def _written(source: StreamSource, folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a source as a manifest holds it: local paths as they are seen from the prepared folder."""
-    values = flatten(part.source)
-    local = is_local(part.source.dataset)
+    values = flatten(source.source)
+    local = is_local(source.source.dataset)
     for name in ("dataset", *_FOLDERS) if local else _FOLDERS:
         values[name] = _with_paths(values[name], partial(os.path.relpath, start=folder))
     return {
         "local": local,
         "source": values,
-        "root": part.root and root_from(part.root, Path(folder)),
-        "table": json.loads(part.table.to_json()),
+        "root": source.root and root_from(source.root, Path(folder)),
+        "table": json.loads(source.table.to_json()),
     }
 
 
-def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> StreamPart:
+def _read_source(entry: Mapping[str, Any], folder: str | os.PathLike[str]) -> StreamSource:
     """Return what [`_written`] wrote, or what releases wrote whose streams had other names for settings."""
-    values = {**part.get("rule", {}), **{name: part[name] for name in ("name", "weight") if name in part}}
-    values |= part["source"]
+    values = {**entry.get("rule", {}), **{name: entry[name] for name in ("name", "weight") if name in entry}}
+    values |= entry["source"]
     if "caption_columns" in values:
         values |= {f"{name}_column": column for name, column in values.pop("conditions").items()}
         values |= {
@@ -384,24 +384,24 @@ def _read_part(part: Mapping[str, Any], folder: str | os.PathLike[str]) -> Strea
             "sizes_from": "columns" if values["sizes"] else "headers",
             "size_columns": ",".join(f"{name}={column}" for name, column in values.pop("sizes").items()) or None,
         }
-    for name in ("dataset", *_FOLDERS) if part["local"] else _FOLDERS:
+    for name in ("dataset", *_FOLDERS) if entry["local"] else _FOLDERS:
         values[name] = _with_paths(values.get(name), lambda path: os.path.abspath(os.path.join(folder, path)))
     root = default_root(values["dataset"])
-    if "root" in part:
-        root = part["root"] and read_root(part["root"], Path(folder))
-    return StreamPart(
+    if "root" in entry:
+        root = entry["root"] and read_root(entry["root"], Path(folder))
+    return StreamSource(
         source=build(RowsConfig, values | {name: _with_paths(values[name], Path) for name in _FOLDERS}),
         root=root,
-        table=BucketTable.from_json(json.dumps(part["table"])),
+        table=BucketTable.from_json(json.dumps(entry["table"])),
     )
 
 
-def _places_of(part: StreamPart) -> Iterator[str | None]:
+def _places_of(source: StreamSource) -> Iterator[str | None]:
     """Yield the folders and URLs that a source reads: its data set, unless the hub has it, and what lies beside it."""
-    yield part.root
-    if is_url(part.source.dataset) or is_local(part.source.dataset):
-        yield part.source.dataset
-    values = flatten(part.source)
+    yield source.root
+    if is_url(source.source.dataset) or is_local(source.source.dataset):
+        yield source.source.dataset
+    values = flatten(source.source)
     for folders in (values[name] for name in _FOLDERS):
         yield from map(str, folders if isinstance(folders, list) else filter(None, [folders]))
 
@@ -443,27 +443,27 @@ def prepare_stream(
             source is usable; and as `prepare`.
     """
     configs = [sources] if isinstance(sources, SourceConfig) else list(sources)
-    given_shares([config.weight for config in configs])
+    normalized_shares([config.weight for config in configs])
     audio = shared_audio(configs, audio)
     checked = check_sources(
         sources, spec=spec, native_sizes=native_sizes, taken=taken, streaming=True, overwrite=True, say=say
     )
     check_same_conditions({name: source.config.conditions for name, source in checked.items()})
     table, ids = union_of_tables([source.table for source in checked.values()])
-    found = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
-    names = dict.fromkeys(name for part in found for name in part)
-    columns = {name: np.concatenate([part.get(name, _no_lists(part)) for part in found]) for name in names}
+    by_source = [_columns_of(source, new_ids) for source, new_ids in zip(checked.values(), ids, strict=True)]
+    names = dict.fromkeys(name for part in by_source for name in part)
+    columns = {name: np.concatenate([part.get(name, _no_lists(part)) for part in by_source]) for name in names}
     first_rows = [source.loaded.first_rows for source in checked.values()]
-    given = [name for source in checked.values() for name in source.config.conditions]
+    condition_names = [name for source in checked.values() for name in source.config.conditions]
     prepared = PreparedStream(
-        parts=tuple(StreamPart(source.config, source.rows.root, source.table) for source in checked.values()),
+        parts=tuple(StreamSource(source.config, source.rows.root, source.table) for source in checked.values()),
         table=table,
         open_table=configs[0].table.make_open(spec, table),
         num_shards=min(source.loaded.dataset.num_shards for source in checked.values()),
         sample=StreamSample.of(columns, row_bytes=sum(map(_row_bytes, first_rows)) // len(first_rows)),
         references=shared_rule(configs, spec, taken),
         audio=audio,
-        token_conditions=token_conditions(conditions, given),
+        token_conditions=token_conditions(conditions, condition_names),
     )
     return prepared, columns
 

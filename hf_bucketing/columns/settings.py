@@ -193,8 +193,8 @@ class BesideConfig:
         """Folders of each column that is added; that of references may have several, all others have one."""
         single = {"control": self.control_folder, "mask": self.mask_folder, "face": self.face_folder}
         folders = {column: [str(folder)] for column, folder in single.items() if folder is not None}
-        shown = [str(folder) for folder in self.reference_folder or []]
-        return {**folders, REFERENCE: shown} if shown else folders
+        reference_folders = [str(folder) for folder in self.reference_folder or []]
+        return {**folders, REFERENCE: reference_folders} if reference_folders else folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,8 +432,8 @@ class RowsConfig:
         """Column of each condition that is given; those of references are separated by commas."""
         columns = {name: getattr(self, f"{name}_column") for name in CONDITIONS}
         columns[REFERENCE] = None if self.reference_column is None else ",".join(self.reference_column)
-        given: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
-        return {**{name: name for name in self.beside.companions}, **given}
+        named: dict[str, str] = {name: column for name, column in columns.items() if column is not None}
+        return {**{name: name for name in self.beside.companions}, **named}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,36 +67,36 @@ def row_weights(
         BucketingError: If some sources alone have shares, or a source with one has no usable row.
         ColumnError: If a column of weights is missing, or holds anything but numbers of 0 or more.
     """
-    own = [_own_weights(dataset, column) for dataset, column in zip(datasets, columns, strict=True)]
+    stored = [_stored_weights(dataset, column) for dataset, column in zip(datasets, columns, strict=True)]
     factors = np.asarray(repeats, np.float64)
-    given = given_shares(shares)
-    if given is not None:
+    targets = normalized_shares(shares)
+    if targets is not None:
         kept = [column_array(dataset, "bucket_id") >= 0 for dataset in datasets]
-        usable = np.array([weights[rows].sum() for weights, rows in zip(own, kept, strict=True)])
+        usable = np.array([weights[rows].sum() for weights, rows in zip(stored, kept, strict=True)])
         if not usable.all():
             raise BucketingError(
                 f"All rows of source {int(usable.argmin())} are rejected, so it cannot have a `weight`; look at why, "
                 "or remove it."
             )
-        factors = given * usable.sum() / usable
+        factors = targets * usable.sum() / usable
     if np.all(factors == 1) and not any(columns):
         return None
-    return np.concatenate([weights * factor for weights, factor in zip(own, factors, strict=True)])
+    return np.concatenate([weights * factor for weights, factor in zip(stored, factors, strict=True)])
 
 
-def given_shares(shares: Sequence[float | None]) -> FloatArray | None:
+def normalized_shares(shares: Sequence[float | None]) -> FloatArray | None:
     """Return the shares of sources, `(n,)`, whose sum is 1; None if none is given.
 
     Raises:
         BucketingError: If some sources alone have shares.
     """
-    given = [share for share in shares if share is not None]
-    if given and len(given) < len(shares):
+    stated = [share for share in shares if share is not None]
+    if stated and len(stated) < len(shares):
         raise BucketingError("Give all sources a `weight`, or none: it is a share among them.")
-    return np.asarray(given, np.float64) / sum(given) if given else None
+    return np.asarray(stated, np.float64) / sum(stated) if stated else None
 
 
-def _own_weights(dataset: Dataset, column: str | None) -> FloatArray:
+def _stored_weights(dataset: Dataset, column: str | None) -> FloatArray:
     if column is None:
         return np.ones(len(dataset))
     weights = numbers({column: column_array(dataset, column)}, column).astype(np.float64)

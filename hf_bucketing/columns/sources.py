@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from datasets.exceptions import DatasetsError
 
 from ..errors import ColumnError, MediaError
-from ..randomness import OWN_PREFIX
+from ..randomness import COLUMN_PREFIX
 from .apply import undecoded
 from .layouts import (
     MEDIA_COLUMNS,
@@ -35,7 +35,7 @@ SAMPLED_ROWS = 64
 _SAMPLED_BYTES = 2**28
 """Bytes after which no more of them are read."""
 
-_SHOWN_CHARACTERS = 80
+_PRINTED_CHARACTERS = 80
 
 _TAR, _KEY = "__url__", "__key__"
 """Columns that datasets' webdataset builder adds: the tar of a row, and its name in it."""
@@ -80,7 +80,7 @@ class MediaDataset:
             return f"{self.layout}\n{columns}; no rows"
         names = [name for name in (self.column, self.caption_column) if name is not None]
         row = undecoded(rows.select_columns(names), names)[0]
-        return f"{self.layout}\n{columns}; row 0: {' · '.join(_shown(row[name]) for name in names)}"
+        return f"{self.layout}\n{columns}; row 0: {' · '.join(_printed(row[name]) for name in names)}"
 
 
 def load_source(
@@ -165,7 +165,7 @@ def load_rows(request: SourceRequest) -> MediaDataset:
     """
     name, rows = request.path_or_name, find_rows(request)
     sample = rows_to_check(rows.dataset, name=name)
-    if ours := [column for column in sample.column_names if column.startswith(OWN_PREFIX)]:
+    if ours := [column for column in sample.column_names if column.startswith(COLUMN_PREFIX)]:
         raise ColumnError(
             f"{name} has the columns {', '.join(ours)}, but preparing makes columns of such names; remove "
             "them, or give `ignore_columns`."
@@ -212,21 +212,22 @@ def find_rows(request: SourceRequest) -> SourceRows:
 
 def _recognised(request: SourceRequest) -> SourceRows:
     """Return the rows of the one layout that is meant, with all their columns."""
-    found = [rows for layout in LAYOUTS if (rows := layout(request)) is not None]
-    if not found:
+    matches = [rows for layout in LAYOUTS if (rows := layout(request)) is not None]
+    if not matches:
         return loaded_by_datasets(request)
-    if len(found) == 1:
-        return found[0]
-    samples = [rows_to_check(rows.dataset, name=request.path_or_name) for rows in found]
+    if len(matches) == 1:
+        return matches[0]
+    samples = [rows_to_check(rows.dataset, name=request.path_or_name) for rows in matches]
     captioned = [
-        rows for rows, sample in zip(found, samples, strict=True) if _captions_of(sample, request.caption_column)
+        rows for rows, sample in zip(matches, samples, strict=True) if _captions_of(sample, request.caption_column)
     ]
     if len(captioned) == 1:
-        others = " and ".join(rows.layout for rows in found if rows is not captioned[0])
+        others = " and ".join(rows.layout for rows in matches if rows is not captioned[0])
         return replace(captioned[0], layout=f"{captioned[0].layout} (not used, for lack of such captions: {others})")
     raise MediaError(
-        f"{request.path_or_name} could be read in {len(found)} ways: {'; or '.join(rows.layout for rows in found)}.",
-        advice=[rows.choose for rows in found],
+        f"{request.path_or_name} could be read in {len(matches)} ways: "
+        f"{'; or '.join(rows.layout for rows in matches)}.",
+        advice=[rows.choose for rows in matches],
     )
 
 
@@ -285,21 +286,21 @@ def bytes_in(row: Mapping[str, Any]) -> int:
     return sum(len(cell) for cell in cells if isinstance(cell, bytes | str))
 
 
-def _captions_of(dataset: Dataset, given: str | None) -> list[str]:
+def _captions_of(dataset: Dataset, column: str | None) -> list[str]:
     """Return the columns that the caller named, or that are usually captions, also those within columns of dicts."""
-    if given is not None:
-        return [given] if has_column(dataset, given) else []
+    if column is not None:
+        return [column] if has_column(dataset, column) else []
     return usual_captions(nested_names(dataset))
 
 
-def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | None:
+def _caption_column(name: str, dataset: Dataset, named: str | None) -> str | None:
     """Return the caption column, which may lie in a column of dicts.
 
     Raises:
         ColumnError: If it does not exist, several could be meant, or its captions are dicts.
     """
     usual = [column for column in _captions_of(dataset, None) if not nested_names(dataset, within=column)]
-    column = _find_column(name, dataset, given, usual, kind="caption")
+    column = _find_column(name, dataset, named, usual, kind="caption")
     inner = nested_names(dataset, within=column) if column is not None else []
     if inner:
         raise ColumnError(
@@ -309,17 +310,17 @@ def _caption_column(name: str, dataset: Dataset, given: str | None) -> str | Non
     return column
 
 
-def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence[str], *, kind: str) -> str | None:
+def _find_column(name: str, dataset: Dataset, named: str | None, usual: Sequence[str], *, kind: str) -> str | None:
     """Return the column that the caller named, or the only one with a usual name; None if there is none.
 
     Raises:
         ColumnError: If the named column does not exist, or several could be meant.
     """
-    if given is not None:
-        if has_column(dataset, given):
-            return given
+    if named is not None:
+        if has_column(dataset, named):
+            return named
         hint = f"; {kind}_column {usual[0]} would do" if len(usual) == 1 else ""
-        raise ColumnError(f"{name} has no {kind} column {given!r}, only {nested_names(dataset)}{hint}.")
+        raise ColumnError(f"{name} has no {kind} column {named!r}, only {nested_names(dataset)}{hint}.")
     if len(usual) > 1:
         dots = kind == "media" and all("." + last_part(column) in MEDIA_FILES and "." in column for column in usual)
         hint = "; in tars the name of a sample ends at its first dot, so rename files with more dots" if dots else ""
@@ -329,10 +330,10 @@ def _find_column(name: str, dataset: Dataset, given: str | None, usual: Sequence
     return usual[0] if usual else None
 
 
-def _shown(cell: Any) -> str:
+def _printed(cell: Any) -> str:
     if _is_file(cell):
         cell = cell["path"] or cell["bytes"]
     if isinstance(cell, bytes):
         return f"{len(cell)} bytes"
     text = str(cell) if isinstance(cell, str) else repr(cell)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+    return text if len(text) <= _PRINTED_CHARACTERS else f"{text[: _PRINTED_CHARACTERS - 1]}…"

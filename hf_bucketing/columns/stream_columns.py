@@ -162,14 +162,14 @@ class StreamColumns:
             columns |= self.audio(columns)
         assigned: Any = self.buckets(columns)
         media, captions = columns[files.column], columns[self.captions.columns[0]]
-        shown = {MEDIA: media}
+        file_columns = {MEDIA: media}
         for name, column in files.conditions.items():
-            shown[name] = _lists_of_files(files, columns) if name == REFERENCE else columns[column]
+            file_columns[name] = _lists_of_files(files, columns) if name == REFERENCE else columns[column]
         others = ("num_frames_estimated", CLIP_START, CLIP_END, REGULARIZATION, REFERENCE_SIZES, HAS_AUDIO)
         kept = [name for name in (*SIZES, *others) if name in columns]
         times = zip(*(columns.get(name, [None] * len(media)) for name in (CLIP_START, CLIP_END)), strict=True)
         return {
-            **shown,
+            **file_columns,
             **{name: columns[name] for name in kept},
             CAPTION: captions,
             **{name: values.tolist() for name, values in assigned.items()},
@@ -212,7 +212,7 @@ class OneOfSources:
         count = len(batch[MEDIA])
         columns: dict[str, Any] = {SOURCE_COLUMN: [self.number] * count}
         for name in (MEDIA, *self.conditions):
-            columns[name] = [self._whole_paths(cell) for cell in batch.get(name, [None] * count)]
+            columns[name] = [self._full_paths(cell) for cell in batch.get(name, [None] * count)]
         if REFERENCE in self.conditions:
             columns[REFERENCE_SIZES] = batch.get(REFERENCE_SIZES, [[]] * count)
         if self.bucket_ids is not None:
@@ -222,9 +222,9 @@ class OneOfSources:
             columns[ROW] = [_digest([self.name.encode(), str(index).encode()]) for index in batch[ROW]]
         return columns
 
-    def _whole_paths(self, cell: Any) -> Any:
+    def _full_paths(self, cell: Any) -> Any:
         if isinstance(cell, list):
-            return [self._whole_paths(file) for file in cell]
+            return [self._full_paths(file) for file in cell]
         relative = isinstance(cell, str) and not is_url(cell) and not os.path.isabs(cell)
         return f"{self.root}/{cell}" if relative and self.root is not None else cell
 

@@ -183,14 +183,14 @@ def _is_captions(value: Any) -> bool:
 
 def _read_lines(path: Path, request: SourceRequest) -> SourceRows:
     """Read the paths of a file and the captions of the file beside it, line by line."""
-    found = [one for name in _CAPTION_LINES if (one := path.parent / name).is_file()]
-    if len(found) != 1:
-        which = f"{' and '.join(map(str, found))} could both be meant; keep" if found else f"{path} needs"
+    texts = [one for name in _CAPTION_LINES if (one := path.parent / name).is_file()]
+    if len(texts) != 1:
+        which = f"{' and '.join(map(str, texts))} could both be meant; keep" if texts else f"{path} needs"
         raise MediaError(f"{which} one file of captions beside it: {', '.join(_CAPTION_LINES)}.")
-    files, captions = _lines(path), _lines(found[0])
+    files, captions = _lines(path), _lines(texts[0])
     if len(files) != len(captions):
         raise MediaError(
-            f"{path} has {len(files)} lines and {found[0]} {len(captions)}; each line of one must belong to the same "
+            f"{path} has {len(files)} lines and {texts[0]} {len(captions)}; each line of one must belong to the same "
             "line of the other."
         )
     try:
@@ -199,10 +199,10 @@ def _read_lines(path: Path, request: SourceRequest) -> SourceRows:
         raise MediaError(f"{path} is not UTF-8 text ({error}); write it again.") from error
     return SourceRows(
         dataset=listed_rows(request, pa.table({"file_name": paths, "caption": text_column(captions)})),
-        layout=f"{len(files)} lines of {path.name} with the captions of {found[0].name}",
+        layout=f"{len(files)} lines of {path.name} with the captions of {texts[0].name}",
         choose=f"name {path}",
         root=_root(path.parent, files[0].decode() if files else ""),
-        texts=TextFiles.of_many([str(found[0])]),
+        texts=TextFiles.of_many([str(texts[0])]),
     )
 
 

@@ -136,8 +136,8 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
     """Return the settings of one source."""
     keys = [key for key in _PATHS if key in table]
     if len(keys) != 1 or "metadata_file" in table:
-        found = " and ".join([*keys, *(["metadata_file"] if "metadata_file" in table else [])]) or "none"
-        raise MediaError(f"{name} needs one of {', '.join(_PATHS)}; got {found}.")
+        named = " and ".join([*keys, *(["metadata_file"] if "metadata_file" in table else [])]) or "none"
+        raise MediaError(f"{name} needs one of {', '.join(_PATHS)}; got {named}.")
     key = keys[0]
     values: dict[str, Any] = {"dataset": _existing(table[key], folder, name)}
     if "num_repeats" in table:
@@ -147,7 +147,7 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
         extension = table.get("caption_extension", _SD_SCRIPTS_EXTENSION if key == "image_dir" else None)
         values |= {"caption_extension": extension} if extension else {}
         values |= {"missing_caption": table["class_tokens"]} if table.get("class_tokens") else {}
-    values |= _shown(table, key, values["dataset"], lambda path: _existing(path, folder, name))
+    values |= _condition_settings(table, key, values["dataset"], lambda path: _existing(path, folder, name))
     joint = _JOINTS.get(key, "")
     parts = (table.get("caption_prefix"), _CAPTION, table.get("caption_suffix"))
     template = joint.join(part for part in parts if part)
@@ -161,7 +161,9 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
     return values
 
 
-def _shown(table: Mapping[str, Any], key: str, dataset: str, find: Callable[[Any], str]) -> dict[str, Any]:
+def _condition_settings(
+    table: Mapping[str, Any], key: str, dataset: str, find: Callable[[Any], str]
+) -> dict[str, Any]:
     """Return the settings of controls, masks and references of a source.
 
     Controls of images, which musubi-tuner has for edit models alone, are references, and so are those that are
@@ -170,11 +172,11 @@ def _shown(table: Mapping[str, Any], key: str, dataset: str, find: Callable[[Any
     values: dict[str, Any] = {}
     are_references = key not in _VIDEOS
     if key in _TABLES:
-        found = sorted(filter(_CONTROL.fullmatch, column_names(Path(dataset))), key=lambda name: (len(name), name))
-        if found == ["control_path"] and not are_references:
+        columns = sorted(filter(_CONTROL.fullmatch, column_names(Path(dataset))), key=lambda name: (len(name), name))
+        if columns == ["control_path"] and not are_references:
             values["control_column"] = "control_path"
-        elif found:
-            values["reference_column"] = found
+        elif columns:
+            values["reference_column"] = columns
     for folder_key in _REFERENCE_FOLDERS:
         if folder_key in table and are_references:
             folders = table[folder_key] if isinstance(table[folder_key], list) else [table[folder_key]]
@@ -210,11 +212,11 @@ def _existing(path: Any, folder: Path, name: str) -> str:
     if not isinstance(path, str):
         raise MediaError(f"{name} has {path!r} where a path is needed.")
     places = dict.fromkeys(os.path.abspath(place) for place in (folder / path, path))
-    found = existing_places(path, beside=folder)
-    if len(found) != 1:
-        which = "are both there" if found else "do not exist" if len(places) > 1 else "does not exist"
+    existing = existing_places(path, folder=folder)
+    if len(existing) != 1:
+        which = "are both there" if existing else "do not exist" if len(places) > 1 else "does not exist"
         raise MediaError(f"{name}: {' and '.join(places)} {which}; write the whole path.")
-    return found[0]
+    return existing[0]
 
 
 def _ignored(tables: list[dict[str, Any]]) -> list[str]:
@@ -252,7 +254,7 @@ def load_repeats(folder: str | Path) -> TomlSources | None:
         return None
     inner = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     endings = {path: {os.path.splitext(name)[1].lower() for name in files_in(Path(path))} for path in inner}
-    named = {path: found for path in inner if (found := _REPEATS.fullmatch(os.path.basename(path)))}
+    named = {path: match for path in inner if (match := _REPEATS.fullmatch(os.path.basename(path)))}
     media = [path for path in inner if endings[path] & MEDIA_FILES]
     above = {os.path.splitext(name)[1].lower() for name in files_in(Path(folder))}
     if not media or not named.keys() >= set(media) or above & (MEDIA_FILES | TABLES.keys()):
@@ -260,8 +262,8 @@ def load_repeats(folder: str | Path) -> TomlSources | None:
     sources = []
     for path in media:
         repeats, words = named[path].groups()
-        own = _SD_SCRIPTS_EXTENSION in endings[path] and CAPTION_EXTENSION not in endings[path]
-        extension = {"caption_extension": _SD_SCRIPTS_EXTENSION} if own else {}
+        has_dot_captions = _SD_SCRIPTS_EXTENSION in endings[path] and CAPTION_EXTENSION not in endings[path]
+        extension = {"caption_extension": _SD_SCRIPTS_EXTENSION} if has_dot_captions else {}
         sources.append({"dataset": path, "repeats": float(repeats), "missing_caption": words, **extension})
     names = ", ".join(os.path.basename(path) for path in media)
     return TomlSources(sources, [f"{names}: repeats and, where captions are missing, their words, as in sd-scripts."])

@@ -119,7 +119,7 @@ def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
     if not isinstance(node, yaml.MappingNode):
         raise FlagError(f"{path} must be a mapping of settings, `name: value` on each line, not a {_kind(node)}.")
     entries = _read_node(node, path, ())
-    return ConfigFile(path, _with_whole_paths(entries, path) if find_paths else entries)
+    return ConfigFile(path, _with_full_paths(entries, path) if find_paths else entries)
 
 
 def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:
@@ -134,17 +134,17 @@ def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:
     return head + text
 
 
-def _with_whole_paths(value: Any, path: str) -> Any:
+def _with_full_paths(value: Any, path: str) -> Any:
     """Return the entries of a file with paths that exist beside it, and not in the working directory, made whole."""
     if isinstance(value, list):
-        return [_with_whole_paths(item, path) for item in value]
+        return [_with_full_paths(item, path) for item in value]
     if not isinstance(value, dict):
         return value
 
-    def found(text: Any, entry: Entry, name: str) -> Any:
+    def located(text: Any, entry: Entry, name: str) -> Any:
         if isinstance(text, list):
-            return [found(item, entry, name) for item in text]
-        places = existing_places(text, beside=os.path.dirname(path)) if isinstance(text, str) and text else []
+            return [located(item, entry, name) for item in text]
+        places = existing_places(text, folder=os.path.dirname(path)) if isinstance(text, str) and text else []
         if len(places) > 1:
             raise FlagError(
                 f"{path}, line {entry.line}: {name} {text} may be {' or '.join(places)}; both exist, so write the "
@@ -154,7 +154,7 @@ def _with_whole_paths(value: Any, path: str) -> Any:
 
     return {
         name: entry._replace(
-            value=found(entry.value, entry, name) if name in PATHS else _with_whole_paths(entry.value, path)
+            value=located(entry.value, entry, name) if name in PATHS else _with_full_paths(entry.value, path)
         )
         for name, entry in value.items()
     }

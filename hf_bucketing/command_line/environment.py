@@ -44,13 +44,13 @@ def keep_error(error: BaseException) -> None:
 
 def _without_secrets(words: Sequence[str]) -> list[str]:
     """Return the words of a command without the values of flags such as `--hub_token`."""
-    shown, hides = [], False
+    kept_words, hides = [], False
     for word in words:
         flag, equals, _ = word.partition("=")
         secret = flag.startswith("--") and bool(_SECRET.search(flag))
-        shown.append("HIDDEN" if hides else f"{flag}=HIDDEN" if secret and equals else word)
+        kept_words.append("HIDDEN" if hides else f"{flag}=HIDDEN" if secret and equals else word)
         hides = secret and not equals
-    return shown
+    return kept_words
 
 
 def describe_environment(more: Mapping[str, Sequence[str]] | None = None) -> str:

@@ -40,9 +40,9 @@ class _Several(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         assert isinstance(parser, FlagParser)
-        earlier = getattr(namespace, self.dest) if self.dest in parser.given_lists else []
+        earlier = getattr(namespace, self.dest) if self.dest in parser.lists_on_command_line else []
         setattr(namespace, self.dest, [*earlier, *values])
-        parser.given_lists.add(self.dest)
+        parser.lists_on_command_line.add(self.dest)
 
 
 class _ConfigRule(NamedTuple):
@@ -68,7 +68,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, description: str | None, *kinds: type) -> None:
         self._arguments: dict[str, str] = {}
         self._config: _ConfigRule | None = None
-        self.given_lists: set[str] = set()
+        self.lists_on_command_line: set[str] = set()
         self._common: set[str] = set()
         super().__init__(description=description, formatter_class=FlagHelp, allow_abbrev=False, add_help=False)
         self.add_argument(
@@ -194,15 +194,15 @@ class FlagParser(argparse.ArgumentParser):
             FlagError: On a missing flag, a wrong value, or an unknown flag; the message names the nearest flag, or the
                 new name of a renamed one.
         """
-        self.given_lists.clear()
-        given = [str(word) for word in (sys.argv[1:] if args is None else args)]
-        words = given[: given.index("--")] if "--" in given else given
+        self.lists_on_command_line.clear()
+        arguments = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        words = arguments[: arguments.index("--")] if "--" in arguments else arguments
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         unknown = [flag for flag in flags if flag not in self._option_string_actions]
         if unknown:
             self.error("; ".join(map(self._did_you_mean, unknown)))
         if self._config is None or "--config" not in flags:
-            parsed: argparse.Namespace = super().parse_args(given, namespace)
+            parsed: argparse.Namespace = super().parse_args(arguments, namespace)
             return parsed
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         finder.add_argument("--config", nargs="?")
@@ -213,7 +213,7 @@ class FlagParser(argparse.ArgumentParser):
         values = self._values_in(file, self._config)
         for action in self._actions:
             action.required = action.required and action.dest not in values
-        parsed = super().parse_args(given, argparse.Namespace(**values))
+        parsed = super().parse_args(arguments, argparse.Namespace(**values))
         parsed.config = file
         return parsed
 
@@ -237,8 +237,8 @@ class FlagParser(argparse.ArgumentParser):
             if action.dest in ("help", "config"):
                 continue
             top = [file.entries[name] for name in rule.names.get(action.dest, (action.dest,)) if name in file.entries]
-            given = [entry for entry in top if entry.value is not None] or top
-            entry = section.get(action.dest) or (given[0] if given else None)
+            with_values = [entry for entry in top if entry.value is not None] or top
+            entry = section.get(action.dest) or (with_values[0] if with_values else None)
             if entry is None or (entry.value is None and action.default is None):
                 continue
             try:
@@ -269,8 +269,8 @@ class FlagParser(argparse.ArgumentParser):
             for inner, setting in entry.value.items() if name in scripts else ():
                 if inner not in scripts[name] and not _is_void(inner, setting):
                     raise FlagError(f"{file.where(setting)}: {_no_setting(inner, scripts[name])}")
-        own: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
-        return own
+        section: Mapping[str, Entry] = file.entries[rule.script].value if rule.script in file.entries else {}
+        return section
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as an error.

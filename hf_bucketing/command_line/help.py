@@ -23,7 +23,7 @@ class FlagHelp(argparse.RawDescriptionHelpFormatter):
             return text
         if action.default is argparse.SUPPRESS:
             return text
-        return f"{text} (default: {_shown(action.default)})".lstrip()
+        return f"{text} (default: {_formatted(action.default)})".lstrip()
 
 
 def short_help(parser: argparse.ArgumentParser, common: Sequence[argparse.Action]) -> str:
@@ -41,7 +41,7 @@ def short_help(parser: argparse.ArgumentParser, common: Sequence[argparse.Action
     return formatter.format_help()
 
 
-def _shown(default: Any) -> str:
+def _formatted(default: Any) -> str:
     if default is None:
         return "none"
     if isinstance(default, bool):

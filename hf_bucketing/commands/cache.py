@@ -127,9 +127,9 @@ def _load(args: argparse.Namespace, prepared: PreparedDataset, recipe: type[Reci
     """Load the models that encode."""
     import torch
 
-    from ..models.loading import Loading, Part
+    from ..models.loading import Loading, ModelPart
 
-    parts: tuple[Part, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
+    parts: tuple[ModelPart, ...] = ("vae",) if prepared.caption_column is None else ("vae", "text_encoders")
     return recipe.load(
         args.pretrained_model_name_or_path,
         max_sequence_length=args.max_sequence_length,
@@ -145,9 +145,9 @@ def _save(
     """Write the prepared folder, and say what was encoded."""
     from ..caching.keys import describe_latents
 
-    given = {name: value for name, value in vars(args).items() if name != "config"}
+    flags = {name: value for name, value in vars(args).items() if name != "config"}
     info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)
-    replace(cached, cache=info, settings={**made_with, CACHE: given}).save(args.output_dir)
+    replace(cached, cache=info, settings={**made_with, CACHE: flags}).save(args.output_dir)
     for name in ("encoded", "found", "unreadable", "rejected"):
         print(f"{counts[name]:8} rows {name}")
     for name in ("encoded", "found"):

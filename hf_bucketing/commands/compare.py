@@ -55,8 +55,8 @@ def main(args: argparse.Namespace) -> None:
         print(f"{folder}: {len(lock):,} rows, digest {lock.digest}")
     print(changes.describe() or "The same rows.")
     for kind, folder, rows in (("removed", args.was, changes.removed), ("added", args.now, changes.added)):
-        shown = rows[: args.max_rows].tolist()
-        for row, texts in zip(shown, read_texts(folder, shown), strict=True):
+        listed = rows[: args.max_rows].tolist()
+        for row, texts in zip(listed, read_texts(folder, listed), strict=True):
             print(f"  {kind} row {row} {' '.join(texts.get('file', ()))}")
     pairs = [rows[: args.max_rows].tolist() for rows in (changes.was, changes.now)]
     was_texts, now_texts = read_texts(args.was, pairs[0]), read_texts(args.now, pairs[1])

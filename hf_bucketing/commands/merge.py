@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
 
     from ..adapters.kinds import merge_adapters
     from ..adapters.lora import check_component
-    from ..models.loading import Loading, Part, pipeline_folder, saved_dtype
+    from ..models.loading import Loading, ModelPart, pipeline_folder, saved_dtype
     from ..models.registry import recipe_of
     from ..training.checkpoint import save_pipeline
 
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     check_component(args.adapters, component=component)
     source = pipeline_folder(args.pipeline)
     dtype = saved_dtype(Path(source) / component)
-    parts: tuple[Part, ...] = ("trained",)
+    parts: tuple[ModelPart, ...] = ("trained",)
     loading = Loading(parts=parts, dtype=dtype, trained_dtype=dtype)
     recipe = recipe_of(str(source)).load(str(source), trained=component, loading=loading)
     with torch.no_grad():

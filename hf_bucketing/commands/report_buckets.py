@@ -183,10 +183,10 @@ def plan_of_memory(
     from ..settings import changed
 
     largest, samples = max(buckets, key=lambda bucket: bucket.cost), report.config.batch_size
-    shown = conditions.references.most(largest.size, spec=report.spec)
+    reference_sizes = conditions.references.most(largest.size, spec=report.spec)
     base = PlanConfig.from_flat(
         sample_size=[*largest.size],
-        reference_sizes=as_reference_sizes(shown),
+        reference_sizes=as_reference_sizes(reference_sizes),
         audio_fps=None if conditions.audio is None else conditions.audio.slowest,
         train_batch_size=samples,
         condition=condition,
@@ -199,10 +199,10 @@ def plan_of_memory(
         "LoRA 16, int8": changed(base, gradient_checkpointing=True, lora_rank=16, quantize_base="int8"),
     }
     plans = {name: plan_memory(model, config) for name, config in settings.items()}
+    references = f", and references of {', '.join(map(size_label, reference_sizes))}" if reference_sizes else ""
     said = (
         f"{model} on one GPU, {samples} × {size_label(largest.size)} ({samples * largest.num_tokens:,} tokens"
-        f"{', and references of ' + ', '.join(map(size_label, shown)) if shown else ''}), in bf16 with gradient "
-        "checkpointing, latents and texts cached."
+        f"{references}), in bf16 with gradient checkpointing, latents and texts cached."
     )
     rows = []
     for name, plan in plans.items():
@@ -216,7 +216,7 @@ def write_page(
     prepared: PreparedDataset,
     report: Report,
     conditions: RowConditions,
-    **beside: Any,
+    **contents: Any,
 ) -> None:
     crops, random = report.worst_crops, report.random_samples
     rows = [
@@ -237,7 +237,7 @@ def write_page(
             faults=faults | more_faults,
             model=model,
             memory=memory,
-            **beside,
+            **contents,
         ),
     )
     with complete_file(args.html) as partial:

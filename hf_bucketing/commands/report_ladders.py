@@ -62,9 +62,11 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.json)
     temporal, spatial = args.strides
     spec = LatentSpec(temporal_stride=temporal, spatial_stride=spatial, patch=tuple(args.patch))
-    own = [] if args.bucket_sizes == "none" else [size[1:] for size in BucketTable.parse(args.bucket_sizes).sizes]
+    table_sizes = (
+        [] if args.bucket_sizes == "none" else [size[1:] for size in BucketTable.parse(args.bucket_sizes).sizes]
+    )
     rows = []
-    for sizes in [own, []] if own else [own]:
+    for sizes in [table_sizes, []] if table_sizes else [table_sizes]:
         for step in args.aspect_steps:
             limits = {"max_aspect_ratio": args.max_aspect_ratio}
             table = token_ladder(

@@ -198,14 +198,14 @@ def main(args: argparse.Namespace) -> None:
         raise FlagError(f"Omit --offload: a {index.class_name}, as a modular pipeline, has no such offload.")
     blocks = recipe.blocks(args.trained_component)
     parameters = call_parameters(pipeline_class, blocks)
-    given: dict[str, Any] = {**recipe.call_defaults, **duration_of(args, parameters)}
-    given |= images_of(args, parameters, pipeline_class.__name__)
-    given |= shown_of(args, given, pipeline_class.__name__)
+    arguments: dict[str, Any] = {**recipe.call_defaults, **duration_of(args, parameters)}
+    arguments |= images_of(args, parameters, pipeline_class.__name__)
+    arguments |= condition_arguments(args, arguments, pipeline_class.__name__)
     if args.with_audio and (not recipe.makes_audio() or args.output.endswith(".png") or len(grid.cells) > 1):
         raise FlagError(f"Omit --with_audio: a {pipeline_class.__name__} makes no sound for {args.output}.")
-    given |= recipe.sound_arguments(args.fps) if args.with_audio else {}
-    given |= guidance_of(args, parameters, pipeline_class.__name__)
-    given |= length_of(args, parameters, pipeline_class.__name__)
+    arguments |= recipe.sound_arguments(args.fps) if args.with_audio else {}
+    arguments |= guidance_of(args, parameters, pipeline_class.__name__)
+    arguments |= length_of(args, parameters, pipeline_class.__name__)
     loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]))
     pipeline = load_pipeline(pipeline_class, args.pipeline, trained=(), loading=loading, replaced={}, blocks=blocks)
     load_adapters(pipeline, args.adapter, trained=args.trained_component)
@@ -222,7 +222,9 @@ def main(args: argparse.Namespace) -> None:
     for strength in grid.strengths:
         if args.adapter:
             set_strengths(pipeline, args.adapter, factor=strength)
-        results |= {cell: rendered(args, cell, pipeline, given) for cell in grid.cells if cell.strength == strength}
+        results |= {
+            cell: rendered(args, cell, pipeline, arguments) for cell in grid.cells if cell.strength == strength
+        }
     write(args, grid, results, pipeline, recipe)
 
 
@@ -236,7 +238,7 @@ def grid_of(args: argparse.Namespace) -> RenderGrid:
     return RenderGrid(prompts=prompts, seeds=seeds, strengths=strengths, steps=steps)
 
 
-def rendered(args: argparse.Namespace, cell: Cell, pipeline: Any, given: Mapping[str, Any]) -> Any:
+def rendered(args: argparse.Namespace, cell: Cell, pipeline: Any, arguments: Mapping[str, Any]) -> Any:
     """Return what the pipeline's call returns for a rendering."""
     import torch
 
@@ -247,7 +249,7 @@ def rendered(args: argparse.Namespace, cell: Cell, pipeline: Any, given: Mapping
         num_inference_steps=cell.steps,
         generator=torch.Generator().manual_seed(cell.seed),
         output_type="np",
-        **given,
+        **arguments,
     )
 
 
@@ -275,14 +277,14 @@ def guidance_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_
     for name in ("guidance_scale", "true_cfg_scale", "negative_prompt"):
         if getattr(args, name) is not None and name not in parameters:
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
-    given: dict[str, Any] = {"guidance_scale": 1.0} if "guidance_scale" in scales else {}
-    given |= {name: getattr(args, name) for name in scales if getattr(args, name) is not None}
-    guided = not scales or given.get(scales[-1], 1.0) > 1  # that of the guider, or the true one
+    arguments: dict[str, Any] = {"guidance_scale": 1.0} if "guidance_scale" in scales else {}
+    arguments |= {name: getattr(args, name) for name in scales if getattr(args, name) is not None}
+    guided = not scales or arguments.get(scales[-1], 1.0) > 1  # that of the guider, or the true one
     if args.negative_prompt is not None and not guided:
         raise FlagError(f"--negative_prompt has no effect without guidance; give --{scales[-1]} above 1.")
     if args.negative_prompt is not None or (args.true_cfg_scale is not None and guided):
-        given["negative_prompt"] = args.negative_prompt or ""  # without one, some pipelines do not guide
-    return given
+        arguments["negative_prompt"] = args.negative_prompt or ""  # without one, some pipelines do not guide
+    return arguments
 
 
 def length_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> dict[str, int]:
@@ -315,15 +317,15 @@ def images_of(args: argparse.Namespace, parameters: Mapping[str, bool], class_na
     from ..media import MediaSource, load_first_frame
     from ..models.calls import IMAGES
 
-    given = {name: getattr(args, name) for name in IMAGES if getattr(args, name) is not None}
-    for name in given:
+    named = {name: getattr(args, name) for name in IMAGES if getattr(args, name) is not None}
+    for name in named:
         if name not in parameters:
             raise FlagError(f"Omit --{name}: a {class_name} takes none.")
     for name in images_needed(args, parameters, class_name):
-        if name not in given:
+        if name not in named:
             raise FlagError(f"A {class_name} begins with an image, and some end with one; give --{name}.")
     size = Size(1, args.height, args.width)
-    return {name: load_first_frame(MediaSource.from_cell(file), size) for name, file in given.items()}
+    return {name: load_first_frame(MediaSource.from_cell(file), size) for name, file in named.items()}
 
 
 def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], class_name: str) -> Sequence[str]:
@@ -338,7 +340,7 @@ def images_needed(args: argparse.Namespace, parameters: Mapping[str, bool], clas
     return [name for name in IMAGES if parameters.get(name)]
 
 
-def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str) -> dict[str, Any]:
+def condition_arguments(args: argparse.Namespace, duration: Mapping[str, Any], class_name: str) -> dict[str, Any]:
     """Return what else the pipeline is shown as arguments of its call, given those for its duration."""
     from ..conditions.names import FACE
     from ..models.calls import DURATIONS
@@ -355,11 +357,13 @@ def shown_of(args: argparse.Namespace, given: Mapping[str, Any], class_name: str
             raise FlagError(f"A {class_name} needs a {name}; give --{name}.")
     if recipe is None:
         return {}
-    frames = args.num_frames or next((given[name] for name in DURATIONS if name in given), 17)
+    frames = args.num_frames or next((duration[name] for name in DURATIONS if name in duration), 17)
     size = Size(1 if recipe.family.images_only else frames, args.height, args.width)
     references = files.pop("reference")
-    shown = {name: pictures_of(file, size, fps=args.fps, whole=name == FACE) for name, file in files.items() if file}
-    arguments = recipe.shown_arguments(shown)
+    conditions = {
+        name: pictures_of(file, size, fps=args.fps, keeps_shape=name == FACE) for name, file in files.items() if file
+    }
+    arguments = recipe.shown_arguments(conditions)
     return arguments | (references_of(args, references, size, recipe) if references else {})
 
 
@@ -378,14 +382,14 @@ def references_of(args: argparse.Namespace, files: Sequence[str], size: Size, re
     return recipe.reference_arguments([pictures(pixels.transpose(0, 1)) for pixels in loaded], size)
 
 
-def pictures_of(file: str, size: Size, *, fps: float, whole: bool) -> list[Image.Image]:
+def pictures_of(file: str, size: Size, *, fps: float, keeps_shape: bool) -> list[Image.Image]:
     """Return the frames of a control or the like at a clip's size, or of the file's own; an image serves all."""
     from ..media import MediaSource, View, load_first_frame, probe
     from ..media.sample import load_face, load_sample
     from ..models.first_frame import pictures
 
     source = MediaSource.from_cell(file)
-    if whole:
+    if keeps_shape:
         return pictures(load_face(source, size, fps=fps).transpose(0, 1))
     if not probe(source).fps:
         return [load_first_frame(source, size)] * size.frames

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..command_line.config_file import CACHE, CACHED_DIR, PREPARE, SOURCES, TRAIN, ConfigFile
 from ..configuration.launch import LaunchConfig
 from ..planner.settings import PlanConfig
-from ..settings import given_settings, marked, names_of
+from ..settings import changed_settings, marked, names_of
 from .table import COMMANDS
 
 if TYPE_CHECKING:
@@ -68,18 +68,18 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
         name_or_path (`str`): Diffusers pipeline.
         row ([`MemoryOption`]): The option.
     """
-    settings = given_settings(row.config.run)
+    settings = changed_settings(row.config.run)
     cached, launch = row.config.samples.cached != "nothing", launcher(row.config.launch)
     common = f"--pretrained_model_name_or_path {shlex.quote(name_or_path)}"
-    given = [_flag(name, value) for name, value in settings.items()]
+    flags = [_flag(name, value) for name, value in settings.items()]
     commands = []
     if cached:
         names = settings_of_scripts()[CACHE]
-        of_cache = [flag for flag in given if flag.split()[0].removeprefix("--") in names]
+        of_cache = [flag for flag in flags if flag.split()[0].removeprefix("--") in names]
         folders = "--dataset_dir prepared --cache_dir cache --output_dir cached"
         commands.append(" ".join([f"{launch} cache", folders, common, *of_cache]))
     folders = f"--dataset_dir {'cached' if cached else 'prepared'} --output_dir trained"
-    commands.append(" ".join([f"{launch} train", folders, common, *given]))
+    commands.append(" ".join([f"{launch} train", folders, common, *flags]))
     return commands
 
 

@@ -70,12 +70,12 @@ def read_prepared(
 
     stream = PreparedStream.load(folder) if holds_stream(folder) else None
     prepared: Any = stream or PreparedDataset.load(folder)
-    given = {
+    flags = {
         setting.name: value
         for setting in settings_in(SourceConfig)  # those of tables are no flags here
         if setting.name != "dataset" and (value := getattr(args, setting.name, setting.default)) != setting.default
     }
-    check_same_settings(args.config, folder, settings=prepared.settings, flags=given)
+    check_same_settings(args.config, folder, settings=prepared.settings, flags=flags)
     if prepared.spec != components.spec:
         raise BucketingError(f"{folder} was prepared for {prepared.spec}, and the model has {components.spec}.")
     cache = None
@@ -103,7 +103,7 @@ def sources_of(args: argparse.Namespace) -> list[SourceConfig]:
 
 
 def read_sources(
-    args: argparse.Namespace, given: list[SourceConfig], components: "Components"
+    args: argparse.Namespace, configs: list[SourceConfig], components: "Components"
 ) -> tuple["DataRows", "list[Way]", list[SourceConfig]]:
     """Read the headers of sources, or the first rows of streams, and return their rows and ways to batch them."""
     from ..columns.preparation import prepare
@@ -113,7 +113,7 @@ def read_sources(
 
     height, width = components.spec.multiples
     of_any_size = TableConfig(buckets=f"{height},{width};{height},{3 * width};{3 * height},{width}", bucket_frames=[1])
-    sources = [replace(source, table=of_any_size) for source in given]
+    sources = [replace(source, table=of_any_size) for source in configs]
     common: dict[str, Any] = {
         "spec": components.spec,
         "native_sizes": components.recipe.native_sizes,

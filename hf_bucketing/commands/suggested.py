@@ -17,7 +17,7 @@ from ..planner.rows import DataRows
 from ..planner.settings import MachineConfig
 from ..planner.suggestion import MOST_DROPPED, Candidate, Suggestion
 from ..report.text import align
-from ..settings import given_settings
+from ..settings import changed_settings
 from ..units import format_bytes, format_seconds
 from .script_settings import launcher
 
@@ -102,7 +102,7 @@ def run_settings(candidate: Candidate, *, machine: MachineConfig, rows: DataRows
         machine ([`MachineConfig`]): The machine.
         rows ([`DataRows`]): What is known of the rows.
     """
-    values = given_settings(candidate.config.run)
+    values = changed_settings(candidate.config.run)
     values |= {"dataloader_num_workers": candidate.num_workers}
     steps = _STREAMED_STEPS
     if rows.total is None:

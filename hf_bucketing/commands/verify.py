@@ -63,19 +63,19 @@ def main(args: argparse.Namespace) -> None:
     def draw_latent(size: tuple[int, int, int]) -> torch.Tensor:
         return draw(channels, *(side * part for side, part in zip(size, patch, strict=True)))
 
-    shown = [family.trial_references(transformer, grid)[:sample] for sample, grid in enumerate(grids)]
+    reference_grids = [family.trial_references(transformer, grid)[:sample] for sample, grid in enumerate(grids)]
     report = verify_packing(
         transformer,
         [draw_latent(size) for size in grids],
-        references=[[draw_latent(size) for size in sizes] for sizes in shown],
+        references=[[draw_latent(size) for size in sizes] for sizes in reference_grids],
         timesteps=torch.rand(len(grids), generator=generator).to(args.device) * 1000,
         text=[draw(length, text_dim) for length in lengths],
         strip_length=args.strip_length,
         backend=args.backend,
     )
     print(f"{type(transformer).__name__} in {args.dtype} on {args.device}, token grids {grids}")
-    if any(shown):
-        print(f"References of the samples: {', '.join(str(len(sizes)) for sizes in shown)}")
+    if any(reference_grids):
+        print(f"References of the samples: {', '.join(str(len(sizes)) for sizes in reference_grids)}")
     print(report)
     if not report.passed:
         sys.exit("Packing does not compute the same on this model; do not train with it.")

@@ -16,7 +16,7 @@ from ..plans.packs import Balance, PackLimits, PackPlanConfig
 from ..plans.ways import WayName, stacks
 from ..settings import check_at_least, check_literals, check_shares, marked, not_default, setting
 
-_OWN_SIZES = tuple(name for name in get_args(WayName) if not stacks(name))
+_UNSTACKED = tuple(name for name in get_args(WayName) if not stacks(name))
 """Ways of batching whose samples keep their own size."""
 
 
@@ -102,9 +102,9 @@ class BatchConfig:
         held_out=None,
         needs_rows="a plan counts the tokens of the sizes that are drawn",
     )
-    attention_backend: Backend = setting("auto", argument="backend", batching=_OWN_SIZES, on_resume="free")
-    positions: Literal["native", "interpolate"] = setting("native", batching=_OWN_SIZES, on_resume="equal")
-    base_size: list[int] | None = setting(None, batching=_OWN_SIZES, on_resume="equal")
+    attention_backend: Backend = setting("auto", argument="backend", batching=_UNSTACKED, on_resume="free")
+    positions: Literal["native", "interpolate"] = setting("native", batching=_UNSTACKED, on_resume="equal")
+    base_size: list[int] | None = setting(None, batching=_UNSTACKED, on_resume="equal")
     cached_views: Literal["draw", "all", "first"] = setting(
         "draw", on_resume="applied", held_out="first", needs_rows="a stream is read from its files, not from a cache"
     )
@@ -122,8 +122,8 @@ class BatchConfig:
             raise BucketingError("Packing needs `max_tokens`, the tokens per process and step.")
         ways = marked(BatchConfig, "batching").items()
         of_others = [name for name, of_ways in ways if self.batching not in of_ways]
-        if given := not_default(self, *of_others):
-            raise BucketingError(f"Omit {quoted(given)}: no effect with `batching={self.batching}`.")
+        if unused := not_default(self, *of_others):
+            raise BucketingError(f"Omit {quoted(unused)}: no effect with `batching={self.batching}`.")
         if self.length_buckets is not None and self.length_strategy != "bucket":
             raise BucketingError('Omit `length_buckets`: no effect unless `length_strategy="bucket"`.')
         check_shares(self, "token_drop_rate")

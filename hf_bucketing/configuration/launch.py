@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ..conditions.shares import read_conditions
-from ..placement.conflicts import READ_WHOLE_WEIGHTS, Combination, Sharding, check_combination
+from ..placement.conflicts import READ_FULL_WEIGHTS, Combination, Sharding, check_combination
 from ..placement.settings import Precision
 from ..settings import check_at_least, check_literals, setting
 from .run import RunConfig
@@ -78,7 +78,7 @@ def check_run(run: RunConfig, launch: LaunchConfig, *, precision: str, planned: 
             num_processes=launch.num_processes,
             on_cpu=launch.device == "cpu" and not planned,
             experts=run.trained_component == "both",
-            joined=tuple(name for name in READ_WHOLE_WEIGHTS if flat[name] is not None),
+            joined=tuple(name for name in READ_FULL_WEIGHTS if flat[name] is not None),
             searches=batches.max_tokens == "auto",
             loads_once=launch.loads_once,
             grouped=launch.grouped,

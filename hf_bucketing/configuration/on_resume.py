@@ -51,11 +51,11 @@ def resumed_config(saved: Mapping[str, Any], config: TrainingConfig, accelerator
         BucketingError: If a setting that must stay equal differs; the message names its value then and now.
     """
     saved = {**_DEFAULTS, **saved}  # checkpoints of earlier releases do not name all settings
-    given = config.flat()
+    current = config.flat()
     left_open = {
         name: saved[name]
         for name, value in marked(TrainingConfig, "left_open").items()
-        if given[name] == value and saved[name] is not None
+        if current[name] == value and saved[name] is not None
     }
     present = {**settings_of(config, accelerator), **left_open}
     fixed = [*(name for name, rule in ON_RESUME.items() if rule == "equal"), *_NOT_SETTINGS]

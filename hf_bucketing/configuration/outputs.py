@@ -56,8 +56,8 @@ class HubConfig:
     hub_private_repo: bool | None = None
 
     def __post_init__(self) -> None:
-        if not self.push_to_hub and (given := not_default(self, "hub_model_id", "hub_private_repo")):
-            raise BucketingError(f"Omit {quoted(given)}: no effect without `push_to_hub`.")
+        if not self.push_to_hub and (unused := not_default(self, "hub_model_id", "hub_private_repo")):
+            raise BucketingError(f"Omit {quoted(unused)}: no effect without `push_to_hub`.")
         if self.hub_model_id is not None:
             from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -96,6 +96,6 @@ class ReportingConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "page_steps")
-        given = not_default(self, "tracker_project_name", "tracker_run_name", "tracker_tags")
-        if self.report_to == "none" and given:
-            raise BucketingError(f"Omit {quoted(given)}: no effect with `report_to=none`.")
+        unused = not_default(self, "tracker_project_name", "tracker_run_name", "tracker_tags")
+        if self.report_to == "none" and unused:
+            raise BucketingError(f"Omit {quoted(unused)}: no effect with `report_to=none`.")

@@ -35,13 +35,13 @@ class _Difference(NamedTuple):
     """A setting whose value is not that of the folder."""
 
     name: str
-    given: Any
+    current: Any
     made_with: Any
     source: str | None = None
 
     def __str__(self) -> str:
         name = self.name if self.source is None else f"{self.name} of {self.source}"
-        return f"{name} is {_text(self.given)} and was {_text(self.made_with)}"
+        return f"{name} is {_text(self.current)} and was {_text(self.made_with)}"
 
 
 def check_same_settings(
@@ -161,8 +161,8 @@ def _differences_of_cache(file: ConfigFile, settings: Mapping[str, Any]) -> Iter
     parser.add_settings(CacheConfig)
     for name in sorted(_OF_CACHE_ALONE):
         parser.add_argument(f"--{name}")
-    given, was = parser.read_settings(file, entries), parser.read_settings(file, made)
-    for name, value in given.items():
+    current, was = parser.read_settings(file, entries), parser.read_settings(file, made)
+    for name, value in current.items():
         if name in was and not _same(name, value, was[name]):
             yield _Difference(name, value, was[name])
 
@@ -198,25 +198,27 @@ def _command(
     return shlex.join(words)
 
 
-def _same(name: str, given: Any, made_with: Any) -> bool:
+def _same(name: str, current: Any, made_with: Any) -> bool:
     """Return whether two values of a setting mean the same."""
-    if isinstance(given, (list, tuple)) and isinstance(made_with, (list, tuple)):
-        pairs = zip(given, made_with, strict=False)
-        return len(given) == len(made_with) and all(_same(name, value, other) for value, other in pairs)
-    if name in PATHS and given is not None and made_with is not None:
-        return _same_path(os.fspath(given), os.fspath(made_with))
-    return bool(given == made_with)
+    if isinstance(current, (list, tuple)) and isinstance(made_with, (list, tuple)):
+        pairs = zip(current, made_with, strict=False)
+        return len(current) == len(made_with) and all(_same(name, value, other) for value, other in pairs)
+    if name in PATHS and current is not None and made_with is not None:
+        return _same_path(os.fspath(current), os.fspath(made_with))
+    return bool(current == made_with)
 
 
-def _same_path(given: str, made_with: str) -> bool:
+def _same_path(current: str, made_with: str) -> bool:
     """Return whether two paths or names on the hub are one.
 
     A path from before a folder was moved, which leads nowhere any more, is compared by its last part.
     """
-    if given == made_with or os.path.realpath(given) == os.path.realpath(made_with):
+    if current == made_with or os.path.realpath(current) == os.path.realpath(made_with):
         return True
     moved = os.path.isabs(made_with) and not os.path.exists(made_with)
-    return moved and os.path.exists(given) and os.path.basename(os.path.abspath(given)) == os.path.basename(made_with)
+    return (
+        moved and os.path.exists(current) and os.path.basename(os.path.abspath(current)) == os.path.basename(made_with)
+    )
 
 
 def _text(value: Any) -> str:

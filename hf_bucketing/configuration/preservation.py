@@ -84,8 +84,8 @@ class PreservationConfig:
     def captions(self) -> list[str]:
         """Captions that a run needs beside those of its rows, each once; `""` stands for the null text."""
         blank = [""] if self.preservation == "blank" else []
-        given = [] if self.preservation_caption is None else [self.preservation_caption]
-        return [*dict.fromkeys([*blank, *given, *(caption for pair in self.pairs for caption in pair)])]
+        single = [] if self.preservation_caption is None else [self.preservation_caption]
+        return [*dict.fromkeys([*blank, *single, *(caption for pair in self.pairs for caption in pair)])]
 
     def describe(self) -> list[str]:
         """Return what is asked of the base model, as lines of text; none if it is nothing."""

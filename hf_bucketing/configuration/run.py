@@ -171,11 +171,11 @@ class TrainingConfig(RunConfig):
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)  # super() does not find it, as dataclasses with slots are made anew
-        own, given = Path(self.output_dir) / COST_MODEL, self.batches.cost_model
-        if given is not None and Path(given).resolve() == own.resolve():
+        written, cost_model = Path(self.output_dir) / COST_MODEL, self.batches.cost_model
+        if cost_model is not None and Path(cost_model).resolve() == written.resolve():
             raise BucketingError(
-                f"`cost_model` is {given}, which this run replaces by its own; copy the file to another place, or "
-                "give another `output_dir`."
+                f"`cost_model` is {cost_model}, which this run replaces by its own; copy the file to another place, "
+                "or give another `output_dir`."
             )
         validation = self.held_out.validation_dataset_dir
         if validation is not None and Path(validation).resolve() == Path(self.dataset_dir).resolve():
@@ -193,9 +193,9 @@ class TrainingConfig(RunConfig):
 def _check_stream(config: RunConfig) -> None:
     """Raise BucketingError for settings that need the rows to be known before they come."""
     needs_rows = marked(RunConfig, "needs_rows")
-    if given := not_default(config, *needs_rows):
-        reasons = "; ".join(f"`{name}`: {needs_rows[name]}" for name in given)
-        raise BucketingError(f"Omit {quoted(given)} with `streaming=True`: {reasons}.")
+    if unused := not_default(config, *needs_rows):
+        reasons = "; ".join(f"`{name}`: {needs_rows[name]}" for name in unused)
+        raise BucketingError(f"Omit {quoted(unused)} with `streaming=True`: {reasons}.")
     if config.batches.max_tokens == "auto":
         raise BucketingError(
             '`max_tokens="auto"` searches the most expensive step of a plan, which a stream has not; give a number of '

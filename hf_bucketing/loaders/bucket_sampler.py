@@ -88,7 +88,7 @@ class BucketBatchSampler(PlannedBatchSampler):
     ) -> None:
         self.bucket_ids = _ids_in(table, bucket_ids)
         self.table = table
-        self.text_tokens = plain_number(text_tokens, "text_tokens", whole=True, error=PlanError)
+        self.text_tokens = plain_number(text_tokens, "text_tokens", integer=True, error=PlanError)
         check_at_least(0, self, "text_tokens", error=PlanError)
         self.spec = table.spec if spec is None and isinstance(table, OpenTable) else spec
         self.parts = self._divided(conditions) if conditions else None
@@ -144,8 +144,10 @@ class BucketBatchSampler(PlannedBatchSampler):
         if not config.limited and (self.parts is None or isinstance(config.batch_size, int)):
             return config
         present = self._present if config.base is None else np.union1d(self._present, [config.base])
-        buckets, shown = self._of_parts(present)
-        sizes = config.solved_sizes(buckets, table=self.table, spec=self.spec, text_tokens=shown + self.text_tokens)
+        buckets, more_tokens = self._of_parts(present)
+        sizes = config.solved_sizes(
+            buckets, table=self.table, spec=self.spec, text_tokens=more_tokens + self.text_tokens
+        )
         by_bucket = dict(zip(present.tolist(), sizes.tolist(), strict=True)) or {0: 1}
         return replace(config, batch_size=by_bucket, max_tokens=None, max_cost=None, max_samples=None)
 
@@ -201,8 +203,8 @@ class BucketBatchSampler(PlannedBatchSampler):
     def _costs(self, parts: IntArray) -> IntArray | FloatArray:
         """Return the cost of a sample of each bucket, or part of one, and its text; tokens without a cost model."""
         assert self.spec is not None, "longest_first needs it"
-        buckets, shown = self._of_parts(parts)
-        tokens = self.table.num_tokens(buckets, spec=self.spec) + shown + self.text_tokens
+        buckets, more_tokens = self._of_parts(parts)
+        tokens = self.table.num_tokens(buckets, spec=self.spec) + more_tokens + self.text_tokens
         return tokens if self.config.cost_model is None else self.config.cost_model.cost(tokens)
 
     def _planner(self, epoch: int) -> Callable[..., EpochPlan]:
@@ -259,7 +261,7 @@ def _ids_in(table: BucketTable | OpenTable, bucket_ids: npt.ArrayLike) -> npt.ND
     """Return bucket ids as an array of shape `(n,)`; raise PlanError if the table lacks one, or they are another's."""
     if isinstance(bucket_ids, Column):
         _check_column(bucket_ids, table)
-    ids, end = column_of(bucket_ids, "bucket_ids", whole=True), _end(table)
+    ids, end = column_of(bucket_ids, "bucket_ids", integer=True), _end(table)
     wrong = np.flatnonzero((ids < REJECTED_BUCKET) | (ids >= end))
     if len(wrong):
         raise PlanError(

@@ -38,8 +38,8 @@ class CaptionRule:
         check_at_least(0, self, "keep_tags")
         if not self.tag_separator.strip():
             raise BucketingError(f"`tag_separator` must hold a character such as a comma, got {self.tag_separator!r}.")
-        if not self.shuffle_tags and (given := not_default(self, "tag_separator", "keep_tags")):
-            raise BucketingError(f"Omit `{given[0]}`: no effect without `shuffle_tags`.")
+        if not self.shuffle_tags and (unused := not_default(self, "tag_separator", "keep_tags")):
+            raise BucketingError(f"Omit `{unused[0]}`: no effect without `shuffle_tags`.")
 
     def caption(self, row: Mapping[str, Any], column: str, *, seed: int | None, epoch: int) -> str:
         """Return the caption of a row.

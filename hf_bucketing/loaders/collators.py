@@ -21,14 +21,14 @@ from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..media.rows import REGULARIZATION, SOURCE, SOURCE_COLUMN, MediaColumns, check_flips
 from ..media.sample import LoadedSample, load
 from ..media.views import View, ViewRule, seeded_draws
-from ..randomness import ADD_ROWS, OWN_PREFIX, ROW
+from ..randomness import ADD_ROWS, COLUMN_PREFIX, ROW
 from .captions import CaptionRule
 from .faults import Replacements
 from .occurrences import OCCURRENCE, occurrence_of
 from .random_resize import RandomResize
 from .state import epoch_number
 
-BUCKET_PART = f"{OWN_PREFIX}bucket_part"
+BUCKET_PART = f"{COLUMN_PREFIX}bucket_part"
 """Column of the part of its bucket that a row belongs to, where references or audio divide buckets."""
 
 PLANNED = "planned_index"
@@ -126,24 +126,24 @@ class MediaCollator:
         require(rows[0], [self.column, "num_frames", "fps", *self._columns.shown_columns])
         if self.caption_column is not None:
             require(rows[0], [self.caption_column], hint="Name its captions as `caption_column`, or give None.")
-        found = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
-        loaded = [sample for *_, sample in found]
+        placed = [self._load_or_replace(row, size) for row, size in zip(rows, self.target(rows), strict=True)]
+        loaded = [sample for *_, sample in placed]
         batch: dict[str, Any] = {
             "pixel_values": [sample.pixels for sample, _ in loaded],
-            "size": [size for _, size, _ in found],
+            "size": [size for _, size, _ in placed],
             "crop": [sample.crop for sample, _ in loaded],
             "flip": [view.flip for _, view in loaded],
             "fps": [view.fps for _, view in loaded],
         }
-        if shown := self._columns.shown:
-            batch["shown"] = {name: [sample.shown[name] for sample, _ in loaded] for name in shown}
+        if conditions := self._columns.shown:
+            batch["shown"] = {name: [sample.conditions[name] for sample, _ in loaded] for name in conditions}
         if self.caption_column is not None:
             draw = partial(self.captions.caption, column=self.caption_column, seed=self.seed, epoch=int(self._epoch))
-            batch["caption"] = [draw(row) for row, *_ in found]
-        if ROW in found[0][0]:
-            batch["index"] = [int(row[ROW]) for row, *_ in found]
-        batch |= regularization([row for row, *_ in found])
-        batch |= names_of_sources([row for row, *_ in found], self.sources)
+            batch["caption"] = [draw(row) for row, *_ in placed]
+        if ROW in placed[0][0]:
+            batch["index"] = [int(row[ROW]) for row, *_ in placed]
+        batch |= regularization([row for row, *_ in placed])
+        batch |= names_of_sources([row for row, *_ in placed], self.sources)
         if self.replacements is not None:
             batch[PLANNED] = [int(row[ROW]) for row in rows]
         if OCCURRENCE in rows[0]:
@@ -331,9 +331,9 @@ class PackCollator(MediaCollator):
 
     def candidates(self, row: Row, replacements: Replacements) -> npt.NDArray[np.int64]:
         """Return the rows of as many tokens, or those of fewer if there is no other."""
-        tokens, own = replacements.column("num_tokens"), int(row["num_tokens"])
-        alike = np.flatnonzero(tokens == own)
-        return alike if len(alike) > 1 else np.flatnonzero((tokens > 0) & (tokens < own))
+        tokens, row_tokens = replacements.column("num_tokens"), int(row["num_tokens"])
+        alike = np.flatnonzero(tokens == row_tokens)
+        return alike if len(alike) > 1 else np.flatnonzero((tokens > 0) & (tokens < row_tokens))
 
     def replacement_size(self, row: Row, size: Size) -> Size:
         """Return the row's own size."""

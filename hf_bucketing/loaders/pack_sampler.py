@@ -78,7 +78,7 @@ class PackBatchSampler(PlannedBatchSampler):
             evaluation=evaluation,
         )
         refuse_bucket_ids(num_tokens, argument="num_tokens")
-        self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", whole=True)
+        self._num_tokens = num_tokens if callable(num_tokens) else column_of(num_tokens, "num_tokens", integer=True)
         first = self.tokens_in(0)
         super().__init__(
             config,
@@ -104,7 +104,7 @@ class PackBatchSampler(PlannedBatchSampler):
         """Return the tokens of each row in an epoch, shape `(n,)`."""
         if not callable(self._num_tokens):
             return self._num_tokens
-        return column_of(self._num_tokens(epoch), "num_tokens", whole=True)
+        return column_of(self._num_tokens(epoch), "num_tokens", integer=True)
 
     def _drawn_rows(self) -> BoolArray:
         drawn: BoolArray = self.tokens_in(0) > 0

@@ -94,14 +94,14 @@ class PadCollator:
             if any(name not in row for row in named):
                 raise ColumnError(f"A row lacks {name!r}; it has {sorted(named[0])}.")
             tensors = [torch.as_tensor(row[name]) for row in named]
-            found = [tensor.shape[self.dim] for tensor in tensors]
-            if lengths is not None and found != lengths:
+            lengths_here = [tensor.shape[self.dim] for tensor in tensors]
+            if lengths is not None and lengths_here != lengths:
                 raise BucketingError(
-                    f"{name!r} is {found} long and {columns[0]!r} {lengths}; name columns of equal length, such as "
-                    f"PadCollator([{columns[0]!r}])."
+                    f"{name!r} is {lengths_here} long and {columns[0]!r} {lengths}; name columns of equal length, "
+                    f"such as PadCollator([{columns[0]!r}])."
                 )
-            lengths = found
-            batch[name] = self._stack(name, tensors, self._target(max(found)))
+            lengths = lengths_here
+            batch[name] = self._stack(name, tensors, self._target(max(lengths_here)))
         batch["lengths"] = torch.tensor(lengths)
         return batch
 

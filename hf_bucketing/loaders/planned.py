@@ -182,12 +182,12 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self.num_rows = num_rows
         self.weights: Mapping[int, float] | FloatArray | None = None
         if isinstance(weights, Mapping):
-            self.weights = numbers_by_id(weights, "weights", whole=False, error=PlanError)
+            self.weights = numbers_by_id(weights, "weights", integer=False, error=PlanError)
         elif weights is not None:
             self.weights = column_of(weights, "weights").astype(np.float64)
         self.longest_first = plain_bool(longest_first, "longest_first", error=PlanError)
         if num_processes is not None:
-            num_processes = plain_number(num_processes, "num_processes", whole=True, error=PlanError)
+            num_processes = plain_number(num_processes, "num_processes", integer=True, error=PlanError)
             if num_processes < 1:
                 raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
         if config.evaluation and (longest_first or weights is not None):
@@ -287,7 +287,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         Raises:
             PlanError: If an epoch cannot be planned.
         """
-        epochs = plain_number(epochs, "epochs", whole=True, error=PlanError)
+        epochs = plain_number(epochs, "epochs", integer=True, error=PlanError)
         self._counted_for = self.num_processes
         if self._equal_epochs:
             return epochs * self._steps_of(0, self.num_processes)
@@ -378,7 +378,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         """
         seed, fingerprint = self._fingerprint()
         legs = self._legs[:-1] if self._resumes_its_plan else self._legs
-        step = self._steps_drawn() if step is None else plain_number(step, "step", whole=True, error=PlanError)
+        step = self._steps_drawn() if step is None else plain_number(step, "step", integer=True, error=PlanError)
         consumed = [list(leg) for leg in (*legs, (self.num_processes, step)) if leg[1]]
         return {
             "version": VERSION,

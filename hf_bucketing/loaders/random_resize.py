@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, column_values
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.rows import RowConditions
 from ..errors import BucketingError
@@ -76,10 +76,10 @@ class RandomResize:
         of `index` and of the keyword `epoch` that returns the view of each row, see `sides_of_views`; without it, each
         epoch draws new sizes.
         """
-        columns = [whole_column(column, np.int64) for column in (num_frames, height, width)]
+        columns = [column_values(column, np.int64) for column in (num_frames, height, width)]
         usable = np.minimum.reduce(columns) >= 1
         frames, heights, widths = (np.where(usable, column, 1) for column in columns)
-        indices = whole_column(index, np.int64)
+        indices = column_values(index, np.int64)
         options: dict[str, Any] = {} if views is None else {"views": views}
         # A saved state compares what a partial holds; of a nested function it would compare the code too.
         return partial(self._tokens, usable, frames, heights, widths, indices, conditions or None, **options)

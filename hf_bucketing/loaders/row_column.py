@@ -13,7 +13,7 @@ from datasets import Dataset
 from datasets.arrow_dataset import Column
 from torch.utils.data import Subset
 
-from ..buckets.arrays import BoolArray, stored_column, whole_column
+from ..buckets.arrays import BoolArray, column_values, stored_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
 from .host import process_rank
@@ -122,7 +122,7 @@ def warn_of_rejected(
     if rejection is None:
         why = 'pass rejection=dataset["rejection"] to see why'
     else:
-        counts = count_rejections(whole_column(rejection)[rejected])
+        counts = count_rejections(column_values(rejection)[rejected])
         why = (
             ", ".join(f"{count:,} {label}" for label, count in counts.items())
             or "the rejection column names no reason"

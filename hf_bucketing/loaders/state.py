@@ -50,7 +50,7 @@ def epoch_number(epoch: Any) -> int:
     Raises:
         PlanError: If it is no whole number from 0.
     """
-    number: int = plain_number(epoch, "epoch", whole=True, error=PlanError)
+    number: int = plain_number(epoch, "epoch", integer=True, error=PlanError)
     if number < 0:
         raise PlanError(f"`epoch` must be at least 0, got {number}.")
     return number

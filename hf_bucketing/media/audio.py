@@ -60,13 +60,13 @@ def read_audio(source: MediaSource, *, start: float, samples: int, rate: int) ->
         origin = _first_second(container) + start
         if start:
             _seek(container, origin)
-        for first, heard in _resampled(container, stream, rate):
+        for first, piece in _resampled(container, stream, rate):
             place = round((first - origin) * rate)
             if place >= samples:
                 break
-            begin, end = max(place, 0), min(place + heard.shape[1], samples)
+            begin, end = max(place, 0), min(place + piece.shape[1], samples)
             if begin < end:
-                waveform[:, begin:end] = heard[:, begin - place : end - place]
+                waveform[:, begin:end] = piece[:, begin - place : end - place]
     return waveform
 
 
@@ -101,5 +101,5 @@ def _resampled(container: InputContainer, stream: AudioStream, rate: int) -> Ite
         yield from resampler.resample(None)
 
     for piece in pieces():
-        heard = piece.to_ndarray()
-        yield float(piece.time or 0.0), np.repeat(heard, CHANNELS // len(heard), axis=0)
+        samples = piece.to_ndarray()
+        yield float(piece.time or 0.0), np.repeat(samples, CHANNELS // len(samples), axis=0)

@@ -118,8 +118,8 @@ def _iter_video(
     if video_decoder == "pyav" and times and times[0] >= _SEEK_FROM:
         decoders.insert(0, partial(_by_pyav, start=times[0]))
     while waiting:
-        shown: Callable[[], _StoredFrame] | None = None
-        passed, shown_at = 0, 0.0
+        frame_before: Callable[[], _StoredFrame] | None = None
+        passed, time_before = 0, 0.0
         decoder = decoders.pop(0)
         try:
             with open_video(source) as container:
@@ -128,13 +128,13 @@ def _iter_video(
                 tolerance, colours = _tolerance(stream), Colours.of(stream.codec_context)
                 upright = partial(_upright, header=header, colours=colours, source=source, background=background)
                 for frame, second in decoder(source, container, stream, header):
-                    while waiting and shown is not None and second > waiting[0] + tolerance:
-                        yield upright(*shown())
+                    while waiting and frame_before is not None and second > waiting[0] + tolerance:
+                        yield upright(*frame_before())
                         waiting.popleft()
                     if not waiting:
                         return
                     if frame is not None:
-                        shown, shown_at, passed = frame, second, passed + 1
+                        frame_before, time_before, passed = frame, second, passed + 1
         except BucketingError:
             raise
         except PYAV_ERRORS as error:
@@ -142,7 +142,7 @@ def _iter_video(
                 raise _undecodable(source, error) from error
         if waiting and not decoders:
             raise MediaError(
-                f"{source.path} ends after {passed} frames ({shown_at:.3f} s), but its metadata promised one at "
+                f"{source.path} ends after {passed} frames ({time_before:.3f} s), but its metadata promised one at "
                 f"{waiting[0]:.3f} s; the file may be cut off. Remove the row, or read its metadata again."
             )
 

@@ -39,8 +39,8 @@ def _band(labels: Sequence[str], width: int) -> npt.NDArray[np.uint8]:
     image = Image.new("RGB", (width * len(labels), _BAND), "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(_TEXT)
     for place, label in enumerate(labels):
-        shown = label
-        while shown and font.getlength(shown) > width - 8:
-            shown = f"{shown[:-2]}…" if len(shown) > 2 else ""
-        draw.text((place * width + 4, 3), shown, fill="black", font=font)
+        text = label
+        while text and font.getlength(text) > width - 8:
+            text = f"{text[:-2]}…" if len(text) > 2 else ""
+        draw.text((place * width + 4, 3), text, fill="black", font=font)
     return np.asarray(image)

@@ -109,7 +109,7 @@ def is_image(source: MediaSource) -> bool:
         return image is not None
 
 
-def shown_part(
+def cropped_part(
     frame: npt.NDArray[np.uint8],
     size: tuple[int, int],
     resized: tuple[int, int],

@@ -509,13 +509,13 @@ def _count_packets(container: InputContainer, stream: VideoStream) -> _Count:
         if not is_discarded and (stamp is None or start is None or stamp >= start)
     ]
     count = len(stamps)
-    last = _last_shown([stamp for stamp in stamps if stamp is not None], stream)
+    last = _seconds_to_last([stamp for stamp in stamps if stamp is not None], stream)
     if last > 0 and abs(last * fps - (count - 1)) > 0.25:
         fps = (count - 1) / last
     return count, fps, False, last
 
 
-def _last_shown(stamps: Iterable[int], stream: VideoStream) -> float:
+def _seconds_to_last(stamps: Iterable[int], stream: VideoStream) -> float:
     """Return the seconds from the first to the last frame of packets; times that jump back continue at its rate."""
     waiting: list[int] = []
     ordered: list[int] = []

@@ -20,7 +20,7 @@ from ..hub import cache_folders
 HEADER_BLOCK = 2**16
 """Bytes per request for headers, which lie at the beginning or the end of a file."""
 
-WHOLE_BLOCK = 2**20
+DECODING_BLOCK = 2**20
 """Bytes per request for decoding."""
 
 HOW_TO_REACH = (
@@ -86,9 +86,9 @@ def _lies_below(path: str, folder: str) -> bool:
         return _is_inside(os.path.abspath(path), os.path.abspath(folder)) or _is_inside(
             os.path.realpath(path), os.path.realpath(folder)
         )
-    (protocol, _, inner), (own, _, outer) = (part.partition("://") for part in (path, folder))
+    (protocol, _, inner), (folder_protocol, _, outer) = (part.partition("://") for part in (path, folder))
     inside = posixpath.normpath(f"/{inner}") + "/"
-    return protocol.lower() == own.lower() and inside.startswith(posixpath.normpath(f"/{outer}") + "/")
+    return protocol.lower() == folder_protocol.lower() and inside.startswith(posixpath.normpath(f"/{outer}") + "/")
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -108,9 +108,9 @@ def below(root: str, path: str, *, other_roots: Sequence[str] = ()) -> str:
     join, normal = (posixpath.join, posixpath.normpath) if is_url(root) else (os.path.join, os.path.normpath)
     inner = normal(path)
     if inner == os.pardir or inner.startswith((os.pardir + os.sep, os.pardir + posixpath.sep)):
-        whole = os.path.normpath(os.path.join(root, inner))
-        if not is_url(root) and any(_lies_below(whole, other) for other in other_roots):
-            return whole
+        joined = os.path.normpath(os.path.join(root, inner))
+        if not is_url(root) and any(_lies_below(joined, other) for other in other_roots):
+            return joined
         raise MediaError(f"The relative path {path} leaves its root {root}; only files below the root are read.")
     return join(root, inner)
 
@@ -161,7 +161,7 @@ class RemoteFile:
         with _reaching(url):
             self._file_system, self._path = url_to_fs(url)
             self._file: Any = self._file_system.open(self._path, "rb", block_size=block_size, cache_type="blockcache")
-        self.size = self._whenever_whole(lambda: self._file.seek(0, io.SEEK_END))
+        self.size = self._or_after_download(lambda: self._file.seek(0, io.SEEK_END))
         if not self.size:
             raise MediaError(f"{url} is empty (0 bytes); remove the row or write the file again.")
 
@@ -181,9 +181,9 @@ class RemoteFile:
             return bytes(self._file.read(max(0, min(length, self.size - start))))
 
         with self._lock:
-            return self._whenever_whole(read)
+            return self._or_after_download(read)
 
-    def _whenever_whole(self, call: Any) -> Any:
+    def _or_after_download(self, call: Any) -> Any:
         """Call a function of the open file; read the whole file first if its server cannot send parts."""
         with _reaching(self.url):
             try:

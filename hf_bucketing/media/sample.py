@@ -21,7 +21,7 @@ from ..errors import BucketingError, MediaError
 from .audio import CHANNELS, read_audio
 from .backgrounds import WHITE
 from .decode import Frame, iter_frames
-from .images import is_image, shown_part
+from .images import cropped_part, is_image
 from .probe import MediaInfo
 from .rows import FileSample
 from .source import MediaSource
@@ -36,12 +36,12 @@ _SMALL = 16
 
 
 class LoadedSample(NamedTuple):
-    """The pixels of a sample and of what it is shown with.
+    """The pixels of a sample and of its conditions.
 
     Attributes:
         pixels (`torch.Tensor` of shape `(3, frames, height, width)`): Pixels in [−1, 1], `float32`.
         crop ([`CropBox`]): Crop in resized pixels.
-        shown (mapping of `str` to `torch.Tensor`): Conditions, `float32`. `first_frame` and `last_frame` are
+        conditions (mapping of `str` to `torch.Tensor`): Conditions, `float32`. `first_frame` and `last_frame` are
             `(3, 1, height, width)` and `control` is `(3, frames, height, width)`, in [−1, 1]; `mask` is
             `(1, frames, height, width)` in [0, 1]; `face` is `(3, frames, h, w)` in [−1, 1], of the size of its file;
             `reference` is a tuple of any number of `(3, 1, h, w)` and `(3, frames, h, w)`, of the sizes of the
@@ -51,7 +51,7 @@ class LoadedSample(NamedTuple):
 
     pixels: torch.Tensor
     crop: CropBox
-    shown: dict[str, Any]
+    conditions: dict[str, Any]
 
 
 def load_sample(source: MediaSource, view: View) -> tuple[torch.Tensor, CropBox]:
@@ -87,15 +87,15 @@ def load(sample: FileSample) -> LoadedSample:
         stored = frame.shape[:2]
         frames.append(_placed(_channels_first(frame), *view.crop(*stored)))
     assert stored is not None, "iter_frames yields as many frames as times, or raises"
-    shown: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         name: _load_references(sample, stored=stored)
         if name == REFERENCE
         else _load_condition(name, sample, stored=stored)
         for name in sample.conditions
     }
     if sample.audio is not None:
-        shown[AUDIO] = _load_audio(sample)
-    return LoadedSample(_in_range(_joined(frames, view)), view.crop(*stored)[1], shown)
+        conditions[AUDIO] = _load_audio(sample)
+    return LoadedSample(_in_range(_joined(frames, view)), view.crop(*stored)[1], conditions)
 
 
 def _load_audio(sample: FileSample) -> torch.Tensor:
@@ -141,18 +141,18 @@ def _load_references(sample: FileSample, *, stored: tuple[int, int]) -> tuple[to
     sources = sample.conditions[REFERENCE]
     assert isinstance(sources, tuple), "MediaColumns makes a tuple of references"
     alone = len(sources) == 1
-    shown = tuple(_load_reference(source, sample, stored=stored, alone=alone) for source in sources)
+    references = tuple(_load_reference(source, sample, stored=stored, alone=alone) for source in sources)
     if sample.reference_sizes is not None:
         counted = np.reshape(sample.reference_sizes, (-1, 3))
         targets = np.tile(sample.view.size, (len(counted), 1))
         sizes = sample.references.sizes(counted, targets, alone=np.full(len(counted), alone)).tolist()
-        if sizes != [[*pixels.shape[1:]] for pixels in shown]:
+        if sizes != [[*pixels.shape[1:]] for pixels in references]:
             files = ", ".join(source.path for source in sources) or "none"
             raise MediaError(
                 f"The references of {sample.source.path} ({files}) are not of the sizes that their row was counted "
                 "with; prepare the data set again."
             )
-    return shown
+    return references
 
 
 def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[int, int], alone: bool) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _load_reference(source: MediaSource, sample: FileSample, *, stored: tuple[in
         if rule.lie_over:
             check_shape(REFERENCE, source.path, size=frame.shape[:2], sample=stored)
             resized, resample = (height, width), Image.Resampling[rule.resample.upper()]
-            frame = shown_part(frame, resized, *view.crop(*stored), resample=resample)
+            frame = cropped_part(frame, resized, *view.crop(*stored), resample=resample)
         else:
             resized = rule.resized(size, view.size, alone=alone)
         frames.append(_fitted(frame, resized, (height, width), resample=rule.resample))

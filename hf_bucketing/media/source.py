@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from ..errors import MediaError
 from .remote import (
+    DECODING_BLOCK,
     HEADER_BLOCK,
-    WHOLE_BLOCK,
     RemoteFile,
     below,
     check_allowed,
@@ -116,7 +116,7 @@ class MediaSource:
         """
         if self.data is not None or self.remote is not None or not is_url(self.path):
             return self
-        return replace(self, remote=RemoteFile(self.path, block_size=HEADER_BLOCK if headers else WHOLE_BLOCK))
+        return replace(self, remote=RemoteFile(self.path, block_size=HEADER_BLOCK if headers else DECODING_BLOCK))
 
     def open(self) -> str | BinaryIO:
         """Return the path, or a new stream over the bytes or the file at a URL, for `av.open`.

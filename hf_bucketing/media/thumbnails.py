@@ -12,7 +12,7 @@ from PIL import Image
 from ..conditions.names import FACE, MASK, MOVING, REFERENCE
 from .decode import Frame, iter_frames
 from .decoders import frame_times
-from .images import is_image, shown_part
+from .images import cropped_part, is_image
 from .probe import probe
 from .rows import FileSample
 from .source import MediaSource
@@ -76,7 +76,7 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
     def cropped(frames: Sequence[Frame]) -> Thumbnail:
         strip = Image.new("RGB", (len(frames) * (size[1] + _GAP) - _GAP, size[0]), "grey")
         for place, frame in enumerate(frames):
-            part = shown_part(frame, size, *view.crop(*frame.shape[:2]))
+            part = cropped_part(frame, size, *view.crop(*frame.shape[:2]))
             strip.paste(Image.fromarray(part), (place * (size[1] + _GAP), 0))
         return _encode([strip], form="jpeg", quality=_QUALITY)
 
@@ -93,9 +93,9 @@ def sample_thumbnails(sample: FileSample, *, max_side: int = 200) -> dict[str, T
                 background=None if name == MASK else background,
             )
             label = f"{name} {number}" if name == REFERENCE else name
-            whole = name == FACE or (name == REFERENCE and not sample.references.lie_over)
+            keeps_shape = name == FACE or (name == REFERENCE and not sample.references.lie_over)
             pictures[label] = (
-                _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY) if whole else cropped([frame])
+                _encode([_small(frame, max_side)], form="jpeg", quality=_QUALITY) if keeps_shape else cropped([frame])
             )
     return pictures
 

@@ -65,9 +65,9 @@ def write_video(
         container.mux(stream.encode())
         if sound is not None and track is not None:
             samples = np.ascontiguousarray(sound.samples, np.float32)
-            heard = av.AudioFrame.from_ndarray(samples, format="fltp", layout=_layout(sound))
-            heard.sample_rate, heard.pts = sound.rate, 0
-            container.mux(track.encode(heard))
+            sound_frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=_layout(sound))
+            sound_frame.sample_rate, sound_frame.pts = sound.rate, 0
+            container.mux(track.encode(sound_frame))
             container.mux(track.encode())
 
 

@@ -56,15 +56,15 @@ class RecipeCalls(RecipeFacts):
         """
 
     @classmethod
-    def shown_arguments(cls, shown: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    def shown_arguments(cls, conditions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return what else a rendered sample is shown as arguments of the pipeline's call.
 
         Args:
-            shown (mapping of `str` to a sequence of `PIL.Image.Image`): Frames of controls, masks and the like, by
-                their names in [`call_arguments`].
+            conditions (mapping of `str` to a sequence of `PIL.Image.Image`): Frames of controls, masks and the
+                like, by their names in [`call_arguments`].
         """
         only, arguments = cls.family.images_only, cls.call_arguments()
-        return {arguments[name]: frames[0] if only else list(frames) for name, frames in shown.items()}
+        return {arguments[name]: frames[0] if only else list(frames) for name, frames in conditions.items()}
 
     def render(
         self,
@@ -95,9 +95,9 @@ class RecipeCalls(RecipeFacts):
 
     def call(self, prompt: str, size: Size, *, images: Mapping[str, Any], references: Any = (), **options: Any) -> Any:
         """Call the pipeline as [`render`] does, with `images` that may be None, and return what it returns."""
-        given = {name: image for name, image in images.items() if image is not None}
-        shown = self.reference_arguments(references, size) if references else {}
-        arguments = {**self.call_defaults, **given, **shown, **self.size_arguments(size), **options}
+        named = {name: image for name, image in images.items() if image is not None}
+        from_references = self.reference_arguments(references, size) if references else {}
+        arguments = {**self.call_defaults, **named, **from_references, **self.size_arguments(size), **options}
         return self.pipeline(prompt=prompt, output_type="np", **arguments)
 
     def render_with_sound(

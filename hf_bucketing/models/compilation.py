@@ -75,7 +75,7 @@ class _CompiledBlock:
 
     Args:
         block (`torch.nn.Module`): The block.
-        whole (callable): The block, compiled for packs whose attention is a node of the graph, and for stacks.
+        full_graph (callable): The block, compiled for packs whose attention is a node of the graph, and for stacks.
         in_parts (callable): The block, compiled for packs whose attention breaks the graph. All sizes are variables
             there from the first graph on, as inputs of what follows a break cannot be marked.
         transformer (`torch.nn.Module`): Transformer that the block belongs to.
@@ -84,11 +84,11 @@ class _CompiledBlock:
     def __init__(
         self,
         block: torch.nn.Module,
-        whole: Callable[..., Any],
+        full_graph: Callable[..., Any],
         in_parts: Callable[..., Any],
         transformer: torch.nn.Module,
     ) -> None:
-        self.whole, self.in_parts, self.transformer = whole, in_parts, transformer
+        self.full_graph, self.in_parts, self.transformer = full_graph, in_parts, transformer
         self.attentions = [layer for layer in block.modules() if hasattr(layer, "processor")]
         self.broken = False
 
@@ -106,7 +106,7 @@ class _CompiledBlock:
             if isinstance(value, torch.Tensor):
                 channels = 1 if value.is_floating_point() and value.ndim > 1 else 0
                 torch._dynamo.maybe_mark_dynamic(value, list(range(value.ndim - channels)))
-        return self.whole(*args, **kwargs)
+        return self.full_graph(*args, **kwargs)
 
     def _break(self, broken: bool) -> None:
         """Let the graph end before each attention layer and begin after it, or let it hold these layers.

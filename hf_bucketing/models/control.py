@@ -11,7 +11,7 @@ import torch
 from ..buckets.sizes import Size
 from ..conditions.condition import Condition
 from .recipe import Recipe
-from .samples import Conditions, Samples, Shown
+from .samples import Conditions, Media, Samples
 
 CONTROL_LATENTS = "control_latents"
 """Encoded condition: the latents of a sample's control, `(C, f, h, w)`."""
@@ -34,9 +34,9 @@ class ControlRecipe(Recipe):
         return 1
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Encode the controls as samples are encoded."""
-        return {CONTROL_LATENTS: self.encode_latents(torch.stack(list(shown["control"])).to(pixel_values))}
+        return {CONTROL_LATENTS: self.encode_latents(torch.stack(list(conditions["control"])).to(pixel_values))}
 
     def blank_conditions(self, latent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros of the shape of [`encode_conditions`]."""

@@ -14,7 +14,7 @@ from ..conditions.references import ReferenceRule
 from ..packing.family import Family
 from .experts import TrainedComponent
 from .index import PipelineIndex
-from .loading import Part, call_parameters, read_configs, strides_of
+from .loading import ModelPart, call_parameters, read_configs, strides_of
 from .objectives import FlowMatching
 
 
@@ -60,7 +60,7 @@ class RecipeFacts:
     """Height and width in pixels, and the shift of noise levels that the model's authors name for them."""
     call_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Arguments of the pipeline's call in renders that name no others, where its own fit one number of steps alone."""
-    constructor_reads: ClassVar[tuple[Part, ...]] = ()
+    constructor_reads: ClassVar[tuple[ModelPart, ...]] = ()
     """Parts without which the pipeline cannot be made, whatever a run calls of it."""
     sound_rate: ClassVar[str] = "vocoder.config.output_sampling_rate"
     """Attribute of the pipeline that holds the samples per second of its sound, for models that make some."""
@@ -177,8 +177,8 @@ class RecipeFacts:
     def reference_text(cls, references: Sequence[Size], spec: LatentSpec) -> int:
         """Return the tokens that references of these sizes add to the text of their sample."""
         rule = cls.reference_condition()
-        own = sum(map(spec.num_tokens, references)) if rule.text_factor else 0
-        return rule.text_tokens * len(references) + rule.text_factor * own
+        tokens = sum(map(spec.num_tokens, references)) if rule.text_factor else 0
+        return rule.text_tokens * len(references) + rule.text_factor * tokens
 
     @classmethod
     def encoder_pictures(cls, references: Sequence[Size]) -> int:

@@ -12,7 +12,7 @@ from PIL import Image
 from ..conditions.condition import Condition
 from ..conditions.shares import FRAMES
 from .recipe import Recipe
-from .samples import Conditions, ModelInputs, Samples, Shown
+from .samples import Conditions, Media, ModelInputs, Samples
 
 ENDS = ("first_frame", "last_frame")
 """Conditions of a data set that stand for the first and the last frame of a sample."""
@@ -22,20 +22,22 @@ FIRST_LATENT = "first_latent"
 """Encoded condition: the latent of the first frame that a data set shows of a sample, `(C, 1, h, w)`."""
 
 
-def shown_ends(pixel_values: torch.Tensor, shown: Shown, names: Sequence[str] = ENDS[:1]) -> torch.Tensor:
+def end_frames(pixel_values: torch.Tensor, conditions: Media, names: Sequence[str] = ENDS[:1]) -> torch.Tensor:
     """Return the frames that an image-to-video model is shown of a stack: the data set's, or the samples' own.
 
     Args:
         pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
-        shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions, see
-            [`Shown`][hf_bucketing.models.samples.Shown].
+        conditions (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions, see
+            [`Media`][hf_bucketing.models.samples.Media].
         names (sequence of `str`): Those of [`ENDS`] that the model is shown.
 
     Returns:
         `torch.Tensor` of shape `(B, 3, n, H, W)`: A frame for each name.
     """
     ends = {ENDS[0]: pixel_values[:, :, :1], ENDS[1]: pixel_values[:, :, -1:]}
-    frames = [torch.stack(list(shown[name])).to(ends[name]) if name in shown else ends[name] for name in names]
+    frames = [
+        torch.stack(list(conditions[name])).to(ends[name]) if name in conditions else ends[name] for name in names
+    ]
     return torch.cat(frames, 2)
 
 
@@ -68,15 +70,15 @@ class FirstFrameRecipe(Recipe):
         return super().has_clean_parts(settings, draws=True)
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Encode the first frames that the data set shows.
 
         Samples' own first frames need no encoding: video VAEs are causal, so that the first latent frame is that of
         the first frame alone.
         """
-        if ENDS[0] not in shown:
+        if ENDS[0] not in conditions:
             return {}
-        return {FIRST_LATENT: self.encode_latents(shown_ends(pixel_values, shown))}
+        return {FIRST_LATENT: self.encode_latents(end_frames(pixel_values, conditions))}
 
     def model_inputs(self, samples: Samples) -> ModelInputs:
         """Return the inputs of a model whose samples begin with the frame that the data set shows, if it does."""

@@ -19,14 +19,14 @@ from ..errors import BucketingError
 from ..hub import from_hub
 from .index import read_index, read_json
 
-Part: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
+ModelPart: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
 
 The text encoders include whatever else reads text, such as the connectors of LTX-2; what encodes media is the VAE, an
 image encoder where there is one, and what makes sound.
 """
 
-PARTS: tuple[Part, ...] = get_args(Part)
+MODEL_PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
 
 _SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Precisions as files of safetensors name them."""
@@ -49,14 +49,14 @@ class Loading:
             changes results slightly: tiles do not see each other.
     """
 
-    parts: Collection[Part] = PARTS
+    parts: Collection[ModelPart] = MODEL_PARTS
     dtype: torch.dtype = torch.float32
     trained_dtype: torch.dtype = torch.float32
     quantization: Any = None
     empty: bool = False
     vae_tiling: bool = False
 
-    def widened(self, parts: Collection[Part]) -> Loading:
+    def widened(self, parts: Collection[ModelPart]) -> Loading:
         """Return the loading of further parts; a transformer to train that was not asked for is left without weights.
 
         Args:
@@ -109,9 +109,9 @@ def load_pipeline(
             pipeline = pipeline_class(blocks=blocks, pretrained_model_name_or_path=name_or_path)
             for name in pipeline.pretrained_component_names:
                 if name in index.components and name not in omitted | replaced.keys():
-                    own = {option: values.get(name, values["default"]) for option, values in options.items()}
-                    own |= {"quantization_config": quantized[name]} if name in quantized else {}
-                    pipeline.update_components(**{name: pipeline.get_component_spec(name).load(**own)})
+                    arguments = {option: values.get(name, values["default"]) for option, values in options.items()}
+                    arguments |= {"quantization_config": quantized[name]} if name in quantized else {}
+                    pipeline.update_components(**{name: pipeline.get_component_spec(name).load(**arguments)})
             pipeline.update_components(**replaced)
         else:
             options |= {**dict.fromkeys((*index.absent, *omitted)), **replaced}
@@ -186,7 +186,7 @@ _WITH_TEXT_ENCODERS = (
 )
 
 
-def part_of(name: str, *, trained: Sequence[str]) -> Part | None:
+def part_of(name: str, *, trained: Sequence[str]) -> ModelPart | None:
     """Return the part to which a component of a pipeline belongs; None for those without weights.
 
     `trained` are the names of the transformers to train.
@@ -232,8 +232,10 @@ def pipeline_folder(name_or_path: str) -> Path:
     with from_hub(name_or_path):
         if not index.is_modular:
             return Path(DiffusionPipeline.download(name_or_path))
-        own = [entry.subfolder for entry in index.components.values() if entry.name_or_path == name_or_path]
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", *(f"{folder}/*" for folder in own)]))
+        subfolders = [entry.subfolder for entry in index.components.values() if entry.name_or_path == name_or_path]
+        return Path(
+            snapshot_download(name_or_path, allow_patterns=["*.json", *(f"{folder}/*" for folder in subfolders)])
+        )
 
 
 def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:

@@ -356,8 +356,8 @@ class FlowMatching(Objective):
     ) -> NoisedAudio:
         """Add noise to audio as to video, at levels of its own shift, see [`Objective.audio`]."""
         learned, video_learned = (
-            to_device(torch.tensor([not clean for clean in given or [False] * len(latents)]), timesteps.device)
-            for given in (shown, video_shown)
+            to_device(torch.tensor([not clean for clean in flags or [False] * len(latents)]), timesteps.device)
+            for flags in (shown, video_shown)
         )
         shift, sigmas = self.audio_shift, self.noise_levels(timesteps)
         levels = learned * (timesteps if shift == 1 else timesteps * shift / (1 + (shift - 1) * sigmas))

@@ -31,7 +31,7 @@ from .experts import TrainedComponent, transformers_of
 from .index import IndexEntry, read_index
 from .loading import (
     Loading,
-    Part,
+    ModelPart,
     load_pipeline,
     part_of,
     read_config,
@@ -39,7 +39,7 @@ from .loading import (
 )
 from .loss_mask import LOSS_MASK, latent_mask
 from .objectives import Denoising, Objective, WeightingScheme
-from .samples import REFERENCES, SHOWN_LATENTS, Conditions, ModelInputs, Samples, Shown
+from .samples import REFERENCES, SHOWN_LATENTS, Conditions, Media, ModelInputs, Samples
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 from .texts import AUDIO_TEXT, TextEmbeddings, cleans_captions
 
@@ -194,7 +194,7 @@ class Recipe(ConditionChecks):
             )
         return replace(self, guidance=scale)
 
-    def modules(self, *parts: Part) -> list[torch.nn.Module]:
+    def modules(self, *parts: ModelPart) -> list[torch.nn.Module]:
         """Return the loaded models of some parts of the pipeline."""
         named = self.pipeline.components.items()
         return [
@@ -203,13 +203,13 @@ class Recipe(ConditionChecks):
             if isinstance(component, torch.nn.Module) and part_of(name, trained=(self.trained, *self.beside)) in parts
         ]
 
-    def to(self, device: torch.device | str, *parts: Part) -> None:
+    def to(self, device: torch.device | str, *parts: ModelPart) -> None:
         """Move the models of some parts to a device; by default what encodes: text encoders and VAE."""
         for module in self.modules(*parts or ("text_encoders", "vae")):
             module.to(device)
 
     @contextmanager
-    def lent_to(self, device: torch.device, *parts: Part) -> Iterator[None]:
+    def moved_to(self, device: torch.device, *parts: ModelPart) -> Iterator[None]:
         """Move the models of some parts to a device inside a `with` block, and to the CPU after it."""
         self.to(device, *parts)
         try:
@@ -254,7 +254,7 @@ class Recipe(ConditionChecks):
             )
         law = self.shift()
         if shift is not None:
-            law = chosen_shift(shift, own=law, resolutions=self.shifts_by_resolution)
+            law = chosen_shift(shift, model_shift=law, resolutions=self.shifts_by_resolution)
         return self.flow(
             num_train_timesteps=int(scheduler.config.get("num_train_timesteps", 1000)),
             shift=law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec),
@@ -293,14 +293,14 @@ class Recipe(ConditionChecks):
         return (latents - mean) * vae.config.get("scaling_factor", 1.0) / std
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Encode what the model is shown of a stack beside its text, such as the first frame; by default nothing.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
             latents (`torch.Tensor` of shape `(B, C, f, h, w)`): Their latents.
-            shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions of each sample, see
-                [`Shown`].
+            conditions (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions of each sample,
+                see [`Media`].
 
         Returns:
             Mapping of `str` to `torch.Tensor` of shape `(B, …)`, or to a list with one tensor per sample: Conditions,
@@ -354,13 +354,13 @@ class Recipe(ConditionChecks):
         """Channels of the VAE's latents."""
         return int(self.vae_config.get("latent_channels") or self.vae_config["z_dim"])
 
-    def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
+    def encode_media(self, pixel_values: torch.Tensor, conditions: Media = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples.
 
         Args:
             pixel_values (`torch.Tensor` of shape `(B, 3, F, H, W)`): Pixels in [−1, 1].
-            shown (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions of each sample, see
-                [`Shown`].
+            conditions (mapping of `str` to a sequence of `torch.Tensor`): The data set's conditions of each sample,
+                see [`Media`].
 
         Returns:
             Mapping of `str` to `torch.Tensor`: `latents`, `(B, C, f, h, w)`, what [`encode_conditions`] returns and,
@@ -369,21 +369,21 @@ class Recipe(ConditionChecks):
         """
         latents = self.encode_latents(pixel_values)
         encoded: dict[str, torch.Tensor | Sequence[Any]] = {"latents": latents}
-        encoded |= self.encode_conditions(pixel_values, latents, shown)
-        if self.reference_condition().most and not self.reference_condition().in_front and REFERENCE in shown:
-            encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in shown[REFERENCE]]
-        if KEYFRAMES in shown:
-            pairs = zip(pixel_values, shown[KEYFRAMES], strict=True)
+        encoded |= self.encode_conditions(pixel_values, latents, conditions)
+        if self.reference_condition().most and not self.reference_condition().in_front and REFERENCE in conditions:
+            encoded[REFERENCES] = [tuple(map(self.encode_reference, pixels)) for pixels in conditions[REFERENCE]]
+        if KEYFRAMES in conditions:
+            pairs = zip(pixel_values, conditions[KEYFRAMES], strict=True)
             encoded[KEYFRAMES] = [
                 tuple(self.encode_reference(pixels[:, frame : frame + 1]) for frame in frames)
                 for pixels, frames in pairs
             ]
-        if masks := shown.get(MASK):
+        if masks := conditions.get(MASK):
             latent_size = tuple(latents.shape[2:])
             frames = {"repeats": self.spec.num_repeats, "chunk_frames": self.spec.chunk_frames}
             encoded[LOSS_MASK] = torch.stack([latent_mask(mask, latent_size, **frames) for mask in masks])
-        if AUDIO in shown:
-            encoded[AUDIO] = [self.encode_audio(waveform) for waveform in shown[AUDIO]]
+        if AUDIO in conditions:
+            encoded[AUDIO] = [self.encode_audio(waveform) for waveform in conditions[AUDIO]]
         return encoded
 
     def encode_audio(self, waveform: torch.Tensor) -> torch.Tensor:
@@ -419,7 +419,7 @@ class Recipe(ConditionChecks):
         """
         return latent_frame * self.spec.temporal_stride
 
-    def keyframes_at(self, latent_frames: Sequence[Sequence[int]]) -> Shown:
+    def keyframes_at(self, latent_frames: Sequence[Sequence[int]]) -> Media:
         """Return what [`encode_media`] takes to encode frames by themselves, at these latent frames of each sample."""
         return {KEYFRAMES: [[self.keyframe_of(latent) for latent in of_sample] for of_sample in latent_frames]}
 
@@ -495,13 +495,13 @@ class Recipe(ConditionChecks):
 
         None where there are no such conditions.
         """
-        shown = [samples.conditions[name] for name in (REFERENCES, KEYFRAMES) if name in samples.conditions]
-        if not shown:
+        sequences = [samples.conditions[name] for name in (REFERENCES, KEYFRAMES) if name in samples.conditions]
+        if not sequences:
             return None
         latents = samples.noised.latents
         return [
             [reference.to(latent) for references in parts for reference in references]
-            for latent, *parts in zip(latents, *shown, strict=True)
+            for latent, *parts in zip(latents, *sequences, strict=True)
         ]
 
     def added_channels(self, samples: Samples) -> Sequence[torch.Tensor]:
@@ -567,7 +567,7 @@ class Recipe(ConditionChecks):
         text = samples.text.trimmed() if self.trims_text else samples.text
         patch, timesteps = self.family.patch(self.transformer.config), inputs.timesteps
         references = inputs.references or [[]] * len(inputs.latents)
-        if len({tuple(reference.shape for reference in shown) for shown in references}) > 1:
+        if len({tuple(reference.shape for reference in of_sample) for of_sample in references}) > 1:
             raise BucketingError(
                 "The samples of a stack must have as many references, of the same sizes, as each other; train packs, "
                 "or let the plan group samples by their references."

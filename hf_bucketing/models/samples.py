@@ -82,8 +82,8 @@ class ModelInputs:
                 [`Family`][hf_bucketing.packing.family.Family]; samples that have one are shown as a whole or not.
         """
         latents, timesteps, weights = [], [], []
-        for noisy, own, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
-            latents.append(torch.where(part, own.to(noisy), noisy))
+        for noisy, clean_latent, part, level in zip(self.latents, clean, parts, self.timesteps, strict=True):
+            latents.append(torch.where(part, clean_latent.to(noisy), noisy))
             tokens = part[0, :: patch[0], :: patch[1], :: patch[2]]
             timesteps.append(torch.where(tokens, 0, level.view(-1, 1, 1)).flatten())
             weights.append((~part).to(noisy).expand_as(noisy[:1]))
@@ -91,7 +91,7 @@ class ModelInputs:
         return replace(self, latents=latents, timesteps=levels, weights=weights)
 
 
-Shown: TypeAlias = Mapping[str, Sequence[Any]]
+Media: TypeAlias = Mapping[str, Sequence[Any]]
 """What a data set holds of each sample beside its pixels and text, by name: one tensor per sample, `float32`.
 
 `first_frame` and `last_frame` are `(3, 1, H, W)` and `control` is `(3, F, H, W)`, in [−1, 1]; `mask` is `(1, F, H, W)`

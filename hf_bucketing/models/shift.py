@@ -226,13 +226,16 @@ def shift_of_scheduler(config: Mapping[str, Any], *, by_root: bool = False) -> f
 
 
 def chosen_shift(
-    setting: float | str | ShiftLaw, *, own: float | ShiftLaw, resolutions: tuple[tuple[int, int, float], ...] = ()
+    setting: float | str | ShiftLaw,
+    *,
+    model_shift: float | ShiftLaw,
+    resolutions: tuple[tuple[int, int, float], ...] = (),
 ) -> float | ShiftLaw:
     """Return the shift that a setting names for a model.
 
     Args:
         setting (`float`, `str` or `ShiftLaw`): A number, a law, or the name of one that [`read_shift`] lists.
-        own (`float` or `ShiftLaw`): Shift of the model's scheduler.
+        model_shift (`float` or `ShiftLaw`): Shift of the model's scheduler.
         resolutions (`tuple`, *optional*): Shifts by resolution that the model's authors name, as
             [`ShiftByResolution`] takes them.
 
@@ -244,14 +247,14 @@ def chosen_shift(
     chosen = read_shift(setting)
     if not isinstance(chosen, str):
         return chosen
-    if chosen == "unbounded" and not isinstance(own, ShiftByTokens):
+    if chosen == "unbounded" and not isinstance(model_shift, ShiftByTokens):
         raise BucketingError('`shift="unbounded"` has no effect: the scheduler of this model has no bound to lift.')
     if chosen == "resolution" and not resolutions:
         raise BucketingError(
             "The authors of this model name no shifts by resolution; give them, such as "
             '`shift="480x832:3,720x1280:5"`.'
         )
-    by_tokens = own if isinstance(own, ShiftByTokens) else ShiftByTokens()
+    by_tokens = model_shift if isinstance(model_shift, ShiftByTokens) else ShiftByTokens()
     laws: dict[ShiftName, Callable[[], ShiftLaw]] = {
         "tokens": lambda: by_tokens,
         "pixels": ShiftByRoot,

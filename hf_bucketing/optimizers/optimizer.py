@@ -23,7 +23,7 @@ _SIDE = 512
 
 
 def make_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, *, beside: Iterable[torch.nn.Module] = ()
+    model: torch.nn.Module, config: OptimizerConfig, *, others: Iterable[torch.nn.Module] = ()
 ) -> torch.optim.Optimizer:
     """Return an optimizer over the parameters of a model, and of others beside it, that need a gradient.
 
@@ -35,7 +35,7 @@ def make_optimizer(
     Raises:
         BucketingError: If the optimizer is not installed, or no parameter of a model needs a gradient.
     """
-    optimizers = [optimizer for trained in (model, *beside) for optimizer in _make_optimizers(trained, config)]
+    optimizers = [optimizer for trained in (model, *others) for optimizer in _make_optimizers(trained, config)]
     return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
 
 
@@ -114,8 +114,8 @@ class _Joined(torch.optim.Optimizer):
         for optimizer in self._with_groups():
             groups = [next(saved) for _ in optimizer.param_groups]
             names = {name for group in groups for name in group["params"]}
-            own = {name: values for name, values in state_dict["state"].items() if name in names}
-            optimizer.load_state_dict({**state_dict, "state": own, "param_groups": groups})
+            values_of_part = {name: values for name, values in state_dict["state"].items() if name in names}
+            optimizer.load_state_dict({**state_dict, "state": values_of_part, "param_groups": groups})
             state.update(optimizer.state)
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.state = state

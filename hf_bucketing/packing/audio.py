@@ -146,7 +146,7 @@ class AudioLayout:
             firsts = [length * first for first in itertools.accumulate(counts[:-1], initial=0)]
         else:
             length, firsts = row_length(sum(lengths), rows), [*itertools.accumulate(lengths[:-1], initial=0)]
-        spans = tuple((first, first + own) for first, own in zip(firsts, lengths, strict=True))
+        spans = tuple((first, first + count) for first, count in zip(firsts, lengths, strict=True))
         num_tokens = rows * length
         texts, num_texts = layout.text_spans, layout.num_text_tokens
         if layout.text_slots:

@@ -192,12 +192,12 @@ def token_timesteps(timesteps: torch.Tensor, *grids: Grid, sample: int) -> torch
     Raises:
         PackingError: If there are as many as neither; names the sample.
     """
-    own, *others = grids
-    levels = _own_timesteps(timesteps, own, sample=sample)
+    sample_grid, *others = grids
+    levels = _sample_timesteps(timesteps, sample_grid, sample=sample)
     return F.pad(levels, (0, sum(map(math.prod, others))))
 
 
-def _own_timesteps(timesteps: torch.Tensor, grid: Grid, *, sample: int) -> torch.Tensor:
+def _sample_timesteps(timesteps: torch.Tensor, grid: Grid, *, sample: int) -> torch.Tensor:
     frames, rows, columns = grid
     if timesteps.ndim == 0:
         return timesteps.expand(frames * rows * columns)

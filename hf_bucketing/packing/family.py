@@ -332,12 +332,12 @@ class Family:
         return None
 
     def reference_places(
-        self, shown: Sequence[Sequence[Grid]], text_mask: torch.Tensor | None
+        self, references: Sequence[Sequence[Grid]], text_mask: torch.Tensor | None
     ) -> tuple[tuple[int, ...], ...] | None:
         """Return how many text tokens of each sample precede each of its references; None where text lies apart.
 
         Args:
-            shown (sequence of sequences of `(t, h, w)`): Token grids of the references of each sample.
+            references (sequence of sequences of `(t, h, w)`): Token grids of the references of each sample.
             text_mask (`torch.Tensor` of shape `(n, length)`, *optional*): Mask of the texts.
 
         Raises:
@@ -395,8 +395,8 @@ class Family:
 
     def pack_tables(self, base_size: Grid | None) -> PackTables:
         """Return a function of the module that makes the tables of the active pack from those of [`positions`]."""
-        own, references = partial(self.positions, base_size=base_size), self.reference_positions
-        return partial(strip_tables, Tables(own), Tables(references))
+        positions, references = partial(self.positions, base_size=base_size), self.reference_positions
+        return partial(strip_tables, Tables(positions), Tables(references))
 
     @property
     def shares_audio(self) -> bool:
@@ -520,14 +520,14 @@ class Family:
         """
         if self._splits(rows):
             outputs = [self.run_with_audio(transformer, row, wrapped=wrapped) for row in rows.one_by_one()]
-            return torch.cat([output for output, _ in outputs]), [heard for _, (heard,) in outputs]
-        run = partial(self._run_heard, transformer, wrapped=wrapped)
+            return torch.cat([output for output, _ in outputs]), [audio for _, (audio,) in outputs]
+        run = partial(self._run_audio, transformer, wrapped=wrapped)
         if self.audio_to_video is None or rows.audio is None or any(rows.audio.lengths):
             return run(rows)
         modules = (module for name, module in transformer.named_modules() if name.endswith(f".{self.audio_to_video}"))
         return run_isolated(run, transformer, rows, attentions=modules)
 
-    def _run_heard(
+    def _run_audio(
         self, transformer: Transformer, rows: Rows, *, wrapped: Any
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         output, result = self._run(transformer, rows, wrapped)

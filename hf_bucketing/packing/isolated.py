@@ -49,8 +49,8 @@ def run_isolated(
     )
     token = [latent.new_zeros(1, latent.shape[1]) for latent in rows.audio.latents]
     with use_layout(layout):
-        output, heard = run(replace(rows, audio=replace(rows.audio, latents=token)))
-    return output, [audio[:0] for audio in heard]
+        output, sounds = run(replace(rows, audio=replace(rows.audio, latents=token)))
+    return output, [audio[:0] for audio in sounds]
 
 
 def _isolate(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

@@ -118,8 +118,8 @@ class PackedLayout:
     @cached_property
     def sample_grids(self) -> tuple[tuple[Grid, ...], ...]:
         """Token grids of each sample: its own, then those of its references."""
-        shown = self.shown or ((),) * len(self)
-        return tuple((grid, *others) for grid, others in zip(self.grids, shown, strict=True))
+        references = self.shown or ((),) * len(self)
+        return tuple((grid, *others) for grid, others in zip(self.grids, references, strict=True))
 
     @cached_property
     def own_lengths(self) -> tuple[int, ...]:
@@ -246,10 +246,10 @@ class PackedLayout:
         if not self.references_apart or self.shown is None:
             return SegmentSpans.within(spans, num_tokens)
         pairs: list[tuple[Span, Span]] = []
-        for (start, stop), own, shown in zip(spans, self.own_lengths, self.shown_lengths, strict=True):
-            first, last = start + own, start + own + shown
+        for (start, stop), count, reference_count in zip(spans, self.own_lengths, self.shown_lengths, strict=True):
+            first, last = start + count, start + count + reference_count
             apart = [((start, first), (start, stop)), ((first, last), (first, last)), ((last, stop), (start, stop))]
-            pairs += apart if shown else [((start, stop), (start, stop))]
+            pairs += apart if reference_count else [((start, stop), (start, stop))]
         queries, keys = zip(*(pair for pair in pairs if pair[0][0] < pair[0][1]), strict=True)
         return SegmentSpans(queries=queries, keys=keys, num_queries=num_tokens, num_keys=num_tokens)
 
@@ -333,7 +333,7 @@ class PackedLayout:
             for strips in (*self.strips_per_sample, self.padding_strips)
         ]
         pairs = zip(starts, (*self.own_lengths, 0), strict=True)
-        return tuple(min(max(own - start, 0), self.strip_length) for strips, own in pairs for start in strips)
+        return tuple(min(max(count - start, 0), self.strip_length) for strips, count in pairs for start in strips)
 
     def _ids_of(self, spans: Sequence[Span]) -> torch.Tensor:
         ids = torch.full((self.num_tokens,), -1)
@@ -370,8 +370,8 @@ class PackedLayout:
 
     def self_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which: `bool`, `(num_tokens, num_tokens)`; padding attends to nothing."""
-        mask, own = self._mask(self.segment_ids), self.own_ids >= 0
-        return mask & (own[:, None] | ~own) if self.references_apart else mask
+        mask, is_sample = self._mask(self.segment_ids), self.own_ids >= 0
+        return mask & (is_sample[:, None] | ~is_sample) if self.references_apart else mask
 
     def cross_attention_mask(self) -> torch.Tensor:
         """Return which tokens attend to which text tokens: `bool`, `(num_tokens, num_text_tokens)`."""
@@ -564,9 +564,9 @@ class JointLayout:
         """Gather rotary tables of tokens and of text slots, once for the layers that are given the same."""
         if torch.compiler.is_compiling():
             return [self.gather(*pair) for pair in zip(tokens, text, strict=True)]
-        given = (*tokens, *text)
-        if not self._gathered or any(one is not other for one, other in zip(given, self._gathered[0], strict=False)):
-            self._gathered[:] = [given, [self.gather(*pair) for pair in zip(tokens, text, strict=True)]]
+        tables = (*tokens, *text)
+        if not self._gathered or any(one is not other for one, other in zip(tables, self._gathered[0], strict=False)):
+            self._gathered[:] = [tables, [self.gather(*pair) for pair in zip(tokens, text, strict=True)]]
         return self._gathered[1]
 
     @cached_property

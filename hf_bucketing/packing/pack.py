@@ -112,22 +112,24 @@ class Packing:
         _check_counts(latents, texts, timesteps)
         grids = tuple(token_grid(latent, patch, sample=sample) for sample, latent in enumerate(latents))
         self._check_tensors(latents, texts)
-        shown = self._shown_grids(latents, references)
+        reference_grids = self._reference_grids(latents, references)
         if audio is not None:
             audio = self._checked_audio(audio.masked(self.family.text.padding, text_mask), tuple(map(len, texts)))
         stored, caption_ids = deduplicate(texts)
         layout = PackedLayout(
             grids=grids,
-            shown=shown,
+            shown=reference_grids,
             references_apart=self.family.references_apart,
-            reference_places=None if shown is None else self.family.reference_places(shown, text_mask),
+            reference_places=None
+            if reference_grids is None
+            else self.family.reference_places(reference_grids, text_mask),
             text_lengths=tuple(map(len, texts)),
             strip_length=self.strip_length,
             processes=self.processes,
             device=latents[0].device,
             added_lengths=self.family.added_lengths(conditions),
             caption_ids=caption_ids if pad_text_to is None else None,
-            kept=self._kept(grids, shown, token_drop, seeds, device=latents[0].device),
+            kept=self._kept(grids, reference_grids, token_drop, seeds, device=latents[0].device),
             audio_lengths=None if audio is None else audio.lengths,
             audio_by_sample=self.family.audio_by_sample,
         )
@@ -135,7 +137,9 @@ class Packing:
         if padded:
             layout = replace(layout, strip_length=self._padded_length(layout))
         layout = self._fitted(layout, pad_to=pad_to, pad_text_to=pad_text_to)
-        if not isinstance(timesteps, torch.Tensor) or (shown is not None and self.family.timesteps_per != "row"):
+        if not isinstance(timesteps, torch.Tensor) or (
+            reference_grids is not None and self.family.timesteps_per != "row"
+        ):
             timesteps = _strip_timesteps(timesteps, layout)
         batch = PackedBatch(
             strips=to_strips(latents, patch, layout=layout, references=references),
@@ -220,7 +224,7 @@ class Packing:
         audio.check(text_lengths=text_lengths, channels=channels, text_dim=text_dim)
         return audio
 
-    def _shown_grids(
+    def _reference_grids(
         self, latents: Sequence[torch.Tensor], references: Sequence[Sequence[torch.Tensor]] | None
     ) -> tuple[tuple[Grid, ...], ...] | None:
         """Return the token grids of the references of each sample; None if there are none."""
@@ -232,22 +236,22 @@ class Packing:
                 f"{len(references)}."
             )
         patch, first = self.family.patch(self.transformer.config), latents[0]
-        for sample, shown in enumerate(references):
-            for latent in shown:
+        for sample, of_sample in enumerate(references):
+            for latent in of_sample:
                 if (latent.shape[0], latent.dtype, latent.device) != (first.shape[0], first.dtype, first.device):
                     raise PackingError(
                         f"A reference of sample {sample} has {latent.shape[0]} channels and is {latent.dtype} on "
                         f"{latent.device}; the latents have {first.shape[0]} and are {first.dtype} on {first.device}."
                     )
         return tuple(
-            tuple(token_grid(latent, patch, sample=sample, name="Reference of sample") for latent in shown)
-            for sample, shown in enumerate(references)
+            tuple(token_grid(latent, patch, sample=sample, name="Reference of sample") for latent in of_sample)
+            for sample, of_sample in enumerate(references)
         )
 
     def _kept(
         self,
         grids: Sequence[Grid],
-        shown: Sequence[Sequence[Grid]] | None,
+        references: Sequence[Sequence[Grid]] | None,
         drop: TokenDrop | None,
         seeds: Sequence[Seed] | None,
         *,
@@ -259,7 +263,7 @@ class Packing:
             raise PackingError("Tokens are dropped in training only: call transformer.train(), or omit token_drop.")
         if seeds is None:
             raise PackingError("Token drop draws from the samples' own seeds; pass seeds=, one per sample.")
-        shown_tokens = None if shown is None else [sum(map(math.prod, others)) for others in shown]
+        shown_tokens = None if references is None else [sum(map(math.prod, others)) for others in references]
         kept = drop.kept(grids, seeds=seeds, shown_tokens=shown_tokens)
         if [len(tokens) for tokens in kept] == [math.prod(grid) for grid in grids]:
             return None

@@ -16,7 +16,7 @@ from .context import active_layout
 from .layout import PackedLayout, permute
 from .names import Backend
 from .segments import SegmentSpans
-from .ulysses import all_tokens, own_heads, own_part, own_tokens
+from .ulysses import all_tokens, local_heads, local_part, local_tokens
 
 Scope: TypeAlias = Literal["sample", "frame", "spatial_position"]
 
@@ -129,7 +129,7 @@ class PackedAttnProcessor(Processor):
             parts = zip(project(attn, states, "to_q", "to_k", "to_v"), norms, strict=True)
             query, key, value = (self.split_heads(attn, part, norm) for part, norm in parts)
             if image_rotary_emb is not None:
-                rotary = tuple(own_part(table, self._parallel_config) for table in image_rotary_emb)
+                rotary = tuple(local_part(table, self._parallel_config) for table in image_rotary_emb)
                 query, key = self.rotate(query, rotary), self.rotate(key, rotary)
             query, key, value = (self._all_tokens(part, rows) for part in (query, key, value))
             attended = self._attend_to_tokens(query, key, value, layout)
@@ -139,7 +139,7 @@ class PackedAttnProcessor(Processor):
             attended = functools.reduce(torch.add, (self._attend_to_text(query, keys) for keys in texts))
         if self._parallel_config is not None:
             by_strip = attended.unflatten(0, (rows, -1))
-            attended = own_tokens(by_strip, self._parallel_config, heads=attn.heads).flatten(0, 1)
+            attended = local_tokens(by_strip, self._parallel_config, heads=attn.heads).flatten(0, 1)
         attended = self.gate(attn, attended, hidden_states)
         attended = _through(attn.to_out, attended.flatten(1)).view_as(hidden_states)
         factor = getattr(attn, "rescale_output_factor", 1.0)
@@ -151,7 +151,7 @@ class PackedAttnProcessor(Processor):
         return all_tokens(heads.unflatten(0, (rows, -1)), self._parallel_config).flatten(0, 1)
 
     def _attend_to_text(self, query: torch.Tensor, keys: Keys) -> torch.Tensor:
-        key, value = (own_heads(side, self._parallel_config) for side in (keys.key, keys.value))
+        key, value = (local_heads(side, self._parallel_config) for side in (keys.key, keys.value))
         return attend(query, key, value, keys.segments, backend=self.backend)
 
     def _attend_to_tokens(
@@ -261,7 +261,7 @@ class PackedJointAttnProcessor(Processor):
         attended = attend(query, key, value, joint.segments, backend=self.backend)
         if not has_text_layers and _has(attn, "to_out"):  # of tokens and text alike
             attended = _through(attn.to_out, attended.flatten(1)).unsqueeze(1)
-        tokens, text = (self._own_tokens(attn, side) for side in joint.separate(attended))
+        tokens, text = (self._local_tokens(attn, side) for side in joint.separate(attended))
         if has_text_layers:
             tokens = _through(attn.to_out, tokens) if _has(attn, "to_out") else tokens
             text = attn.to_add_out(text) if _has(attn, "to_add_out") else text
@@ -278,11 +278,11 @@ class PackedJointAttnProcessor(Processor):
         parts = self.heads(attn, states, rotary, added=added)
         return [all_tokens(part, self._parallel_config).flatten(0, 1) for part in parts]
 
-    def _own_tokens(self, attn: Any, attended: torch.Tensor) -> torch.Tensor:
+    def _local_tokens(self, attn: Any, attended: torch.Tensor) -> torch.Tensor:
         """Return what this process's tokens attended to, `(N, H·D)`, of all tokens of as many rows, `(N, H, D)`."""
         if self._parallel_config is not None:
             by_strip = attended.unflatten(0, (active_layout().joint.strips, -1))
-            attended = own_tokens(by_strip, self._parallel_config, heads=_num_heads(attn)).flatten(0, 1)
+            attended = local_tokens(by_strip, self._parallel_config, heads=_num_heads(attn)).flatten(0, 1)
         return attended.flatten(1)
 
     def heads(
@@ -386,7 +386,7 @@ def _sides(rotary: Rotary | None, parallel_config: Any) -> tuple[Rotary | None, 
     """Return the cosines and sines of this process's tokens, and those of its text."""
     if rotary is None:
         return None, None
-    tables = tuple(own_part(table, parallel_config) for table in rotary)
+    tables = tuple(local_part(table, parallel_config) for table in rotary)
     return tables[:2], tables[2:] or None
 
 

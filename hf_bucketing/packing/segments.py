@@ -139,8 +139,8 @@ class SegmentSpans:
         """Return which queries have a key: `bool`, `(num_queries,)`."""
 
         def make() -> torch.Tensor:
-            found = [bounds.stop > bounds.start for bounds in self.key_bounds(device)]
-            return functools.reduce(torch.logical_or, found)
+            has_keys = [bounds.stop > bounds.start for bounds in self.key_bounds(device)]
+            return functools.reduce(torch.logical_or, has_keys)
 
         return self.made(("has_key", device), make)
 

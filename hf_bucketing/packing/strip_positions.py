@@ -28,11 +28,11 @@ def position_strips(
     """
 
     def tables_of(grids: tuple[Grid, ...]) -> tuple[torch.Tensor, ...]:
-        own, *others = grids
+        sample_grid, *others = grids
         if not others:
-            return table(own)
+            return table(sample_grid)
         assert references is not None, "checked when the pack was made"
-        return tuple(map(torch.cat, zip(table(own), references(grids), strict=True)))
+        return tuple(map(torch.cat, zip(table(sample_grid), references(grids), strict=True)))
 
     tables = {grids: tables_of(grids) for grids in dict.fromkeys(layout.sample_grids)}
     by_table = zip(*(tables[grids] for grids in layout.sample_grids), strict=True)

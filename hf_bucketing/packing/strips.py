@@ -59,8 +59,8 @@ def by_strip(samples: Iterable[torch.Tensor], layout: PackedLayout) -> torch.Ten
     pieces, counts = [], [*layout.strips_per_sample]
     counts[-1] += layout.padding_strips
     for tokens, grid, count, kept in zip(samples, layout.grids, counts, kept_tokens(layout), strict=True):
-        own = math.prod(grid)
-        parts = [tokens] if kept is None else [tokens[:own].index_select(0, kept), tokens[own:]]
+        num_tokens = math.prod(grid)
+        parts = [tokens] if kept is None else [tokens[:num_tokens].index_select(0, kept), tokens[num_tokens:]]
         padding = count * layout.strip_length - sum(map(len, parts))
         parts.append(tokens.new_zeros(padding, *tokens.shape[1:]))
         pieces += [part for part in parts if len(part)]

@@ -41,7 +41,7 @@ class BetaRate:
             raise PackingError(f"alpha and beta must be above 0 and max_rate from 0 to 1, got {self}.")
 
 
-class _Parts(NamedTuple):
+class _DropUnits(NamedTuple):
     """The units that a mode keeps or drops whole: `number` units of `tokens` tokens each, of which `kept` are kept."""
 
     number: int
@@ -128,14 +128,16 @@ class TokenDrop:
 
     def _plan(
         self, grids: Sequence[Grid], generators: Sequence[np.random.Generator], shown_tokens: Sequence[int]
-    ) -> list[_Parts]:
+    ) -> list[_DropUnits]:
         plan = [
-            self._fit_sample(self._parts(grid, generator), shown, sample=sample)
-            for sample, (grid, generator, shown) in enumerate(zip(grids, generators, shown_tokens, strict=True))
+            self._fit_sample(self._units(grid, generator), reference_tokens, sample=sample)
+            for sample, (grid, generator, reference_tokens) in enumerate(
+                zip(grids, generators, shown_tokens, strict=True)
+            )
         ]
         return plan if self.max_pack_tokens is None else _fit_pack(plan, self.max_pack_tokens - sum(shown_tokens))
 
-    def _parts(self, grid: Grid, generator: np.random.Generator) -> _Parts:
+    def _units(self, grid: Grid, generator: np.random.Generator) -> _DropUnits:
         t, h, w = grid
         number = {"random": t * h * w, "tube": h * w, "frames": t}[self.mode]
         if isinstance(self.rate, BetaRate):
@@ -143,21 +145,21 @@ class TokenDrop:
         else:
             rate = self.rate(grid) if callable(self.rate) else self.rate
             _check_rate(rate)
-        return _Parts(number, t * h * w // number, max(1, math.floor(number * (1 - rate) + 0.5)))
+        return _DropUnits(number, t * h * w // number, max(1, math.floor(number * (1 - rate) + 0.5)))
 
-    def _fit_sample(self, part: _Parts, shown_tokens: int, *, sample: int) -> _Parts:
+    def _fit_sample(self, units: _DropUnits, shown_tokens: int, *, sample: int) -> _DropUnits:
         if self.max_sample_tokens is None:
-            return part
-        if part.tokens > self.max_sample_tokens - shown_tokens:
-            beside = f" beside the {shown_tokens} of its references" if shown_tokens else ""
+            return units
+        if units.tokens > self.max_sample_tokens - shown_tokens:
+            words = f" beside the {shown_tokens} of its references" if shown_tokens else ""
             raise PackingError(
-                f"Mode {self.mode!r} keeps at least {part.tokens} tokens of sample {sample}{beside}, more than the "
+                f"Mode {self.mode!r} keeps at least {units.tokens} tokens of sample {sample}{words}, more than the "
                 f"max_sample_tokens of {self.max_sample_tokens}; use mode='random'."
             )
-        return part._replace(kept=min(part.kept, (self.max_sample_tokens - shown_tokens) // part.tokens))
+        return units._replace(kept=min(units.kept, (self.max_sample_tokens - shown_tokens) // units.tokens))
 
 
-def _fit_pack(plan: list[_Parts], limit: int) -> list[_Parts]:
+def _fit_pack(plan: list[_DropUnits], limit: int) -> list[_DropUnits]:
     """Lower what all samples keep, in proportion, just until the pack fits."""
     kept, tokens = (np.array([getattr(part, name) for part in plan]) for name in ("kept", "tokens"))
     if kept @ tokens <= limit:

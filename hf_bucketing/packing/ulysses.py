@@ -16,25 +16,25 @@ import torch.nn.functional as F
 
 def all_tokens(strips: torch.Tensor, parallel_config: Any) -> torch.Tensor:
     """Turn this process's tokens `(strips, L/P, H, D)` into all tokens, with its heads: `(strips, L, H/P, D)`."""
-    return _exchanged(_whole_parts(strips, parallel_config), parallel_config, scatter=2, gather=1)
+    return _exchanged(_padded_heads(strips, parallel_config), parallel_config, scatter=2, gather=1)
 
 
-def own_tokens(strips: torch.Tensor, parallel_config: Any, *, heads: int) -> torch.Tensor:
+def local_tokens(strips: torch.Tensor, parallel_config: Any, *, heads: int) -> torch.Tensor:
     """Turn all tokens with this process's heads, `(strips, L, H/P, D)`, into its tokens: `(strips, L/P, H, D)`."""
     return _exchanged(strips, parallel_config, scatter=1, gather=2)[:, :, :heads]
 
 
-def own_heads(heads: torch.Tensor, parallel_config: Any) -> torch.Tensor:
+def local_heads(heads: torch.Tensor, parallel_config: Any) -> torch.Tensor:
     """Return the heads of this process, of text that every process has: `(any, H, D)` to `(any, H/P, D)`."""
-    return _part(_whole_parts(heads, parallel_config), parallel_config)
+    return _part(_padded_heads(heads, parallel_config), parallel_config)
 
 
-def own_part(table: torch.Tensor, parallel_config: Any) -> torch.Tensor:
+def local_part(table: torch.Tensor, parallel_config: Any) -> torch.Tensor:
     """Return this process's part of a table of the tokens of strips: `(…, L, channels)` to `(…, L/P, channels)`."""
     return _part(table, parallel_config)
 
 
-def _whole_parts(heads: torch.Tensor, parallel_config: Any) -> torch.Tensor:
+def _padded_heads(heads: torch.Tensor, parallel_config: Any) -> torch.Tensor:
     """Return heads `(…, H, D)`, filled up with zeros to a multiple of P."""
     if parallel_config is None:
         return heads

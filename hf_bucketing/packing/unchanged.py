@@ -28,7 +28,7 @@ _HOOKS_OF_DIFFUSERS = frozenset(
 Named: TypeAlias = tuple[str, torch.nn.Module]
 
 
-class Part(NamedTuple):
+class StockModule(NamedTuple):
     """A module of diffusers inside a transformer, and the module that holds it."""
 
     name: str
@@ -47,13 +47,13 @@ class StockModules:
 
     Args:
         model (`torch.nn.Module`): The transformer.
-        parts (`tuple` of [`Part`]): The modules in it whose classes are diffusers', or derived from them.
+        parts (`tuple` of [`StockModule`]): The modules in it whose classes are diffusers', or derived from them.
         hooked (`tuple` of `(str, torch.nn.Module)`): Modules whose hooks see tokens: its blocks and their attention.
         num_blocks (`int`): Number of its blocks.
     """
 
     model: torch.nn.Module
-    parts: tuple[Part, ...]
+    parts: tuple[StockModule, ...]
     hooked: tuple[Named, ...]
     num_blocks: int
 
@@ -62,7 +62,7 @@ class StockModules:
         """Find the modules of a transformer, whose attention modules are given with their names."""
         modules, blocks = dict(model.named_modules()), _blocks_of(model)
         parts = (
-            Part(name, module, modules[name.rpartition(".")[0]])
+            StockModule(name, module, modules[name.rpartition(".")[0]])
             for name, module in modules.items()
             if name and _is_of_diffusers(cast(Any, type(module)))
         )
@@ -123,7 +123,7 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     """Return what a module's forward was replaced by; None if it is diffusers' own, inside known wrappers or not."""
     cls: Any = type(module)
     stock, replaced = cls.forward, module.__dict__.get("forward")
-    if not _is_own_forward(cls, stock):
+    if not _is_stock_forward(cls, stock):
         return _name_of(stock)
     if replaced is None:
         return None
@@ -136,7 +136,7 @@ def _is_of_diffusers(cls: type[Any]) -> bool:
 
 
 @functools.cache
-def _is_own_forward(cls: type[Any], forward: Callable[..., Any]) -> bool:
+def _is_stock_forward(cls: type[Any], forward: Callable[..., Any]) -> bool:
     """Return whether the forward of a class is defined by a class of diffusers, and not put there from elsewhere."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     return _package(owner.__module__) in ("diffusers", "torch") and _unknown_layer(forward, down_to=None) is None

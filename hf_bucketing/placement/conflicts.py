@@ -12,7 +12,7 @@ from .settings import MemoryConfig
 Sharding: TypeAlias = Literal["ddp", "fsdp", "fsdp2", "deepspeed", "deepspeed stage 3"]
 """How processes share the weights: `"ddp"` stands for none, or one process; `"fsdp"` is version 1."""
 
-READ_WHOLE_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
+READ_FULL_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 """Settings that read whole weights."""
 
 _VERSION_2 = "version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
@@ -139,12 +139,12 @@ CONFLICTS = (
         "holds a share of them. Version 2 of FSDP takes torch's own optimizers.",
     ),
     Conflict(
-        (*READ_WHOLE_WEIGHTS, "fsdp_version"),
+        (*READ_FULL_WEIGHTS, "fsdp_version"),
         lambda run: run.sharding == "fsdp" and bool(run.joined),
         "Omit {joined}, or use {version_2}: version 1 joins the weights of a block into one flat tensor.",
     ),
     Conflict(
-        (*READ_WHOLE_WEIGHTS, "zero_stage"),
+        (*READ_FULL_WEIGHTS, "zero_stage"),
         lambda run: run.sharding == "deepspeed stage 3" and bool(run.joined),
         "Omit {joined}, or use {version_2}, or `zero_stage: 2`: under stage 3 weights are kept in a form that "
         "DeepSpeed alone reads.",

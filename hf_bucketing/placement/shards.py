@@ -41,16 +41,16 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     sharded: Any = tensor.detach().to(tensor.device_mesh.device_type)
-    whole: torch.Tensor = sharded.full_tensor()
-    return whole.cpu() if PartialState().is_main_process else whole.new_empty(0, device="cpu")
+    full: torch.Tensor = sharded.full_tensor()
+    return full.cpu() if PartialState().is_main_process else full.new_empty(0, device="cpu")
 
 
 @torch.no_grad()
-def copy_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_full(target: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a whole tensor, which every process has, to `target`, of which each may hold a part."""
     if isinstance(target, DTensor):
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(whole)
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(full)
 
 
 def averaged(weights: Sequence[torch.nn.Parameter], *, decay: float, accelerator: Accelerator) -> EMAModel:
@@ -85,4 +85,4 @@ class _ShardedEMAModel(EMAModel):
         """Read the averages; called on every process."""
         with safe_open(Path(folder) / AVERAGES, framework="pt") as tensors:
             for index, average in enumerate(self.shadow_params):
-                copy_whole(average, tensors.get_tensor(str(index)))
+                copy_full(average, tensors.get_tensor(str(index)))

@@ -63,9 +63,10 @@ class Component:
 
     def _make(self, config: dict[str, Any]) -> Any:
         if hasattr(self.model_class, "config_class"):  # of transformers, wherever it lies
-            whole = self.model_class.config_class.from_dict(config)
-            own = whole if self.library == "transformers" else getattr(whole, "encoder", whole)  # PRX's is a part
-            return self.model_class(own).eval()
+            full_config = self.model_class.config_class.from_dict(config)
+            if self.library != "transformers":
+                full_config = getattr(full_config, "encoder", full_config)  # PRX's is a part
+            return self.model_class(full_config).eval()
         return self.model_class.from_config(config)
 
 

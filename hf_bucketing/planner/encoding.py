@@ -10,7 +10,7 @@ import torch
 
 from ..buckets.sizes import Size
 from ..models.experts import transformers_of
-from ..models.loading import Part, part_of, tile
+from ..models.loading import ModelPart, part_of, tile
 from ..placement.sharding import HALF
 from .components import Components
 from .settings import PlanConfig
@@ -93,7 +93,7 @@ def _encode_media(components: Components, size: Size, samples: int, tiling: bool
     return base.plus(more.plus(base, -1), latent_frames - few)
 
 
-def _with_others(components: Components, config: PlanConfig, part: Part, call: TracedCall) -> TracedCall:
+def _with_others(components: Components, config: PlanConfig, part: ModelPart, call: TracedCall) -> TracedCall:
     """Add the weights of what encodes texts or media beside text encoders and VAE; what they make is far less."""
     half = HALF.get(config.precision, torch.float32)
     weights = 0

@@ -184,7 +184,7 @@ class StepShape:
             tokens=tokens,
             text_tokens=text_tokens,
             pixels=sum(math.prod(size) for size in chain(sizes, *references)),
-            references=max(references, key=lambda shown: sum(map(math.prod, shown)), default=()),
+            references=max(references, key=lambda grids: sum(map(math.prod, grids)), default=()),
             audio_tokens=audio_tokens,
         )
 
@@ -284,21 +284,22 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     rule = recipe.reference_rule(components.settings, config.run.trained_component)
     count, still = rule.least, size._replace(frames=1)
     least = rule.in_pixels(spec.multiples).sizes([still] * count, [size] * count, alone=[count == 1] * count)
-    shown = config.samples.references() or tuple(Size(*sides) for sides in least.tolist())
-    if fault := rule.fault(len(shown)):
+    reference_sizes = config.samples.references() or tuple(Size(*sides) for sides in least.tolist())
+    if fault := rule.fault(len(reference_sizes)):
         raise BucketingError(f"No sample of a {recipe.pipeline_class} has such `reference_sizes`. {fault}.")
     if recipe.reference_condition().in_front:
-        shown = (size._replace(frames=1),) * len(shown)
-    beside = ConditionRules(rules=(_appended(components, config), *token_conditions(recipe.conditions)))
-    others = beside.rows({}, num_rows=1).sizes([size], spec=spec)[0]
+        reference_sizes = (size._replace(frames=1),) * len(reference_sizes)
+    other_rules = ConditionRules(rules=(_appended(components, config), *token_conditions(recipe.conditions)))
+    others = other_rules.rows({}, num_rows=1).sizes([size], spec=spec)[0]
     return StepShape.of(
         [size],
-        tokens=sum(map(spec.num_tokens, (size, *shown, *others))),  # raises if one does not divide into tokens
+        # Raises if one does not divide into tokens.
+        tokens=sum(map(spec.num_tokens, (size, *reference_sizes, *others))),
         text_tokens=recipe.text_tokens(config.run.max_sequence_length)
-        + recipe.reference_text(shown, spec)
+        + recipe.reference_text(reference_sizes, spec)
         + keyframe_text(components, config, size),
         audio_tokens=_audio_tokens(components, config, size),
-        references=[(*shown, *others)],
+        references=[(*reference_sizes, *others)],
     )
 
 
@@ -360,13 +361,13 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
     latents, *references = map(spec.latent_size, (shape.size, *shape.references))
     tokens = -(-shape.tokens // shape.samples // memory.context_parallel_degree)
     recipe = components.recipe
-    shown = sum(map(spec.num_tokens, shape.references))
+    reference_tokens = sum(map(spec.num_tokens, shape.references))
     as_frames = recipe.reference_condition().in_front or recipe.family.references_as_frames
-    if as_frames or memory.context_parallel_degree > 1 or tokens <= shown:
-        references, shown = [], 0  # they are frames of the sample, or a part of its tokens
-    if tokens - shown != spec.num_tokens(shape.size):
+    if as_frames or memory.context_parallel_degree > 1 or tokens <= reference_tokens:
+        references, reference_tokens = [], 0  # they are frames of the sample, or a part of its tokens
+    if tokens - reference_tokens != spec.num_tokens(shape.size):
         more = len(shape.references) if as_frames else 0
-        latents = _grid_of(tokens - shown, spec, frames=latents[0] + more)
+        latents = _grid_of(tokens - reference_tokens, spec, frames=latents[0] + more)
     return TracedStep(
         transformer=components.transformer,
         latent_sizes=(latents,) * shape.samples,

@@ -109,7 +109,7 @@ def iter_plans(
         try:
             plan = plan_components(components, settings)
         except BucketingError:
-            if name == AS_GIVEN:
+            if name == UNCHANGED:
                 raise
             continue  # the settings as given can be planned, so this model cannot have the option
         yield name, settings, plan
@@ -137,7 +137,7 @@ def describe_verdict(row: MemoryOption, *, gpu_memory: float) -> str:
         gpu_memory (`float`): GiB of each device.
     """
     plan, verdict = row.plan, verdict_on(row.plan.total, gpu_memory * 2**30)
-    options = "as given" if row.name == AS_GIVEN else f'with the options up to "{row.name}"'
+    options = "as given" if row.name == UNCHANGED else f'with the options up to "{row.name}"'
     warning = f"; runs may take {PLAN_ERROR:.0%} more than planned" if verdict == "tight" else ""
     return (
         f"{verdict[0].upper()}{verdict[1:]}: {options}, {plan.shape.samples} x {plan.shape.size} per step are planned "
@@ -161,7 +161,7 @@ def check_fits(rows: Sequence[MemoryOption], *, gpu_memory: float) -> None:
 
 def _ladder(components: Components, config: PlanConfig, *, memory: float | None) -> Iterator[tuple[str, PlanConfig]]:
     """Iterate over names and settings, each with one more option that can be combined with those before."""
-    yield AS_GIVEN, config
+    yield UNCHANGED, config
     blocks = plan_components(components, config).blocks
     for name, values in _steps(config, blocks, can_cache=components.can_cache(config.run.objective.condition)):
         now = flatten(config)
@@ -222,7 +222,7 @@ _CHECKPOINTS = {"gradient_checkpointing": True}
 
 _FSDP = {"sharding": "fsdp2", "quantize_base": None, "offload_blocks": 0, "trained_dtype": "float32"}
 
-AS_GIVEN = "as given"
+UNCHANGED = "as given"
 """Name of the row of the settings as they are."""
 
 

@@ -210,8 +210,8 @@ class Suggester:
         candidates: list[Candidate] = []
         refused = []
         for way in ways:
-            beside = way.targets.showing(self.rows.conditions, spec=self.components.spec)
-            way = way._replace(targets=beside)
+            targets = way.targets.showing(self.rows.conditions, spec=self.components.spec)
+            way = way._replace(targets=targets)
             try:
                 candidates += self._candidates_of(way)
             except BucketingError as error:
@@ -385,8 +385,8 @@ class Suggester:
         spec = self.components.spec
         parts = bucket_parts(way.targets.bucket_id, self.rows.conditions, table=way.table, spec=spec)
         limits = BucketPlanConfig(**asdict(batches.bucket_limits))
-        beside = parts.condition_tokens + text
-        sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=beside)
+        other_tokens = parts.condition_tokens + text
+        sizes = limits.solved_sizes(parts.bucket_ids, table=way.table, spec=spec, text_tokens=other_tokens)
         by_part = dict(enumerate(sizes.tolist()))
         buckets = BucketPlanConfig(batch_size=by_part)
         plan = plan_buckets(parts.ids, buckets, epoch=0, num_processes=processes, weights=weights)
@@ -425,8 +425,8 @@ class Suggester:
         vae = components.vae.config
         values = math.prod(components.spec.patch) * int(vae.get("latent_channels") or vae["z_dim"])
         conditions, sizes = self.rows.conditions, targets.assigned_sizes
-        heard = sum(conditions.audio_tokens(sizes))
-        pictures = self._cached_tokens(targets, config).sum() - heard
+        audio_tokens = sum(conditions.audio_tokens(sizes))
+        pictures = self._cached_tokens(targets, config).sum() - audio_tokens
         read = conditions.references.text_tokens(sizes, spec=components.spec).sum()
         latents = 4 * values * (pictures - read)
         most = config.run.max_sequence_length or recipe.default_sequence_length
@@ -434,7 +434,7 @@ class Suggester:
         width = family.text_dim(transformer)
         if self.base.samples.audio_fps is not None:
             width += family.audio_text_dim(transformer)
-            latents += 4 * transformer.config.audio_in_channels * heard
+            latents += 4 * transformer.config.audio_in_channels * audio_tokens
         half = 4 if config.precision == "no" else 2
         texts = half * width * (length * (self.rows.total or 0) + read / self.rows.share)
         return round(latents / self.rows.share + texts)

@@ -186,13 +186,13 @@ class Speed(NamedTuple):
         if config.utilisation is not None:
             least, most = config.utilisation
             return reaching(least, most)
-        whole = reaching(
+        overall = reaching(
             min(shares.least for shares in MEASURED),
             max(shares.most for shares in MEASURED),
             ", the more the larger the step,",
         )
         by_step = ((1e12 * shares.block_tflop, reaching(shares.least, shares.most)) for shares in MEASURED)
-        return whole._replace(by_step=tuple(by_step))
+        return overall._replace(by_step=tuple(by_step))
 
     def of_step(self, flops: float, *, blocks: int) -> Speed:
         """Return the speed of steps by the operations of one; small ones reach less, as they wait for Python.

@@ -171,21 +171,21 @@ def trace(step: TracedStep) -> Traced:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(trace, step).result()
     if isinstance(step.gradient_checkpointing, bool):
-        return _extrapolated(step).whole
+        return _extrapolated(step).total
     kept, again = (_extrapolated(replace(step, gradient_checkpointing=on)) for on in (False, True))
-    check_checkpoints(step.gradient_checkpointing, blocks=round(kept.whole.blocks))
-    if step.gradient_checkpointing == round(kept.whole.blocks):
-        return again.whole
+    check_checkpoints(step.gradient_checkpointing, blocks=round(kept.total.blocks))
+    if step.gradient_checkpointing == round(kept.total.blocks):
+        return again.total
     # Of fewer blocks the last is none, so that the backward pass begins as without checkpoints: with what is kept.
-    whole, share = kept.whole, step.gradient_checkpointing / kept.whole.blocks
+    total, share = kept.total, step.gradient_checkpointing / kept.total.blocks
     for (
         name,
         count,
     ) in kept.counts.items():
-        whole = whole.plus(again.further(name).plus(kept.further(name), -1), share * count)
-    least = again.whole.peaks
-    peaks = {phase: max(peak, least[phase], key=lambda kinds: kinds.total) for phase, peak in whole.peaks.items()}
-    return replace(whole, peaks=peaks)
+        total = total.plus(again.further(name).plus(kept.further(name), -1), share * count)
+    least = again.total.peaks
+    peaks = {phase: max(peak, least[phase], key=lambda kinds: kinds.total) for phase, peak in total.peaks.items()}
+    return replace(total, peaks=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +194,13 @@ class _Extrapolated:
 
     Args:
         step ([`TracedStep`]): The step.
-        whole ([`Traced`]): What it needs.
+        total ([`Traced`]): What it needs.
         counts (mapping of `str` to `int`): Blocks by the settings that count them.
         few (mapping of `str` to `int`): Those that were traced.
     """
 
     step: TracedStep
-    whole: Traced
+    total: Traced
     counts: Mapping[str, int]
     few: Mapping[str, int]
 
@@ -220,16 +220,16 @@ def _extrapolated(step: TracedStep) -> _Extrapolated:
     few |= {name: min(count, first) for name, count in placed.items()}
     spaced = {name: config["num_layers"] // config[name] for name in SPACED_LAYERS if name in config}
     few |= dict.fromkeys(spaced, 1)
-    base = whole = _traced(step, tuple(few.items()))
+    base = total = _traced(step, tuple(few.items()))
     for name, count in {**counts, **placed, **spaced}.items():
         if count > few[name]:
             more = _traced(step, tuple({**few, name: few[name] + 1}.items()))
-            whole = whole.plus(more.plus(base, -1), count - few[name])
-    if step.shards > 1 and any(min(astuple(kinds)) < -0.01 * kinds.total for kinds in whole.peaks.values()):
+            total = total.plus(more.plus(base, -1), count - few[name])
+    if step.shards > 1 and any(min(astuple(kinds)) < -0.01 * kinds.total for kinds in total.peaks.values()):
         raise BucketingError(
             f"The memory of a {step.transformer.class_name} cannot be extrapolated from {few}: blocks do not add up."
         )
-    return _Extrapolated(step=step, whole=whole, counts={**counts, **placed, **spaced}, few=few)
+    return _Extrapolated(step=step, total=total, counts={**counts, **placed, **spaced}, few=few)
 
 
 def _family_of(model: torch.nn.Module) -> Family:
@@ -262,12 +262,12 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
         _materialise(model, step)
         counted = _count(model)
         inputs = tree_map_only(torch.Tensor, _without_storage, inputs)
-        given = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
+        tensors = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
         if mesh is None:
-            tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, given)
+            tracker: PeakTracker | ShardedPeakTracker = PeakTracker.of(model, tensors)
         else:
             _shard(model, mesh, step)
-            tracker = ShardedPeakTracker.of(model, given)
+            tracker = ShardedPeakTracker.of(model, tensors)
         try:
             with FlopCounter() as counter, KnownValues(), tracker:
                 loss, waiting = _forward(model, inputs, step)
@@ -291,9 +291,9 @@ def _settings_of(layers: Mapping[str, int]) -> dict[str, Any]:
     return {name: value(name, count) for name, count in layers.items()}
 
 
-def _without_storage(given: torch.Tensor) -> torch.Tensor:
+def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of that shape for one on the meta device; one with values, such as a mask, keeps them."""
-    return torch.empty(given.shape, dtype=given.dtype) if given.is_meta else given
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
 
 def _count(model: torch.nn.Module) -> Callable[..., Traced]:
@@ -364,14 +364,14 @@ def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], step: TracedStep
         target = of_base[0] if of_base else torch.empty_like(output, dtype=torch.float32)
         loss = (output.float() - target).square().mean()
         if step.audio_length:
-            heard = _family_of(model).audio_rows(result).float()
-            loss = loss + (heard - torch.empty_like(heard)).square().mean()
+            audio = _family_of(model).audio_rows(result).float()
+            loss = loss + (audio - torch.empty_like(audio)).square().mean()
         return loss, sum(waiting)
 
 
 @torch.no_grad()
 def trace_call(
-    component: Component, call: Callable[[Any, torch.Tensor], Any], given: torch.Tensor, *, dtype: torch.dtype
+    component: Component, call: Callable[[Any, torch.Tensor], Any], inputs: torch.Tensor, *, dtype: torch.dtype
 ) -> TracedCall:
     """Return the peak and the operations of a call of a frozen model, such as a text encoder.
 
@@ -381,9 +381,9 @@ def trace_call(
     with FakeTensorMode(allow_non_fake_inputs=True):
         _assign(model, lambda name, parameter: dtype if parameter.is_floating_point() else parameter.dtype)
         tracker = PeakTracker.of(model, [])
-        given = torch.empty(given.shape, dtype=given.dtype)
+        inputs = torch.empty(inputs.shape, dtype=inputs.dtype)
         with FlopCounter() as counter, tracker:
-            call(model, given)
+            call(model, inputs)
     return TracedCall(peak=tracker.peaks["forward"], flops=counter.flops.hardware)
 
 

@@ -14,7 +14,7 @@ from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..columns.settings import TableConfig
 from ..plans.ways import WayName
-from ..report.measure import AssignedColumns, Sizes, Targets, assigned_targets, bucket_targets, own_targets
+from ..report.measure import AssignedColumns, Sizes, Targets, assigned_targets, bucket_targets, packed_targets
 from .components import Components
 
 _FRAMES = 81
@@ -35,8 +35,8 @@ def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
     """
     recipe, spec = components.recipe, components.spec
     frames = _frames_of(components, sizes.frames)
-    own = own_targets(sizes, spec=spec, max_area=None, max_frames=frames[-1])
-    tokens = own.num_tokens[own.num_tokens > 0]
+    packed = packed_targets(sizes, spec=spec, max_area=None, max_frames=frames[-1])
+    tokens = packed.num_tokens[packed.num_tokens > 0]
     tables = {}
     for height, width in dict.fromkeys(recipe.native_sizes):
         budget = spec.num_tokens(spec.snap(Size(frames[-1], height, width), mode="down"))
@@ -126,5 +126,5 @@ def ways_of(
     for name in widest:
         packed.setdefault(tables[name][1].max_frames, name)
     for frames, name in packed.items():
-        targets = own_targets(sizes, spec=spec, max_area=None, max_frames=frames)
+        targets = packed_targets(sizes, spec=spec, max_area=None, max_frames=frames)
         yield Way(f"own sizes of at most {frames} frames, packs", *tables[name], "pack", targets)

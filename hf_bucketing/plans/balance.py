@@ -73,10 +73,10 @@ def longest_first_to_least_loaded(
     lowest sum so far among those with a step left. The last window may be shorter.
     """
     order = rng.permutation(len(costs))
-    whole = len(costs) // (window * num_processes) * window * num_processes
+    in_windows = len(costs) // (window * num_processes) * window * num_processes
     parts = [
-        _balanced(order[:whole].reshape(-1, window * num_processes), costs, num_processes, rng=rng),
-        _balanced(order[whole:].reshape(1, -1), costs, num_processes, rng=rng),
+        _balanced(order[:in_windows].reshape(-1, window * num_processes), costs, num_processes, rng=rng),
+        _balanced(order[in_windows:].reshape(1, -1), costs, num_processes, rng=rng),
     ]
     return np.concatenate(parts)
 

@@ -239,7 +239,7 @@ def plan_buckets(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons), sorted(plan.bucket_ids.tolist())
         (3, 10, {'remainder': 1}, [0, 0, 0, 0, 3, 3])
     """
-    ids = column_of(bucket_ids, "bucket_ids", whole=True)
+    ids = column_of(bucket_ids, "bucket_ids", integer=True)
     by_row = row_weights(ids, weights) if isinstance(weights, Mapping) else weights
     chosen = epoch_rows(
         has_bucket(ids),
@@ -311,7 +311,7 @@ def plan_lockstep(
 def row_weights(bucket_ids: IntArray, weights: Mapping[int, float]) -> FloatArray:
     """Return the weight of each row from weights by bucket; 1 for buckets that are not named."""
     by_row = np.ones(len(bucket_ids))
-    for bucket, weight in numbers_by_id(weights, "weights", whole=False, error=PlanError).items():
+    for bucket, weight in numbers_by_id(weights, "weights", integer=False, error=PlanError).items():
         by_row[bucket_ids == bucket] = weight
     return by_row
 
@@ -350,7 +350,7 @@ def _batches_of(
     if repeats:
         groups = spread_groups(rows, bucket_ids, apart=lambda _: size, rng=rng)
     full = groups.counts // size * size
-    whole = groups.rows[np.repeat(groups.starts, full) + ranges(full)]
+    full_batches = groups.rows[np.repeat(groups.starts, full) + ranges(full)]
     left = rows_from(groups, groups.starts + full)
     left = left[spread_order(len(left) // size, size)]
-    return rng.permutation(np.concatenate([whole, left]).reshape(-1, size))
+    return rng.permutation(np.concatenate([full_batches, left]).reshape(-1, size))

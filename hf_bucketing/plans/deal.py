@@ -50,8 +50,8 @@ class Deal(NamedTuple):
 
 def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator | None) -> Groups:
     """Sort rows by the buckets of the data set's rows and shuffle them within each; without a generator keep order."""
-    whole = len(rows) == len(bucket_ids) and bool((np.diff(rows) == 1).all())
-    ids = bucket_ids if whole else bucket_ids[rows]
+    unchanged = len(rows) == len(bucket_ids) and bool((np.diff(rows) == 1).all())
+    ids = bucket_ids if unchanged else bucket_ids[rows]
     if len(ids) and ids.min() > REJECTED_BUCKET and ids.max() < 2**16:
         keys: npt.NDArray[Any] = ids.astype(np.uint16)
         present = np.bincount(ids)
@@ -65,7 +65,7 @@ def group_rows(rows: IntArray, bucket_ids: IntArray, *, rng: np.random.Generator
     # numpy sorts 16-bit keys by radix
     order = np.argsort(keys, kind="stable")
     del keys
-    groups = Groups(order if whole else rows[order], buckets.astype(np.int64), counts.astype(np.int64))
+    groups = Groups(order if unchanged else rows[order], buckets.astype(np.int64), counts.astype(np.int64))
     if rng is not None:
         for start, count in zip(groups.starts.tolist(), groups.counts.tolist(), strict=True):
             rng.shuffle(groups.rows[start : start + count])
@@ -109,7 +109,7 @@ def deal(
     num_processes = chosen.num_processes
     per_step = sizes * num_processes
     full, left_over = groups.counts // per_step, groups.counts % per_step
-    whole = Steps(
+    full_steps = Steps(
         np.repeat(groups.starts, full) + ranges(full) * np.repeat(per_step, full),
         np.repeat(sizes, full),
         np.repeat(groups.buckets, full),
@@ -117,10 +117,10 @@ def deal(
     first_left = groups.starts + full * per_step
     if remainder == "short":
         short, left, mixed = _short(groups, first_left, sizes, chosen)
-        return _make_deal(groups.rows, whole, short, extra=(left, mixed))
+        return _make_deal(groups.rows, full_steps, short, extra=(left, mixed))
     if remainder == "join":
         left, steps = _join_neighbours(groups, first_left, sizes, chosen)
-        return _make_deal(groups.rows, whole, extra=(left, steps))
+        return _make_deal(groups.rows, full_steps, extra=(left, steps))
     if remainder == "repeat":
         spare = groups if spare is None else spare
         some = left_over > 0
@@ -129,15 +129,15 @@ def deal(
         places = size * num_processes
         filled = _filled(groups, spare, first_left=first_left, per_step=places)
         steps = Steps((np.cumsum(places[some]) - places[some]), size[some], groups.buckets[some])
-        return _make_deal(groups.rows, whole, extra=(filled, steps))._replace(
+        return _make_deal(groups.rows, full_steps, extra=(filled, steps))._replace(
             filled=int((places - left_over)[some].sum())
         )
     if remainder == "catch_all":
         assert base_size is not None
         left, size = _spread(rows_from(groups, first_left), base_size, chosen)
         steps = Steps((np.cumsum(size) - size) * num_processes, size, np.full(len(size), CATCH_ALL))
-        return _make_deal(groups.rows, whole, extra=(left, steps))
-    return Deal(groups.rows, whole)
+        return _make_deal(groups.rows, full_steps, extra=(left, steps))
+    return Deal(groups.rows, full_steps)
 
 
 def ranges(counts: IntArray) -> IntArray:
@@ -198,15 +198,15 @@ def _filled(groups: Groups, spare: Groups, *, first_left: IntArray, per_step: In
     left_over = groups.starts + groups.counts - first_left
     some = left_over > 0
     at = np.searchsorted(spare.buckets, groups.buckets[some])
-    first, own, start, count = (
+    first, filled_count, start, count = (
         np.repeat(column, per_step[some])
         for column in (first_left[some], left_over[some], spare.starts[at], spare.counts[at])
     )
     place = ranges(per_step[some])
-    filling = place >= own
+    filling = place >= filled_count
     filled = np.empty(len(place), np.int64)
     filled[~filling] = groups.rows[(first + place)[~filling]]
-    filled[filling] = spare.rows[(start + (place - own) % count)[filling]]
+    filled[filling] = spare.rows[(start + (place - filled_count) % count)[filling]]
     return filled
 
 

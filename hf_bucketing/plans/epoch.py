@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, IntArray, whole_column
+from ..buckets.arrays import FloatArray, IntArray, column_values
 from ..errors import PlanError, explains_arguments
 
 MIXED = -2
@@ -128,7 +128,7 @@ class EpochPlan:
             >>> plan.counts_by_group([0, 0, 1, 1], ["a", "b"])["b"]
             {'kept': 2, 'repeated': 1, 'dropped': 0}
         """
-        group, count = whole_column(groups, np.int64), len(names)
+        group, count = column_values(groups, np.int64), len(names)
         rows = np.bincount(group, minlength=count)
         kept = np.bincount(group[np.unique(self.indices)], minlength=count)
         repeated = np.bincount(group[self.indices], minlength=count) - kept
@@ -168,12 +168,12 @@ class EpochPlan:
             return counts
         sizes = np.diff(self.offsets)
         if num_tokens is not None:
-            tokens = whole_column(num_tokens)[self.indices]
+            tokens = column_values(num_tokens)[self.indices]
             longest = np.maximum.reduceat(tokens, self.offsets[:-1])
             computed = (longest * sizes).sum() if max_tokens is None else max_tokens * self.num_batches
             counts["padding"] = 1 - float(tokens.sum() / computed)
         if costs is not None or num_tokens is not None:
-            sample_costs = whole_column(num_tokens if costs is None else costs, np.float64)[self.indices]
+            sample_costs = column_values(num_tokens if costs is None else costs, np.float64)[self.indices]
             if max_tokens is None:
                 sample_costs = np.repeat(np.maximum.reduceat(sample_costs, self.offsets[:-1]), sizes)
             counts.update(self._cost_summary(sample_costs))

@@ -155,7 +155,7 @@ def plan_packs(
         >>> plan.num_steps, plan.kept, dict(plan.drop_reasons)
         (1, 4, {'rejected': 1})
     """
-    tokens = column_of(num_tokens, "num_tokens", whole=True)
+    tokens = column_of(num_tokens, "num_tokens", integer=True)
     spans, oversize = sample_spans(tokens, config, text_tokens=text_tokens)
     chosen = epoch_rows(
         tokens > 0,
@@ -236,8 +236,8 @@ def texts_of(text_tokens: npt.ArrayLike) -> IntArray:
         PlanError: If they are no whole numbers.
     """
     if np.isscalar(text_tokens) or getattr(text_tokens, "shape", None) == ():
-        return np.array(plain_number(text_tokens, "text_tokens", whole=True, error=PlanError), np.int64)
-    return column_of(text_tokens, "text_tokens", whole=True)
+        return np.array(plain_number(text_tokens, "text_tokens", integer=True, error=PlanError), np.int64)
+    return column_of(text_tokens, "text_tokens", integer=True)
 
 
 def packs_of(spans: IntArray, costs: FloatArray, config: PackPlanConfig) -> IntArray:

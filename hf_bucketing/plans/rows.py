@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import BoolArray, FloatArray, IntArray, whole_column
+from ..buckets.arrays import BoolArray, FloatArray, IntArray, column_values
 from ..errors import PlanError
 from ..randomness import Purpose, generator
 from ..settings import check_at_least, check_types
@@ -444,7 +444,7 @@ def check_evaluation(config: Any) -> None:
         raise PlanError("`lockstep=False` drops rows, of which `evaluation=True` takes every one; leave one out.")
 
 
-def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any]:
+def column_of(values: Any, name: str, *, integer: bool = False) -> npt.NDArray[Any]:
     """Return a column as an array of shape `(n,)`: `int64` if its numbers are or must be whole, else `float64`.
 
     Narrower types would overflow where lengths are added up.
@@ -453,14 +453,14 @@ def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any
         PlanError: If the values are no finite numbers, or not whole if they must be; the message names the first row.
     """
     try:
-        array = whole_column(values)
+        array = column_values(values)
     except ValueError as error:  # lists of different lengths
         raise PlanError(f"`{name}` needs one number per row, got lists of numbers.") from error
     if array.ndim == 1 and array.dtype.kind in "iu":
         if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
             raise PlanError(f"Row {array.argmax()} of `{name}` is {array.max()}; expected a number below 2**63.")
         return array.astype(np.int64, copy=False)
-    wanted = f"expected a {'whole' if whole else 'finite'} number"
+    wanted = f"expected a {'whole' if integer else 'finite'} number"
     if array.ndim == 1 and array.dtype.kind == "O":
         rows = [row for row, value in enumerate(array.tolist()) if not isinstance(value, int | float)]
         if rows:
@@ -468,10 +468,10 @@ def column_of(values: Any, name: str, *, whole: bool = False) -> npt.NDArray[Any
         array = array.astype(np.float64)
     if array.ndim != 1 or array.dtype.kind != "f":
         raise PlanError(f"`{name}` needs one number per row, got {array.dtype} of shape {array.shape}.")
-    wrong = np.flatnonzero(~np.isfinite(array) | (whole and array != np.rint(array)))
+    wrong = np.flatnonzero(~np.isfinite(array) | (integer and array != np.rint(array)))
     if len(wrong):
         raise PlanError(f"Row {wrong[0]} of `{name}` is {array[wrong[0]]}; {wanted}.")
-    return array.astype(np.int64 if whole else np.float64, copy=False)
+    return array.astype(np.int64 if integer else np.float64, copy=False)
 
 
 def check_positive(config: object, *names: str) -> None:

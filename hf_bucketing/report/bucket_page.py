@@ -18,7 +18,7 @@ from .text import (
     NO_BUCKET,
     bucket_cells,
     bucket_note,
-    describe_beside,
+    describe_condition_costs,
     describe_cut_samples,
     describe_strategies,
     percent,
@@ -144,17 +144,17 @@ def _buckets(report: Report) -> list[Block]:
         blocks.append(Table(title=title, head=head, rows=rows[:MAX_BARS], note=note))
         if len(rows) > MAX_BARS:
             blocks.append(Table(title=f"All {len(rows):,} buckets in use", head=head, rows=rows, folded=True))
-        blocks += [Paragraphs(texts=[text]) for text in describe_beside(report)]
+        blocks += [Paragraphs(texts=[text]) for text in describe_condition_costs(report)]
         if (cut := report.buckets.cut_short) is not None:
             blocks.append(Paragraphs(texts=[describe_cut_samples(cut, name=f"row {cut.row}")], warning=True))
     else:
         blocks.append(Paragraphs(texts=["No bucket holds a sample."]))
     empty = [bucket for bucket in report.buckets.buckets if not bucket.num_samples]
     if empty:
-        shown = ("bucket", "id", "width ÷ height", "tokens")
+        columns = ("bucket", "id", "width ÷ height", "tokens")
         titles, *lines = bucket_cells(empty, config.units)
-        rows = [tuple(line[titles.index(name)] for name in shown) for line in lines]
-        blocks.append(Table(title=f"{len(empty):,} buckets without a sample", head=shown, rows=rows, folded=True))
+        rows = [tuple(line[titles.index(name)] for name in columns) for line in lines]
+        blocks.append(Table(title=f"{len(empty):,} buckets without a sample", head=columns, rows=rows, folded=True))
     return blocks
 
 

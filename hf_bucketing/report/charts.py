@@ -249,9 +249,9 @@ def bar_chart(
     def draw(axes: Axes) -> None:
         places, starts = np.arange(len(bars)), np.zeros(len(bars))
         for part, sizes in enumerate(lengths.T):
-            own = np.flatnonzero(sizes)
-            colour = [COLOURS[colours[bar] % len(COLOURS) if colours else part] for bar in own.tolist()]
-            axes.barh(own, sizes[own], 0.68, starts[own], color=colour, label=named.get(part), clip_on=False)
+            drawn = np.flatnonzero(sizes)
+            colour = [COLOURS[colours[bar] % len(COLOURS) if colours else part] for bar in drawn.tolist()]
+            axes.barh(drawn, sizes[drawn], 0.68, starts[drawn], color=colour, label=named.get(part), clip_on=False)
             starts = starts + sizes
         for place, end, text in zip(places, starts, texts, strict=True):
             axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center_baseline")

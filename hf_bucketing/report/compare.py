@@ -255,7 +255,7 @@ def _padding(subject: Subject) -> _Epoch:
     Every batch is padded to the largest number of frames, the largest height and the largest width that it holds, and
     references to the most tokens that those of one sample take. Every token attends to the whole padded sample.
     """
-    targets, config = subject.own, subject.config
+    targets, config = subject.packed, subject.config
     one_bucket = np.where(has_bucket(targets.bucket_id), 0, REJECTED_BUCKET)
     plan = plan_batches(one_bucket, config, weights=subject.weights)
     largest = (np.maximum.reduceat(side[plan.indices], plan.offsets[:-1]) for side in targets.sizes)
@@ -279,7 +279,7 @@ def _packing(subject: Subject) -> _Epoch:
 
     Each sample takes whole strips, which are what is computed, and attends to its own strips.
     """
-    targets, config = subject.own, subject.config
+    targets, config = subject.packed, subject.config
     max_tokens = config.max_tokens or _default_max_tokens(targets, config)
     lengths = targets.all_tokens
     available = int(subject.times[lengths > 0].sum())

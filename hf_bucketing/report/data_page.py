@@ -82,7 +82,7 @@ def data_page(
             "(--max_rows)."
         )
     url = quote(folder)
-    found = RowList(
+    row_list = RowList(
         scripts=[f"{url}/{script}" for script in _scripts(rows)],
         pictures=url,
         filters={filter: _in_order(values) for filter, values in counts.items() if values},
@@ -91,7 +91,7 @@ def data_page(
     sections = [
         Section(name="overview", title="Overview", blocks=overview),
         Section(name="changes", title="Changes", blocks=[Paragraphs(texts=[changes])] if changes else []),
-        Section(name="list", title="Rows", blocks=[found]),
+        Section(name="list", title="Rows", blocks=[row_list]),
     ]
     return Page(title="The data", subtitle=f"{name}: what a model will see of each row.", sections=sections)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import FloatArray, whole_column
+from ..buckets.arrays import FloatArray, column_values
 from ..buckets.assignment import has_bucket
 from ..errors import BucketingError
 from .measure import Subject
@@ -36,8 +36,8 @@ def aspect_histogram(subject: Subject, *, num_bins: int = 60) -> Histogram:
 
 def token_histogram(subject: Subject, *, num_bins: int = 50) -> Histogram:
     """Count samples by their tokens, at the sizes of their buckets and at their own."""
-    bucketed, own = subject.bucketed.num_tokens, subject.own.num_tokens
-    groups = {"at their bucket's size": bucketed[bucketed > 0], "at their own size": own[own > 0]}
+    bucketed, packed = subject.bucketed.num_tokens, subject.packed.num_tokens
+    groups = {"at their bucket's size": bucketed[bucketed > 0], "at their own size": packed[packed > 0]}
     return _in_log_bins(groups, num_bins)
 
 
@@ -52,7 +52,7 @@ def duration_histogram(subject: Subject, fps: npt.ArrayLike | None, *, num_bins:
     Raises:
         BucketingError: If there are not as many frame rates as samples.
     """
-    rates = np.zeros(0) if fps is None else whole_column(fps, np.float64)
+    rates = np.zeros(0) if fps is None else column_values(fps, np.float64)
     if not np.any(rates > 0):
         return None
     if len(rates) != len(subject.sizes.frames):

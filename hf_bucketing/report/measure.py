@@ -191,7 +191,7 @@ class Subject(NamedTuple):
 
     sizes: Sizes
     bucketed: Targets
-    own: Targets
+    packed: Targets
     table: BucketTable
     spec: LatentSpec
     config: ReportConfig
@@ -256,14 +256,16 @@ def read_subject(
         bucketed = assigned_targets(
             sizes, assigned.bucket_id.astype(np.int32), assigned.rejection, table=table, spec=spec
         )
-    own = own_targets(sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames)
+    packed = packed_targets(
+        sizes, spec=spec, max_area=_area_limits(sizes.frames, table, config), max_frames=max_frames
+    )
     parts = None
     if conditions:
         parts = bucket_parts(bucketed.bucket_id, conditions, table=table, spec=spec)
-        bucketed, own = (targets.showing(conditions, spec=spec) for targets in (bucketed, own))
+        bucketed, packed = (targets.showing(conditions, spec=spec) for targets in (bucketed, packed))
     times = epoch_occurrences(weights, num_rows=len(sizes.frames), seed=config.seed)
     by_row = None if weights is None else np.asarray(weights, np.float64)
-    return Subject(sizes, bucketed, own, table, spec, config, times, parts, by_row)
+    return Subject(sizes, bucketed, packed, table, spec, config, times, parts, by_row)
 
 
 def read_sizes(columns: SizeColumns) -> Sizes:
@@ -312,7 +314,7 @@ def _area_limits(frames: IntArray, table: BucketTable, config: ReportConfig) -> 
     return np.array([*areas.values()])[np.maximum(positions, 0)]
 
 
-def own_targets(
+def packed_targets(
     sizes: Sizes, *, spec: LatentSpec, max_area: IntArray | int | None, max_frames: int | None = None
 ) -> Targets:
     """Give each sample its own size in whole tokens, shrunk first where its frame exceeds `max_area` pixels.

@@ -76,14 +76,14 @@ def measure_references(
     if not references.counts[usable].any():
         return None
     parts = bucket_parts(ids, conditions.without_audio, table=table, spec=spec)
-    shown = int(parts.condition_tokens[parts.ids[usable]].sum())
-    own = int(table.num_tokens(ids, spec=spec).sum())
+    condition_tokens = int(parts.condition_tokens[parts.ids[usable]].sum())
+    sample_tokens = int(table.num_tokens(ids, spec=spec).sum())
     (full, steps), (full_without, steps_without) = (_filled(groups, config, weights) for groups in (parts.ids, ids))
     return ReferenceReport(
         num_samples=int(usable.sum()),
         shown=int(np.count_nonzero(references.counts[usable])),
         most=int(references.counts[usable].max()),
-        token_share=shown / (shown + own),
+        token_share=condition_tokens / (condition_tokens + sample_tokens),
         buckets=len(np.unique(ids[usable])),
         groups=len(parts.bucket_ids),
         batch_size=config.batch_size,

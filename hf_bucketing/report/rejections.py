@@ -94,7 +94,7 @@ def explain_rejections(
             return BucketTable(sizes=tuple(dict.fromkeys(size._replace(frames=frames) for size in table.sizes)))
 
     by_label = rejection.dtype.kind not in "iu"
-    found = []
+    groups = []
     for label in count_rejections(rejection):
         reason = Rejection[label.upper()]
         rows = np.flatnonzero(rejection == (label if by_label else reason))
@@ -104,13 +104,15 @@ def explain_rejections(
         if reason == Rejection.TOO_SHORT:
             remedy = _frames_that_keep(sizes.select(rows), table_of_frames, rule, spec)
         examples = rows[:EXAMPLES].tolist()
-        shown = tuple((int(frames), int(height), int(width)) for frames, height, width in zip(
+        example_sizes = tuple((int(frames), int(height), int(width)) for frames, height, width in zip(
             *(column[examples] for column in sizes), strict=True
         ))  # fmt: skip
-        found.append(
-            RejectedRows(label=label, count=len(rows), why=why, remedy=remedy, examples=tuple(examples), sizes=shown)
+        groups.append(
+            RejectedRows(
+                label=label, count=len(rows), why=why, remedy=remedy, examples=tuple(examples), sizes=example_sizes
+            )
         )
-    return tuple(found)
+    return tuple(groups)
 
 
 def _upscale_that_keeps(sizes: Sizes, table: BucketTable, rule: AssignmentRule) -> str:

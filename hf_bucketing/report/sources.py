@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import whole_column
+from ..buckets.arrays import column_values
 from ..buckets.assignment import count_rejections
 from .text import align, percent, short_number
 
@@ -49,21 +49,21 @@ def count_sources(
         columns (mapping of `str` to array, shape `(n,)`): The columns `bucket_id`, `num_tokens` and `rejection`.
         weights (array of `float`, shape `(n,)`, *optional*): Occurrences of each row per epoch; by default source.
     """
-    ids, tokens = whole_column(columns["bucket_id"], np.int64), whole_column(columns["num_tokens"], np.int64)
-    rejection, source = whole_column(columns["rejection"]), whole_column(sources, np.int64)
-    often = np.ones(len(ids)) if weights is None else whole_column(weights, np.float64)
+    ids, tokens = column_values(columns["bucket_id"], np.int64), column_values(columns["num_tokens"], np.int64)
+    rejection, source = column_values(columns["rejection"]), column_values(sources, np.int64)
+    often = np.ones(len(ids)) if weights is None else column_values(weights, np.float64)
     often = np.where(ids >= 0, often, 0.0)
     counts = []
     for number, name in enumerate(names):
-        own = source == number
+        of_source = source == number
         counts.append(
             SourceUse(
                 name=name,
-                rows=int(own.sum()),
-                rejections=dict(count_rejections(rejection[own])),
-                buckets=len(np.unique(ids[own & (ids >= 0)])),
-                samples=float(often[own].sum()),
-                tokens=float((often * tokens)[own].sum()),
+                rows=int(of_source.sum()),
+                rejections=dict(count_rejections(rejection[of_source])),
+                buckets=len(np.unique(ids[of_source & (ids >= 0)])),
+                samples=float(often[of_source].sum()),
+                tokens=float((often * tokens)[of_source].sum()),
             )
         )
     return counts

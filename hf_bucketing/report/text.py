@@ -10,11 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets.arrays import whole_column
+from ..buckets.arrays import column_values
 from ..buckets.assignment import AssignmentRule
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
+from ..conditions.appended import RowAppended
+from ..conditions.references import RowReferences
 from .compare import Report
 from .measure import (
     BucketReport,
@@ -36,7 +38,7 @@ from .verdict import RULE, choose_way
 
 Line = tuple[str, ...]
 
-_BESIDE = "Steps and the comparison count them; tokens and costs of buckets are those of samples alone."
+_COUNTED_ELSEWHERE = "Steps and the comparison count them; tokens and costs of buckets are those of samples alone."
 
 
 NO_BUCKET = (
@@ -52,19 +54,18 @@ def format_report(report: Report) -> str:
     """Return the report as text: its verdict, the data in the table, used buckets, any references, the strategies."""
     verdict = "\n".join(fill(text, width=118) for text in (str(choose_way(report)), RULE))
     parts = [verdict, _summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
-    parts[3:3] = [fill(text, width=118) for text in describe_beside(report)]
+    parts[3:3] = [fill(text, width=118) for text in describe_condition_costs(report)]
     return "\n\n".join(parts)
 
 
-def describe_beside(report: Report) -> list[str]:
+def describe_condition_costs(report: Report) -> list[str]:
     """Return what conditions cost in buckets, references and appended frames at length; nothing if there are none."""
-    said = []
-    if report.condition_shares:
-        shares = (f"{name} {share:.0%}" for name, share in report.condition_shares.items())
-        said.append(f"Conditions, of all tokens in buckets: {', '.join(shares)}.")
+    at_length = {RowReferences.name, RowAppended.name}
+    shares = [f"{name} {share:.0%}" for name, share in report.condition_shares.items() if name not in at_length]
+    said = [f"Conditions, of all tokens in buckets: {', '.join(shares)}."] if shares else []
     said += [] if report.references is None else [describe_references(report.references)]
     said += [] if report.appended is None else [describe_appended(report.appended)]
-    return [f"{text} {_BESIDE}" for text in said]
+    return [f"{text} {_COUNTED_ELSEWHERE}" for text in said]
 
 
 def size_label(size: Size) -> str:
@@ -183,7 +184,7 @@ def _bucket_lines(report: BucketReport, config: ReportConfig) -> str:
     return "\n".join(lines)
 
 
-def _own_sizes(report: Report) -> str:
+def _packed_sizes(report: Report) -> str:
     """Return at which sizes padding and packing take samples, as text that follows "take samples"."""
     limit = report.config.max_area
     if limit == "none":
@@ -267,7 +268,7 @@ def describe_strategies(report: Report) -> list[str]:
     how = (
         f"Padding draws {drawn}; bucketing draws "
         f"{config.batch_size} of one bucket; packing joins samples up to {max_tokens:,} tokens. Padding and packing "
-        f"take samples {_own_sizes(report)}, bucketing at those of its buckets: an epoch costs less where it crops "
+        f"take samples {_packed_sizes(report)}, bucketing at those of its buckets: an epoch costs less where it crops "
         "more. All numbers come from the plan of a real epoch."
     )
     return [how, *(f"{way.name} drops {_counts(way.dropped)}" for way in report.strategies if way.dropped)]
@@ -308,7 +309,7 @@ def describe_assignment(
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
     """
     sizes = read_sizes(SizeColumns(columns["num_frames"], columns["height"], columns["width"]))
-    ids, rejection = whole_column(columns["bucket_id"], np.int32), whole_column(columns["rejection"])
+    ids, rejection = column_values(columns["bucket_id"], np.int32), column_values(columns["rejection"])
     targets = assigned_targets(sizes, ids, rejection, table=table, spec=spec)
     by_bucket = np.argsort(ids, kind="stable")[np.count_nonzero(ids < 0) :]
     used, starts = np.unique(ids[by_bucket], return_index=True)

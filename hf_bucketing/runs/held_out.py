@@ -70,7 +70,7 @@ def _parts_of(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     sizes = sorted(entry["by_bucket"], key=lambda bucket: math.prod(bucket["size"]))
     parts |= {size_label(Size(*bucket["size"])): bucket for bucket in sizes if "by_noise" in bucket}
     parts |= {source["source"]: source for source in entry.get("by_source", [])}
-    return parts | {f"shown {shown['condition']}": shown for shown in entry.get("by_condition", [])}
+    return parts | {f"shown {losses['condition']}": losses for losses in entry.get("by_condition", [])}
 
 
 def describe_held_out(logs: Logs, *, by_bucket: bool = False) -> list[str]:

@@ -45,7 +45,7 @@ PAGE = "run.html"
 """File in the output folder of a run that shows it while it trains."""
 _REFRESHED_AFTER = 60
 """Seconds after which a browser reads the page of a run that trains anew."""
-_SHOWN_STEPS = 8
+_GALLERY_STEPS = 8
 """Renderings of a prompt that are shown side by side: the first, the last, and some between."""
 _MOST_BARS = 20
 """Buckets whose losses are drawn."""
@@ -271,8 +271,8 @@ def _learned(runs: Sequence[Logs]) -> list[Block]:
         if parts is None:
             continue
         first, last = (run.held_out[place]["global_step"] for place in (0, -1))
-        shown = sorted(parts.rows, key=lambda row: -row.samples)[:_MOST_BARS]
-        rows = [row for row in parts.rows if row in shown]
+        largest = sorted(parts.rows, key=lambda row: -row.samples)[:_MOST_BARS]
+        rows = [row for row in parts.rows if row in largest]
         charts.append(
             heat_map(
                 np.array([row.changes for row in rows]),
@@ -346,7 +346,7 @@ def _samples(runs: Sequence[Logs]) -> list[Block]:
         )
         count, beyond, faults = 0, 0, []
         prompts = len({file.stem for file in files})
-        steps = min(_SHOWN_STEPS, max(2, _MOST_PICTURES // max(1, prompts)))
+        steps = min(_GALLERY_STEPS, max(2, _MOST_PICTURES // max(1, prompts)))
         for stem, same in groupby(files, key=lambda file: file.stem):
             every = list(same)
             size, prompt, references = _prompt_of(run, stem)

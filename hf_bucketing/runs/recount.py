@@ -33,7 +33,7 @@ class Leg(NamedTuple):
     has_buckets: bool
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all steps of the plan were trained; those of a stream are not known."""
         return self.steps == self.plan.get("num_steps", self.steps)
 
@@ -175,10 +175,10 @@ def _missing(logs: Logs, legs: Sequence[Leg], batches: int) -> Iterator[str]:
             for step in range(leg.steps)
         ]
         lines = logs.samples[process] if process < len(logs.samples) else []
-        found = [(line["batch"], *_place(line)) for line in lines]
-        rest = found[len(wanted) :]
-        if found[: len(wanted)] != wanted or [batch for batch, *_ in rest] != [*range(batches, batches + len(rest))]:
-            pairs = enumerate(zip_longest(found, wanted, fillvalue=None))
+        places = [(line["batch"], *_place(line)) for line in lines]
+        rest = places[len(wanted) :]
+        if places[: len(wanted)] != wanted or [batch for batch, *_ in rest] != [*range(batches, batches + len(rest))]:
+            pairs = enumerate(zip_longest(places, wanted, fillvalue=None))
             first, (got, right) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
             yield f"line {first + 1} of samples-{process}.jsonl is {_named(got)}, expected was {_named(right)}"
         elif rest and logs.status.get("status") == "finished":
@@ -195,12 +195,12 @@ def _unlike_losses(logs: Logs) -> Iterator[str]:
     first = 0
     for line in logs.losses:
         window = range(first, first := first + line["busy_batches"])
-        found = sum(samples[batch] for batch in window)
+        counted = sum(samples[batch] for batch in window)
         epochs = {logs.samples[0][batch]["epoch"] for batch in window}
-        if found != line["samples"] or epochs != {line["epoch"]}:
+        if counted != line["samples"] or epochs != {line["epoch"]}:
             yield (
                 f"optimizer step {line['global_step']} of epoch {line['epoch']} counted {line['samples']} samples, "
-                f"the lines of its batches hold {found} of epoch {', '.join(map(str, sorted(epochs)))}"
+                f"the lines of its batches hold {counted} of epoch {', '.join(map(str, sorted(epochs)))}"
             )
             return
 
@@ -225,7 +225,7 @@ def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:
     for leg in legs:
         epoch, consumed = leg.plan["epoch"], leg.plan.get("consumed", 0)
         if before is None or before.plan["epoch"] != epoch:
-            if before is not None and not before.whole:
+            if before is not None and not before.complete:
                 of = f"{before.steps} of {before.plan['num_steps']} steps"
                 yield f"epoch {before.plan['epoch']} ended after {of}, though another epoch followed"
             if consumed or epoch != (0 if before is None else before.plan["epoch"] + 1):
@@ -242,7 +242,7 @@ def _unlike_plans(legs: Sequence[Leg]) -> Iterator[str]:
 def _unlike_passes(logs: Logs, legs: Sequence[Leg]) -> Iterator[str]:
     """Yield the passes over a stream that hold a row twice, or other readable rows than a whole pass before."""
     unreadable = {line["index"] for line in logs.unreadable}
-    whole: set[int] | None = None
+    rows_of_pass: set[int] | None = None
     streamed = [leg for leg in legs if "pass_began" in leg.plan]
     last = streamed[-1].plan["pass_began"] if streamed else None
     for began, group in groupby(streamed, lambda leg: int(leg.plan["pass_began"])):
@@ -252,9 +252,9 @@ def _unlike_passes(logs: Logs, legs: Sequence[Leg]) -> Iterator[str]:
         if rows.total() != len(rows):
             yield f"the pass over the stream that began in epoch {began} holds {rows.total() - len(rows)} rows twice"
         readable = rows.keys() - unreadable
-        if whole is not None and not (readable <= whole if began == last else readable == whole):
+        if rows_of_pass is not None and not (readable <= rows_of_pass if began == last else readable == rows_of_pass):
             yield f"the pass over the stream that began in epoch {began} holds other rows than the one before"
-        whole = readable if whole is None else whole
+        rows_of_pass = readable if rows_of_pass is None else rows_of_pass
 
 
 def _place(line: Line) -> tuple[int, int]:

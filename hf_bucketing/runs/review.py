@@ -98,11 +98,14 @@ def review_run(logs: Logs, *, min_fall: float = MIN_FALL) -> RunReview:
         more = f"; and {len(run.faults) - 1} more" if len(run.faults) > 1 else ""
         checks.append(Check(False, f"the logs are not those of whole steps: {run.faults[0]}{more}"))
     else:
-        whole = f"no line of the logs is lost, doubled or moved: {run.batches} batches of each process"
+        sentence = f"no line of the logs is lost, doubled or moved: {run.batches} batches of each process"
         ignored = (
             f", and {run.unfinished} after the last optimizer step that are not counted" if run.unfinished else ""
         )
-        checks += [Check(True, whole + ignored), *_check_epochs(run, drops=logs.settings.get("remainder") == "drop")]
+        checks += [
+            Check(True, sentence + ignored),
+            *_check_epochs(run, drops=logs.settings.get("remainder") == "drop"),
+        ]
     parts = {f" of {name}": lines for name, lines in logs.by_expert.items()} or {"": logs.losses}
     checks += [_check_fall(lines, of=name, min_fall=min_fall) for name, lines in parts.items()]
     return RunReview(logs.name, tuple(checks))
@@ -206,7 +209,7 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     once = sum(map(_as_planned, epochs.values()))
     often = "as often as planned" if any(leg.plan["repeated"] for leg in legs) else "exactly once"
     said = f"every planned sample seen {often} in {once} of {total} epochs"
-    if not last.whole:
+    if not last.complete:
         said += f", as far as they go: {last.steps} of {last.plan['num_steps']} steps in the last"
     checks = [Check(once == total, said + _said_of_replaced(run))]
     dropped = [leg.plan["dropped"].get("remainder", 0) for leg in legs]
@@ -216,7 +219,9 @@ def _check_epochs(run: Recount, *, drops: bool) -> list[Check]:
     checks.append(Check(True, f"equal steps on all processes in {total} of {total} epochs, {steps} in all"))
     if all(leg.has_buckets for leg in legs):
         mixed, planned = (sum(counts) for counts in ((leg.mixed_steps for leg in legs), map(_planned_as_mixed, legs)))
-        right = all(leg.mixed_steps == leg.plan["num_mixed_steps"] for leg in legs if leg.whole) and mixed <= planned
+        right = (
+            all(leg.mixed_steps == leg.plan["num_mixed_steps"] for leg in legs if leg.complete) and mixed <= planned
+        )
         checks.append(
             Check(
                 right, f"one bucket on all processes in {steps - mixed} of {steps} steps, {planned} planned as mixed"
@@ -241,9 +246,9 @@ def _as_planned(legs: Sequence[Leg]) -> bool:
         total, again = leg.samples, leg.samples - leg.different
         # Where rows repeat, a plan counts as kept also those that an earlier leg held.
         known = repeats and leg.plan["consumed"]
-        if total > kept + repeated or (leg.whole and total < kept + repeated):
+        if total > kept + repeated or (leg.complete and total < kept + repeated):
             return False
-        if not known and (again > repeated or (leg.whole and again < repeated)):
+        if not known and (again > repeated or (leg.complete and again < repeated)):
             return False
     return True
 

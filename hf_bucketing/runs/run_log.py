@@ -248,8 +248,8 @@ def count_processes(output_dir: Path) -> int:
 
 
 def _sample_logs(output_dir: Path) -> list[Path]:
-    found = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
-    return sorted(found, key=_process_of)
+    files = log_path(output_dir, "samples").parent.glob("samples-*.jsonl")
+    return sorted(files, key=_process_of)
 
 
 def _process_of(path: Path) -> int:

@@ -149,13 +149,13 @@ class BucketGrouping(BucketLimits):
         """Raise PlanError if the columns of a stream say that its buckets are those of another table."""
         check_table(features, self.table, column="bucket_id")
 
-    def size_of(self, bucket: int, *, beside: int = 0) -> int:
-        """Return the samples of a full batch of a bucket, where the conditions of each take `beside` tokens.
+    def size_of(self, bucket: int, *, condition_tokens: int = 0) -> int:
+        """Return the samples of a full batch of a bucket, each with so many tokens of conditions.
 
         Raises:
             PlanError: If a sample of the bucket exceeds a limit, or a mapping lacks the bucket.
         """
-        more = self.text_tokens + beside
+        more = self.text_tokens + condition_tokens
         return int(self.solved_sizes(np.array([bucket]), table=self.table, spec=self.spec, text_tokens=more)[0])
 
     def measures(self, rows: Sequence[Row]) -> list[int | None]:
@@ -173,7 +173,7 @@ class BucketGrouping(BucketLimits):
         keys = zip(ids, conditions.keys(samples, spec=self.spec), strict=True)
         return [None if bucket is None else bucket | key << _BUCKET_BITS for bucket, key in keys]
 
-    def tokens_beside(self, key: int) -> int:
+    def condition_tokens_of(self, key: int) -> int:
         """Return the tokens of the conditions of a row of a group by its key."""
         if not self.conditions:
             return 0
@@ -205,7 +205,7 @@ class _BucketGroups(OpenGroups):
     def __init__(self, grouping: BucketGrouping) -> None:
         super().__init__(grouping)
         self._size_of = functools.cache(
-            lambda key: grouping.size_of(_bucket_of(key), beside=grouping.tokens_beside(key))
+            lambda key: grouping.size_of(_bucket_of(key), condition_tokens=grouping.condition_tokens_of(key))
         )
 
     def add(self, row: Row, *, ordinal: int, measure: int, num_bytes: int) -> list[Group]:

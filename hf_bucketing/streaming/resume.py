@@ -182,7 +182,7 @@ class ResumableStream(DataLoaderStateMixin):
     def _steps(self) -> Generator[dict[str, Any], None, bool]:
         """Yield the batches of an epoch; return whether any process has rows left in this pass over the stream."""
         limit = self.stream.config.steps_per_epoch or math.inf
-        source = self._own_batches()
+        source = self._batches_of_process()
         last = None
         if self._place.ended:  # only to repeat it
             last, source = next(source), iter(())
@@ -208,7 +208,7 @@ class ResumableStream(DataLoaderStateMixin):
             current = following
         return rows_left
 
-    def _own_batches(self) -> Iterator[tuple[StreamBatch, StreamPlace]]:
+    def _batches_of_process(self) -> Iterator[tuple[StreamBatch, StreamPlace]]:
         """Yield this process's batches, each with the place after it."""
         num_workers = max(1, self.loader.num_workers)
         places: list[Any] = list(self._place.workers) or [None] * num_workers

@@ -22,7 +22,7 @@ def warn_of_shards(num_shards: int, *, num_processes: int, num_workers: int) -> 
     """
     workers = max(1, num_workers)
     divides = num_shards % num_processes == 0
-    own = num_shards // num_processes if divides else num_shards
+    per_process = num_shards // num_processes if divides else num_shards
     enough = num_processes * workers
     make = f"make {-(-num_shards // enough) * enough} shards"
     if not divides:
@@ -32,16 +32,17 @@ def warn_of_shards(num_shards: int, *, num_processes: int, num_workers: int) -> 
             f"keeps one row in {num_processes}: reading takes {num_processes} times as long. Run "
             f"{fewer} process{'es' if fewer > 1 else ''}, or {make}."
         ]
-    if own < workers:
+    if per_process < workers:
         return [
-            f"{workers - own} of the {workers} workers of each process have no shard to read: give "
-            f"`dataloader_num_workers={own}`, or {make}."
+            f"{workers - per_process} of the {workers} workers of each process have no shard to read: give "
+            f"`dataloader_num_workers={per_process}`, or {make}."
         ]
-    if own % workers:
-        fewer = max(count for count in range(1, workers) if own % count == 0)
+    if per_process % workers:
+        fewer = max(count for count in range(1, workers) if per_process % count == 0)
         return [
-            f"The {own} shards of each process do not divide among its {workers} workers: {workers - own % workers} "
-            f"of them read {own // workers} and then wait for the others, which read {own // workers + 1}. Give "
+            f"The {per_process} shards of each process do not divide among its {workers} workers: "
+            f"{workers - per_process % workers} of them read {per_process // workers} and then wait for the others, "
+            f"which read {per_process // workers + 1}. Give "
             f"`dataloader_num_workers={fewer}`, or {make}."
         ]
     return []

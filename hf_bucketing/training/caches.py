@@ -81,11 +81,11 @@ def _check_encoders(config: TrainingConfig, prepared: PreparedDataset, *, folder
     assert cache is not None, "settle_caches looks for one"
     encoders = cache.encoders or _describe_earlier(prepared, cache, folder=folder)
     running = describe_encoders(_load(name, prepared, max_sequence_length=config.max_sequence_length))
-    if found := differences(encoders, running, texts=cache.text_model is not None):
+    if differing := differences(encoders, running, texts=cache.text_model is not None):
         made = encoders["pipeline"]
         raise BucketingError(
             f"{folder} was cached with {made['name_or_path']} ({made['class_name']}) and does not belong to {name} "
-            f"({running['pipeline']['class_name']}): {'; '.join(found)}. Cache it again, which encodes only what "
+            f"({running['pipeline']['class_name']}): {'; '.join(differing)}. Cache it again, which encodes only what "
             f"differs: {_again(folder)} --pretrained_model_name_or_path {shlex.quote(name)}; or, if you know that it "
             "belongs to the model, give `trust_cache=True`."
         )

@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
-from ..adapters.experts import loading_options, own_folder
+from ..adapters.experts import expert_folder, loading_options
 from ..adapters.files import COMFYUI_WEIGHTS
 from ..adapters.settings import ADAPTER_NAMES
 from ..batching.run_data import RunData
@@ -43,7 +43,7 @@ LOSSES = "loss.png"
 
 _TEMPLATE = Path(__file__).with_name("templates") / "card.md"
 _OURS = "<!-- Written by hf_bucketing; the next run in this folder replaces it, unless this line is removed. -->"
-_SHOWN_MODALITIES = {
+_CONDITION_MODALITIES = {
     VIDEO: "sound for their video",
     AUDIO: "video for their sound",
     NO_AUDIO: "video without their sound",
@@ -123,16 +123,16 @@ def _card(logs: Logs, run: Run, *, figure: str | None) -> ModelCard:
         template_path=str(_TEMPLATE),
         ours=_OURS,
         name=run.repository or logs.folder.resolve().name,
-        base=shown(config.pretrained_model_name_or_path),
+        base=without_folders(config.pretrained_model_name_or_path),
         adapters=config.adapters,
         kind=ADAPTER_NAMES[config.adapters.adapter],
-        adapted={name: own_folder(name, trained=config.trained_component) for name in _adapted(config)},
+        adapted={name: expert_folder(name, trained=config.trained_component) for name in _adapted(config)},
         by_peft=config.adapters.lora_rank is not None and not config.adapters.has_pairs,
         loading=partial(loading_options, config.trained_component),
         comfyui=COMFYUI_WEIGHTS,
         recipe=recipe,
         images=makes_images(recipe),
-        modalities=[text for kind, text in _SHOWN_MODALITIES.items() if kind in conditions],
+        modalities=[text for kind, text in _CONDITION_MODALITIES.items() if kind in conditions],
         samples=run.samples,
         dtype=next(iter(dtypes(torch.bfloat16))),
         call=call,
@@ -159,7 +159,7 @@ def _metadata(run: Run, *, folder: Path) -> ModelCardData:
     kinds = [config.adapters.adapter] if adapted else []
     files = {file.relative_to(folder).as_posix(): prompt for file, prompt in run.samples.items()}
     return ModelCardData(
-        base_model=shown(base) if on_hub else None,
+        base_model=without_folders(base) if on_hub else None,
         base_model_relation=("adapter" if adapted else "finetune") if on_hub else None,
         library_name="diffusers",
         pipeline_tag=task,
@@ -234,14 +234,16 @@ def _counts(logs: Logs, data: RunData) -> list[tuple[str, int]]:
 def _settings(config: TrainingConfig) -> str:
     hidden = {*names_of(HubConfig), "output_dir", "resume_from_checkpoint"}
     values, defaults = config.flat(), {setting.name: setting.default for setting in settings_in(TrainingConfig)}
-    given = {
-        name: shown(value) for name, value in values.items() if name not in hidden and value != defaults.get(name)
+    changed = {
+        name: without_folders(value)
+        for name, value in values.items()
+        if name not in hidden and value != defaults.get(name)
     }
-    text: str = yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000)
+    text: str = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True, width=1000)
     return text
 
 
-def shown(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
     """Return a setting with the last part of each path in it, instead of folders of this machine.
 
     Example:
@@ -249,9 +251,9 @@ def shown(value: Any) -> Any:
         ['a.png', 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers', 3]
     """
     if isinstance(value, (list, tuple)):
-        return [shown(item) for item in value]
+        return [without_folders(item) for item in value]
     if isinstance(value, dict):
-        return {name: shown(item) for name, item in value.items()}
+        return {name: without_folders(item) for name, item in value.items()}
     if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~") or os.path.exists(value)):
         return Path(value).resolve().name
     return value

@@ -71,8 +71,8 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, 
     """
     start = time.perf_counter()
     final = folder / f"checkpoint-{progress.global_step}"
-    own = accelerator.is_main_process
-    with complete_folder(final, lock=False) if own else nullcontext(partial_path(final)) as partial:
+    is_main = accelerator.is_main_process
+    with complete_folder(final, lock=False) if is_main else nullcontext(partial_path(final)) as partial:
         accelerator.wait_for_everyone()
         with without_accelerates_lines():
             deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED

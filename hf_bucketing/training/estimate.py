@@ -99,16 +99,16 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
         BucketingError: As [`planned_run`].
     """
     step = data.largest_step()
-    pictures = sum(opened.recipe.reference_text(shown, data.spec) for shown in step.references)
+    pictures = sum(opened.recipe.reference_text(sizes, data.spec) for sizes in step.references)
     components, config = components_of(opened), planned_run(opened)
     pictures += sum(keyframe_text(components, config, size) for size in step.sizes)
     text = data.text_tokens * len(step.sizes) + pictures
-    heard = sum(step.audio)
+    audio_tokens = sum(step.audio)
     shape = StepShape.of(
         step.sizes,
-        tokens=step.tokens - text - heard,
+        tokens=step.tokens - text - audio_tokens,
         text_tokens=text,
-        audio_tokens=heard,
+        audio_tokens=audio_tokens,
         references=step.conditions.sizes(step.sizes, spec=data.spec),
     )
     return plan_components(components, config, shape)
@@ -186,8 +186,8 @@ def find_max_tokens(try_step: Callable[[int], None], *, largest: int, smallest: 
         try_step(batch_size)
         return batch_size
 
-    found: int = search()
-    return found
+    most: int = search()
+    return most
 
 
 def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
@@ -210,27 +210,27 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
     counting = ModelTokens.of(recipe)
     for expert in recipe.experts:
         expert.transformer.to(accelerator.device)
-    whole = make_data(changed(searched, max_tokens=2**40), spec, counting, prepared=opened.prepared)
-    tokens = whole.num_tokens
+    unlimited = make_data(changed(searched, max_tokens=2**40), spec, counting, prepared=opened.prepared)
+    tokens = unlimited.num_tokens
     smallest = strip_tokens(int(tokens.max()), config.batches.strip_length) + counting.text_tokens
-    weights = whole.sampler.weights
+    weights = unlimited.sampler.weights
     assert not isinstance(weights, Mapping), "training weighs rows, not buckets"
     often = epoch_occurrences(weights, num_rows=len(tokens), seed=config.seed)
     of_epoch = int(((tokens + counting.text_tokens * (tokens > 0)) * often).sum())
     share = -(-of_epoch // accelerator.num_processes)
     rows = np.array([tokens.argmax()])
-    (size,), (shown,) = whole.sizes(rows), whole.reference_sizes(rows)
+    (size,), (reference_sizes,) = unlimited.sizes(rows), unlimited.reference_sizes(rows)
     fps = None
-    if (audio := whole.row_conditions.audio) is not None and audio.present[rows[0]]:
+    if (audio := unlimited.row_conditions.audio) is not None and audio.present[rows[0]]:
         fps = float(audio.fps[rows[0]])
-    largest = _planned_tokens(opened, size, shown, audio_fps=fps, at_most=share, recipe=recipe)
+    largest = _planned_tokens(opened, size, reference_sizes, audio_fps=fps, at_most=share, recipe=recipe)
 
     def try_step(max_tokens: int) -> None:
         data = make_data(changed(searched, max_tokens=max_tokens), spec, counting, prepared=opened.prepared)
         plan = data.sampler.plan(0)
         rows = plan.batch(int(data.costs_of(plan, epoch=0).argmax()))
-        beside = [expert.transformer for expert in recipe.experts[1:]]
-        optimizer = make_optimizer(recipe.transformer, config.optimizer, beside=beside)
+        others = [expert.transformer for expert in recipe.experts[1:]]
+        optimizer = make_optimizer(recipe.transformer, config.optimizer, others=others)
         set_training(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= 0
@@ -244,8 +244,8 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
             optimizer.step()
             optimizer.zero_grad()
 
-    found = torch.tensor(find_max_tokens(try_step, largest=max(largest, smallest), smallest=smallest))
-    max_tokens = int(accelerator.gather(found.to(accelerator.device)[None]).min())
+    max_here = torch.tensor(find_max_tokens(try_step, largest=max(largest, smallest), smallest=smallest))
+    max_tokens = int(accelerator.gather(max_here.to(accelerator.device)[None]).min())
     accelerator.print(f"--max_tokens auto found {max_tokens} tokens per process and step")
     return changed(config, max_tokens=max_tokens)
 
@@ -265,8 +265,8 @@ def _planned_tokens(
     """
     held = _held_bytes([expert.transformer for expert in recipe.experts])
     try:
-        shown = as_reference_sizes(references)
-        planned = planned_run(opened, sample_size=list(size), reference_sizes=shown, audio_fps=audio_fps)
+        reference_sizes = as_reference_sizes(references)
+        planned = planned_run(opened, sample_size=list(size), reference_sizes=reference_sizes, audio_fps=audio_fps)
         memory = _MARGIN * (_free_bytes(opened.accelerator) + held)
         return largest_tokens(components_of(opened), planned, memory=memory, at_most=at_most)
     except Exception as error:  # as in describe_memory
@@ -336,12 +336,14 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         return torch.rand(channels, frames + before, *sides, device=device) * 2 - 1
 
     pairs = zip(sizes, references, strict=True)
-    media = [random_media(size, before=len(shown) if in_front else 0) for size, shown in pairs]
-    shown = [tuple(map(random_media, own)) for own in references]
+    media = [random_media(size, before=len(of_sample) if in_front else 0) for size, of_sample in pairs]
+    reference_media = [tuple(map(random_media, of_sample)) for of_sample in references]
     batch[name] = torch.stack(media) if data.way.stacks else media
     if name == "pixel_values":
         batch["shown"] = {
-            condition: shown if condition == REFERENCE else [_blank(condition, size, device) for size in sizes]
+            condition: reference_media
+            if condition == REFERENCE
+            else [_blank(condition, size, device) for size in sizes]
             for condition in data.conditions
             if condition != AUDIO
         }
@@ -354,7 +356,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         if MASK in data.conditions:
             batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
         if REFERENCE in data.conditions and not recipe.reference_condition().in_front:
-            batch["conditions"][REFERENCES] = shown
+            batch["conditions"][REFERENCES] = reference_media
         batch["conditions"][KEYFRAMES] = [
             (random_media(size._replace(frames=1)),) * (latent.shape[1] - 1)
             for size, latent in zip(sizes, media, strict=True)
@@ -365,7 +367,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
     if not recipe.modules("text_encoders"):
         length = recipe.max_sequence_length
         words = recipe.text_tokens(length) or recipe.text_length(length)
-        shape = len(sizes), words + max(recipe.reference_text(own, data.spec) for own in references)
+        shape = len(sizes), words + max(recipe.reference_text(of_sample, data.spec) for of_sample in references)
         batch["text_values"] = torch.randn(*shape, family.text_dim(transformer), device=device)
         batch["text_mask"] = (
             recipe.blank_text_mask(shape, [*map(len, references)]) if family.text.padding == "masked" else None

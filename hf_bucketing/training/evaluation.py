@@ -16,7 +16,7 @@ from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
 from ..media.backgrounds import WHITE
 from ..models.experts import transformers_of
-from ..models.loading import PARTS, Part, read_trained_config
+from ..models.loading import MODEL_PARTS, ModelPart, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded
 from ..placement.shards import SHARDED
 from .held_out_loss import HeldOutLoss, in_evaluation
@@ -73,7 +73,7 @@ class Evaluation:
 
     trained: TrainedModel
     experts: Experts
-    called: Sequence[Part]
+    called: Sequence[ModelPart]
     held_out: HeldOutLoss | None
     validation: Validation | None
 
@@ -109,9 +109,9 @@ class Evaluation:
         trained, recipe, accelerator = self.trained, self.trained.recipe, self.trained.accelerator
         with trained.averages():
             if accelerator.is_main_process or accelerator.distributed_type in SHARDED:
-                lent = recipe.lent_to(accelerator.device, *(set(PARTS) - {"trained", *self.called}))
+                moved = recipe.moved_to(accelerator.device, *(set(MODEL_PARTS) - {"trained", *self.called}))
                 removed = trained.context_parallel.removed()
                 logger.info(f"Renders {self.validation.describe()}")
-                with removed, self.experts.unpacked(), lent, rendering_in_lockstep(recipe):
+                with removed, self.experts.unpacked(), moved, rendering_in_lockstep(recipe):
                     self.validation.render(recipe, accelerator, step=global_step)
         accelerator.wait_for_everyone()

@@ -128,7 +128,7 @@ class HeldOutLoss:
         counts = np.zeros(len(plan.indices), bool)
         counts[first] = True
         index = column_array(self.data.dataset, ROW)
-        found, times = torch.zeros(len(index), 2 + 2 * levels), torch.zeros(len(index))
+        measured, times = torch.zeros(len(index), 2 + 2 * levels), torch.zeros(len(index))
         for position, rows, batch in zip(positions, batches, self._loader(batches), strict=True):
             for reason in batch.pop("unreadable", ()):
                 logger.warning(reason, main_process_only=False)
@@ -140,14 +140,14 @@ class HeldOutLoss:
             place = {number: place for place, number in enumerate(batch["index"])}
             read = [row for row in mine.tolist() if index[row] in place]
             columns = [*(loss.values for loss in losses), *(loss.noise_levels for loss in losses)]
-            drawn = [[shown.weight, step.condition_names.index(shown.name)] for shown in losses[0].drawn]
+            drawn = [[condition.weight, step.condition_names.index(condition.name)] for condition in losses[0].drawn]
             table = torch.cat([torch.tensor(drawn), torch.stack(columns, 1).float().cpu()], 1)
-            found[read] = table[[place[index[row]] for row in read]]
+            measured[read] = table[[place[index[row]] for row in read]]
             times[read] += 1
-        found = torch.cat([found, times[:, None]], 1)
-        whole: FloatArray = accelerator.reduce(found.to(accelerator.device), "sum").double().cpu().numpy()
-        assert whole[:, -1].max() <= 1, "each row counts once over all processes"
-        return whole[:, :-1]
+        measured = torch.cat([measured, times[:, None]], 1)
+        gathered: FloatArray = accelerator.reduce(measured.to(accelerator.device), "sum").double().cpu().numpy()
+        assert gathered[:, -1].max() <= 1, "each row counts once over all processes"
+        return gathered[:, :-1]
 
     def _loader(self, batches: list[IntArray]) -> DataLoader[Any]:
         """Return a loader of this process's batches; its workers get their seed from a generator of its own."""
@@ -195,17 +195,17 @@ class HeldOutLoss:
             {"bucket_id": bucket, "size": list(self.data.table.size(bucket)), **_means(ids == bucket, parts)}
             for bucket in np.unique(ids).tolist()
         ]
-        found = {"validation_loss": mean, "samples": len(rows), "by_bucket": by_bucket, "by_noise": by_noise}
+        summary = {"validation_loss": mean, "samples": len(rows), "by_bucket": by_bucket, "by_noise": by_noise}
         groups: dict[str, tuple[Any, Sequence[str]]] = {}
         if self.data.source_ids is not None:
             groups["source"] = self.data.source_ids[rows], self.data.sources
         if len(conditions) > 1:
             groups["condition"] = parts[0].conditions, conditions
         for group, (of_rows, names) in groups.items():
-            found[f"by_{group}"] = [
+            summary[f"by_{group}"] = [
                 {group: names[int(number)], **_means(of_rows == number, parts)} for number in np.unique(of_rows)
             ]
-        return found
+        return summary
 
 
 def _means(rows: npt.NDArray[np.bool_], parts: Sequence[_Levels]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.utils import HFValidationError
 
-from ..adapters.experts import own_folder
+from ..adapters.experts import expert_folder
 from ..adapters.files import ADAPTER_FILES
 from ..configuration.outputs import HubConfig
 from ..errors import HubError
@@ -55,7 +55,7 @@ def result_parts(folder: Path, *, adapters: bool, trained: TrainedComponent = "t
     """Return the names of the files and folders in an output folder that hold the adapters, or the pipeline."""
     if adapters:
         if trained == "both":
-            return [own_folder(name, trained=trained) for name in transformers_of(trained)]
+            return [expert_folder(name, trained=trained) for name in transformers_of(trained)]
         return [name for name in ADAPTER_FILES if (folder / name).is_file()]
     index = read_index(str(folder))
     return [*(name for name, entry in index.components.items() if entry.is_below(folder)), index.file_name]

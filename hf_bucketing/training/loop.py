@@ -143,7 +143,7 @@ class Trainer:
     """
 
     def __init__(self, config: TrainingConfig, *, file: ConfigFile | None = None, kept: Kept | None = None) -> None:
-        self.given, self.kept, self.folder = config, kept, Path(config.output_dir)
+        self.requested, self.kept, self.folder = config, kept, Path(config.output_dir)
         check_folder_writable(self.folder)
         check_drawing()
         self.accelerator = make_accelerator(config)
@@ -368,7 +368,7 @@ class Trainer:
             made_with=self.opened.made_with,
             kept=self.kept,
             mixed_precision=self.accelerator.mixed_precision,
-            init_from_adapters=self.given.adapters.init_from_adapters,
+            init_from_adapters=self.requested.adapters.init_from_adapters,
             resume_from_checkpoint=None,
         )
         return write_config(settings, comment=f"To repeat the run:\n{launch} --config THIS_FILE --output_dir OTHER")

@@ -26,7 +26,7 @@ class LossWindow:
     def __init__(self, accelerator: Accelerator, *, degree: int = 1) -> None:
         self.accelerator, self.degree = accelerator, degree
         self._total: float | None = None
-        self._own = 0.0
+        self._local = 0.0
         self._known = False
 
     def weigh(self, rows: StepRows) -> torch.Tensor:
@@ -35,7 +35,7 @@ class LossWindow:
             self._known = rows.total is not None
             steps = self.accelerator.gradient_accumulation_steps
             self._total = rows.total if rows.total is not None else steps * self._over_processes(rows.weights.sum())
-        self._own += float(rows.weights.sum())
+        self._local += float(rows.weights.sum())
         return to_device(rows.weights / self._total, self.accelerator.device)
 
     def finish(self, parameters: Iterable[torch.nn.Parameter]) -> float:
@@ -49,10 +49,10 @@ class LossWindow:
         assert self._total is not None, "weigh comes first"
         factor = 1.0
         if not self._known and self.accelerator.gradient_accumulation_steps > 1:
-            factor = self._total / self._over_processes(torch.tensor(self._own, dtype=torch.float64))
+            factor = self._total / self._over_processes(torch.tensor(self._local, dtype=torch.float64))
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, factor)
-        self._total, self._own = None, 0.0
+        self._total, self._local = None, 0.0
         return factor
 
     def _over_processes(self, weight: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 
 from ..batching import way_of
-from ..batching.checks import check_shown_references
+from ..batching.checks import check_reference_views
 from ..buckets.calibration import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
@@ -30,7 +30,7 @@ from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.compilation import compiled_classes
 from ..models.experts import transformers_of
-from ..models.loading import PARTS, Loading, Part, empty_transformer, read_configs
+from ..models.loading import MODEL_PARTS, Loading, ModelPart, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..optimizers.classes import check_optimizer
@@ -63,7 +63,7 @@ class OpenedRun:
     accelerator: Accelerator
     recipe: type[Recipe]
     spec: LatentSpec
-    called: tuple[Part, ...]
+    called: tuple[ModelPart, ...]
     prepared: PreparedDataset | None = None
     held_out: PreparedDataset | None = None
 
@@ -85,7 +85,7 @@ class OpenedRun:
         if memory.quantize_base is not None:
             quantization = quantization_of(memory.quantize_base, self.empty_transformer, dtype=dtype)
         return Loading(
-            parts=PARTS if self.renders else ("trained", *self.called),
+            parts=MODEL_PARTS if self.renders else ("trained", *self.called),
             dtype=dtype,
             trained_dtype=trained_dtype(config) if config.adapters.lora_rank is None else dtype,
             quantization=quantization,
@@ -143,7 +143,7 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
     )
     for data, views in ((opened.data, config.views), (opened.held_out, config.views.fixed)):
         if data is not None:
-            check_shown_references(config, data, recipe, views=views)
+            check_reference_views(config, data, recipe, views=views)
     check_package(config.memory.quantize_base)
     check_optimizer(config.optimizer)
     memory = config.memory
@@ -199,14 +199,14 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
     sizes: Counter[tuple[Size, int]] = Counter()
     for prepared in filter(None, (opened.prepared, opened.held_out)):
         ids = column_array(prepared.dataset, "bucket_id").astype(np.int64)
-        own = prepared.table.num_tokens(ids, spec=prepared.spec)
+        sample_tokens = prepared.table.num_tokens(ids, spec=prepared.spec)
         references = prepared.references.entering(
             replace(opened.recipe.reference_condition(), text_tokens=0, text_factor=0)
         )
-        shown = prepared.row_conditions(ConditionRules.of(prepared.conditions, references=references))
+        rows = prepared.row_conditions(ConditionRules.of(prepared.conditions, references=references))
         for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
-            conditions = shown.appending(AppendedFrames(appended))
-            tokens = own + conditions.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
+            conditions = rows.appending(AppendedFrames(appended))
+            tokens = sample_tokens + conditions.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
             usable = np.stack([ids, tokens])[:, tokens > 0]
             for (bucket, length), count in zip(*np.unique(usable.T, axis=0, return_counts=True), strict=True):
                 sizes[prepared.table.size(int(bucket)), int(length)] += int(count)
@@ -218,7 +218,7 @@ def trained_dtype(config: TrainingConfig) -> torch.dtype:
     return torch.bfloat16 if config.memory.trained_dtype == "bf16" else torch.float32
 
 
-def _parts_called(prepared: PreparedDataset | None) -> tuple[Part, ...]:
+def _parts_called(prepared: PreparedDataset | None) -> tuple[ModelPart, ...]:
     """Return the frozen parts of the pipeline that every step calls: those whose results are not cached."""
     if prepared is None or prepared.cache is None:
         return "text_encoders", "vae"

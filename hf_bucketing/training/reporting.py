@@ -278,10 +278,10 @@ class RunReport:
         with writing(self.folder / "logs"):
             self.log.write_step("losses", global_step, entry)
         self.bar.update()
-        shown = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
+        postfix = {"tokens_per_s": f"{entry['tokens_per_second']:.0f}", "epoch": entry["epoch"]}
         if "model_tflops" in entry:
-            shown["tflops"] = f"{entry['model_tflops']:.3g}"
-        self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **shown)
+            postfix["tflops"] = f"{entry['model_tflops']:.3g}"
+        self.bar.set_postfix(loss=f"{entry['train_loss']:.4f}", **postfix)
         if len(self._first_seconds) < TIMED_STEPS:
             self._first_seconds.append(entry["seconds"])
             left = self.bar.total - global_step

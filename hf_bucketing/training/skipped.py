@@ -94,8 +94,8 @@ class SkippedSteps:
         rows = sorted({row for batch in samples for row in batch.rows})
         broken = sorted({row for batch in samples for row, ok, _ in zip(*batch, strict=True) if not ok})
         unencoded = sorted({row for batch in samples for row, _, ok in zip(*batch, strict=True) if not ok})
-        found = " and ".join(f"{name} {value:.4g}" for name, value in values.items())
-        place = f"Optimizer step {global_step} (epoch {epoch}, step {step}) has {found}"
+        listed = " and ".join(f"{name} {value:.4g}" for name, value in values.items())
+        place = f"Optimizer step {global_step} (epoch {epoch}, step {step}) has {listed}"
         if unencoded:
             what = describe_unencoded(self.name_rows(unencoded[:_NAMED_ROWS]))
             raise BucketingError(

@@ -162,13 +162,13 @@ class StepMetrics:
         self._reset()
 
         def read() -> tuple[dict[str, float], list[FloatArray]]:
-            rows, *own_losses = reading.values()
+            rows, *local_losses = reading.values()
             if late:
                 rows[self.accelerator.process_index, -1] = seconds()
             metrics = self._metrics(rows.double(), factor)
             if grad_norm is None:
                 del metrics["grad_norm"]
-            return metrics, [values.numpy() for values in own_losses]
+            return metrics, [values.numpy() for values in local_losses]
 
         return PendingMetrics(rows=rows, read=read)
 
@@ -180,14 +180,14 @@ class StepMetrics:
         samples, tokens, cost, batches, pairs, model, hardware, busy = counts.unbind(1)
         costliest = int(cost.argmax())
         now = time.perf_counter()
-        whole, self._start = now - self._start, now
+        elapsed, self._start = now - self._start, now
         metrics = {
             "train_loss": float(loss.sum()) * factor,
             "samples": int(samples.sum()),
             "tokens": int(tokens.sum()),
-            "seconds": whole,
-            "samples_per_second": float(samples.sum()) / whole,
-            "tokens_per_second": float(tokens.sum()) / whole,
+            "seconds": elapsed,
+            "samples_per_second": float(samples.sum()) / elapsed,
+            "tokens_per_second": float(tokens.sum()) / elapsed,
             "imbalance": float(cost.max() / cost.mean()),
             **({} if busy[costliest].isnan() else {"busy_seconds": float(busy[costliest])}),
             "busy_tokens": int(tokens[costliest]),
@@ -197,7 +197,7 @@ class StepMetrics:
             **({"stop": largest["stop"]} if largest["stop"] else {}),
         }
         if float(hardware.sum()):
-            each = 1e12 * whole * len(rows)
+            each = 1e12 * elapsed * len(rows)
             metrics["model_tflops"] = float(model.sum()) / each
             metrics["hardware_tflops"] = float(hardware.sum()) / each
             if self.peak_tflops is not None:

@@ -68,13 +68,13 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     """
     folder, adapted = config.output_dir, config.adapters.lora_rank is not None
     prompt = (config.validation.validation_prompts or ["what it shows"])[0]
-    shown = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required_conditions()]
-    shown += [REFERENCE] if recipe.needs_reference else []
+    names = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required_conditions()]
+    names += [REFERENCE] if recipe.needs_reference else []
     sample: list[object] = [config.pretrained_model_name_or_path if adapted else folder]
     sample += ["--adapter", folder] if adapted else []
     if config.trained_component != "transformer":
         sample += ["--trained_component", config.trained_component]
-    for name in shown:
+    for name in names:
         sample += [f"--{name}", f"{name}.png"]
     sample += ["--prompt", prompt, "--height", size.height, "--width", size.width]
     sample += [] if images_only else ["--num_frames", size.frames, "--fps", fps]

@@ -18,7 +18,7 @@ from ..configuration.outputs import ReportingConfig
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError, did_you_mean
 
-_FRAMES_SHOWN = 8
+_TRACKED_FRAMES = 8
 """Frames of a video that a tracker without videos receives as pictures."""
 
 
@@ -74,9 +74,9 @@ def track_rendering(
     elif len(frames) > 1 and tracker.name == "tensorboard":
         tracker.writer.file_writer.add_summary(_animated(file.stem, frames, fps=fps), step)
     elif hasattr(tracker, "log_images"):
-        shown = np.linspace(0, len(frames) - 1, min(_FRAMES_SHOWN, len(frames))).round().astype(int)
+        indices = np.linspace(0, len(frames) - 1, min(_TRACKED_FRAMES, len(frames))).round().astype(int)
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-        tracker.log_images({file.stem: frames[shown]}, step=step, **layout)
+        tracker.log_images({file.stem: frames[indices]}, step=step, **layout)
 
 
 def _animated(name: str, frames: npt.NDArray[np.uint8], *, fps: float) -> Any:

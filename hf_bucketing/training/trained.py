@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 
-from ..adapters.experts import own_folder
+from ..adapters.experts import expert_folder
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..batching import way_of
 from ..batching.run_data import RunData
@@ -58,7 +58,7 @@ def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accel
 def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
     """Add them to the transformer of a recipe."""
     if config.adapters.lora_rank is not None:
-        adapters, folder = config.adapters, own_folder(recipe.trained, trained=config.trained_component)
+        adapters, folder = config.adapters, expert_folder(recipe.trained, trained=config.trained_component)
         if adapters.init_from_adapters is not None:
             adapters = replace(adapters, init_from_adapters=str(Path(adapters.init_from_adapters) / folder))
         adapters = start_adapters(
@@ -112,8 +112,8 @@ class TrainedModel:
         self.recipe, self.config, self.accelerator = recipe, config, accelerator
         transformer, degree = recipe.transformer, config.memory.context_parallel_degree
         experts = recipe.experts
-        beside = [expert.transformer for expert in experts[1:]]
-        self._bare_optimizer = make_optimizer(transformer, config.optimizer, beside=beside)
+        others = [expert.transformer for expert in experts[1:]]
+        self._bare_optimizer = make_optimizer(transformer, config.optimizer, others=others)
         with (
             sharded_adapters(transformer, accelerator) if self.adapted else nullcontext(),
             sending_weights(transformer, accelerator),
@@ -256,9 +256,9 @@ class TrainedModel:
         """Save the adapters, averaged if there are averages; call it on every process."""
         with self.averages():
             for name in self.transformers:
-                own = own_folder(name, trained=self.config.trained_component)
+                subfolder = expert_folder(name, trained=self.config.trained_component)
                 lora_format = self.config.adapters.lora_format
-                save_lora(self.recipe.pipeline, folder / own, component=name, lora_format=lora_format)
+                save_lora(self.recipe.pipeline, folder / subfolder, component=name, lora_format=lora_format)
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.

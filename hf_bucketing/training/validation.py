@@ -100,13 +100,13 @@ class Validation:
         """Return frames of 8 bits, and their sound where audio is trained."""
         prompt = (self.config.validation_prompts or [])[number]
         images, references = self.images[number], self.references[number]
-        shown = {
+        loaded = {
             name: load_first_frame(image, size, background=self.background)
             for name, image in zip(IMAGES, images, strict=False)
         }
         fps = self.config.validation_fps if size.frames > 1 else 0.0
         options = {
-            **shown,
+            **loaded,
             "references": [
                 pictures(pixels.transpose(0, 1))
                 for pixels in load_references(references, size, self.rule, fps=fps, background=self.background)

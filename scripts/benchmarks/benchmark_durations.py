@@ -28,7 +28,7 @@ from hf_bucketing import (
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.loaders.planned import PlannedBatchSampler
-from hf_bucketing.report.measure import Sizes, Targets, bucket_targets, own_targets
+from hf_bucketing.report.measure import Sizes, Targets, bucket_targets, packed_targets
 
 FPS, HEIGHT, WIDTH, MOST_FRAMES = 16, 480, 832, 161
 MAX_TOKENS, PROCESSES, STRIP_LENGTH = 65_536, 8, 64
@@ -59,7 +59,7 @@ class Way(NamedTuple):
 def ways_of(sizes: Sizes) -> dict[str, Way]:
     limit: dict[str, Any] = {"max_tokens": MAX_TOKENS, "num_processes": PROCESSES}
     whole = sizes._replace(frames=np.minimum(sizes.frames, MOST_FRAMES))
-    own = own_targets(whole, spec=VIDEO_MODEL, max_area=HEIGHT * WIDTH)
+    own = packed_targets(whole, spec=VIDEO_MODEL, max_area=HEIGHT * WIDTH)
     packs: dict[str, Any] = {"strip_length": STRIP_LENGTH, "cost_model": COST, "balance": "cost"}
 
     def bucketed(table: BucketTable) -> Way:

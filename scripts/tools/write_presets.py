@@ -32,7 +32,7 @@ from hf_bucketing.planner.suggestion import Candidate, Suggester, Suggestion
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.ways import tables_of, ways_of
 from hf_bucketing.report.measure import Sizes
-from hf_bucketing.settings import flatten, given_settings, settings_in
+from hf_bucketing.settings import changed_settings, flatten, settings_in
 from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.units import format_bytes, format_seconds
 
@@ -158,7 +158,7 @@ def plan_model(name: str) -> dict[str, Any]:
             write_preset(path, suggestion, model=MODELS[name], machine=machine, rows=rows)
             run = suggestion.candidates[0]
             plans[path.stem] = {
-                "config": given_settings(run.config),
+                "config": changed_settings(run.config),
                 "bytes": run.memory.total,
                 "epoch": hours_of(run),
             }

@@ -145,3 +145,13 @@ def test_a_vae_of_chunks_takes_images_and_videos_that_end_in_a_short_chunk() -> 
 def test_chunks_that_are_no_videos_are_refused(settings: dict) -> None:
     with pytest.raises(BucketingError, match="chunk_frames"):
         LatentSpec(temporal_stride=4, spatial_stride=16, **settings)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 999), st.integers(1, 999))
+def test_the_side_that_a_resize_leaves_free_is_the_nearest_whole_number(height, width, target_height, target_width):
+    target = Size(1, target_height, target_width)
+    resized_height, resized_width = cover_resize(height, width, target=target)
+    if target_height * width >= target_width * height:
+        assert abs(2 * (resized_width * height - width * target_height)) <= height
+    else:
+        assert abs(2 * (resized_height * width - height * target_width)) <= width

@@ -259,7 +259,7 @@ def test_texts_that_see_references_are_those_of_the_view(
 def reference_of(prepared: PreparedDataset, row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     size = prepared.table.size(row["bucket_id"])
     sample = prepared.files.sample(row, size, views=CENTRED, draws=np.zeros(0), name="")
-    references: tuple[torch.Tensor, ...] = load(sample).shown["reference"]
+    references: tuple[torch.Tensor, ...] = load(sample).conditions["reference"]
     return references
 
 

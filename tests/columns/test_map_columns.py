@@ -23,7 +23,7 @@ from hf_bucketing import (
     Size,
     open_table,
 )
-from hf_bucketing.buckets.arrays import whole_column
+from hf_bucketing.buckets.arrays import column_values
 from hf_bucketing.columns import BucketColumns, MediaMetadata, column_array, load_source, map_columns
 from hf_bucketing.columns.arrays import column_batches
 from hf_bucketing.synthetic.media import DEMO_CLIPS
@@ -264,11 +264,11 @@ def test_rows_that_indices_choose_are_not_gathered_one_by_one(monkeypatch: pytes
     for name in mapped.column_names:
         assert column_array(mapped, name).tolist() == column_array(plain, name).tolist()
         assert [*itertools.chain(*(cells.to_pylist() for cells in column_batches(mapped, name)))] == plain[name][:]
-    assert whole_column(mapped["bucket_id"]).tolist() == plain["bucket_id"][:]
+    assert column_values(mapped["bucket_id"]).tolist() == plain["bucket_id"][:]
     assert not gathered
 
 
 def test_a_column_with_missing_values_is_no_column_of_whole_numbers() -> None:
     dataset = Dataset.from_dict({"bucket_id": [0, None, 1]})
     with pytest.raises(TypeError):
-        whole_column(dataset["bucket_id"], np.int64)
+        column_values(dataset["bucket_id"], np.int64)

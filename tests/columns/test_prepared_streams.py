@@ -20,7 +20,7 @@ from hf_bucketing.columns import PreparedDataset, column_array, prepared_stream
 from hf_bucketing.columns.layouts import SourceRows
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared import MANIFEST
-from hf_bucketing.columns.prepared_stream import PreparedStream, StreamPart, StreamSample, prepare_stream
+from hf_bucketing.columns.prepared_stream import PreparedStream, StreamSample, StreamSource, prepare_stream
 from hf_bucketing.columns.settings import RowsConfig, SourceConfig, TableConfig
 from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.loaders import BucketCollator, CaptionRule, resume
@@ -214,7 +214,7 @@ def test_a_stream_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ",".join(f"{name}={name}" for name in SIZES)
     source = RowsConfig(dataset="rows", media_column="image", caption_column="caption", size_columns=sizes)
     dataset = PreparedStream(
-        parts=(StreamPart(source=source, root=None, table=table),),
+        parts=(StreamSource(source=source, root=None, table=table),),
         table=table,
         open_table=open_table(SPEC),
         num_shards=1,

@@ -123,18 +123,18 @@ def sample_of(source: MediaSource, view: View, *, present: bool = True) -> FileS
 
 def test_a_sample_has_the_sound_of_its_own_frames_in_whole_tokens(clip: MediaSource) -> None:
     view = View(size=Size(9, 16, 32), fps=8.0, start=8, offset=1.0)
-    heard = load(sample_of(clip, view)).shown[AUDIO].numpy()
+    heard = load(sample_of(clip, view)).conditions[AUDIO].numpy()
     assert heard.shape == (2, 28 * 640)
     whole = read_audio(clip, start=0.0, samples=64000, rate=16000)
     assert whole is not None
     assert np.abs(heard - whole[:, 32000 : 32000 + 28 * 640]).max() < 0.02
-    mirrored = load(sample_of(clip, replace(view, flip=True))).shown[AUDIO].numpy()
+    mirrored = load(sample_of(clip, replace(view, flip=True))).conditions[AUDIO].numpy()
     assert np.array_equal(mirrored, heard[::-1])
 
 
 def test_a_sample_without_a_track_has_no_sound_and_one_that_lost_it_is_named(tmp_path: Path) -> None:
     write_video(tmp_path / "silent.mp4", frames(1.0), fps=8)
     silent, view = MediaSource.from_cell(str(tmp_path / "silent.mp4")), View(size=Size(5, 16, 32), fps=8.0)
-    assert load(sample_of(silent, view, present=False)).shown[AUDIO].shape == (2, 0)
+    assert load(sample_of(silent, view, present=False)).conditions[AUDIO].shape == (2, 0)
     with pytest.raises(MediaError, match=r"silent\.mp4 has no sound, but its row says so"):
         load(sample_of(silent, view))

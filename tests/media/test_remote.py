@@ -91,8 +91,8 @@ def test_frames_and_sound_come_from_a_file_that_is_opened_once(folder: Path, ser
         for source in (at(f"{served.url}/c.mp4"), MediaSource.from_cell(str(folder / "c.mp4")))
     )
     assert served.requests.count(("HEAD", "c.mp4")) == 1
-    assert torch.equal(remote.shown["audio"], local.shown["audio"])
-    assert remote.shown["audio"].abs().max() > 0.5
+    assert torch.equal(remote.conditions["audio"], local.conditions["audio"])
+    assert remote.conditions["audio"].abs().max() > 0.5
     assert torch.equal(remote.pixels, local.pixels)
 
 

@@ -118,7 +118,7 @@ def test_a_mask_whose_shape_is_transparency_is_read_from_there(tmp_path: Path) -
     for name, (picture, wanted) in cases.items():
         mask = save(tmp_path / "mask.png", picture)
         file = FileSample(source=sample, view=view, conditions={"mask": mask})
-        shown = load(file).shown["mask"][0, 0, HEIGHT // 2]
+        shown = load(file).conditions["mask"][0, 0, HEIGHT // 2]
         assert [shown[WIDTH // 4].item(), shown[-WIDTH // 4].item()] == wanted, name
         thumbnail = Image.open(io.BytesIO(sample_thumbnails(file)["mask"].data)).convert("L")
         levels = [thumbnail.getpixel((place, HEIGHT // 2)) / 255 for place in (WIDTH // 4, 3 * WIDTH // 4)]
@@ -135,7 +135,7 @@ def test_samples_conditions_references_and_thumbnails_have_the_background_of_the
         conditions = {"control": picture, "first_frame": picture, "face": picture, "reference": (picture,)}
         file = FileSample(source=picture, view=view, conditions=conditions)
         sample = load(file)
-        shown = {**sample.shown, "reference": sample.shown["reference"][0]}
+        shown = {**sample.conditions, "reference": sample.conditions["reference"][0]}
         for name, values in {"pixels": sample.pixels, **shown}.items():
             assert sides(values) == [colour, GREEN], (name, background)
         (reference,) = load_references([picture], size, ReferenceRule(), fps=0.0, background=background)

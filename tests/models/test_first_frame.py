@@ -13,7 +13,7 @@ from PIL import Image
 
 from hf_bucketing.buckets.sizes import LatentSpec, Size
 from hf_bucketing.models.families.cosmos import FAMILY
-from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, FirstFrameRecipe, shown_ends
+from hf_bucketing.models.first_frame import ENDS, FIRST_LATENT, FirstFrameRecipe, end_frames
 from hf_bucketing.models.objectives import Noised
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import Samples
@@ -81,9 +81,9 @@ def test_the_first_frame_of_the_data_set_stands_in_the_place_of_the_samples_own(
 
 def test_shown_ends_are_those_of_the_data_set_or_of_the_samples() -> None:
     pixels, first = torch.rand(2, 3, 5, 4, 6), [torch.rand(3, 1, 4, 6) for _ in range(2)]
-    assert shown_ends(pixels, {}).equal(pixels[:, :, :1])
-    assert shown_ends(pixels, {}, ENDS).equal(pixels[:, :, [0, 4]])
-    frames = shown_ends(pixels, {"first_frame": first}, ENDS)
+    assert end_frames(pixels, {}).equal(pixels[:, :, :1])
+    assert end_frames(pixels, {}, ENDS).equal(pixels[:, :, [0, 4]])
+    frames = end_frames(pixels, {"first_frame": first}, ENDS)
     assert frames[:, :, :1].equal(torch.stack(first))
     assert frames[:, :, 1:].equal(pixels[:, :, 4:])
 

@@ -74,7 +74,7 @@ def test_every_text_token_takes_part_in_joint_attention() -> None:
 @settings(max_examples=200)
 def test_grids_are_centred_as_the_pipeline_centres_them(height: int, width: int, base_height: int, base_width: int):
     expected = get_resize_crop_region_for_grid((height, width), base_width, base_height)
-    assert centred(height, width, whole=(base_height, base_width)) == expected
+    assert centred(height, width, base=(base_height, base_width)) == expected
 
 
 def test_models_that_packing_cannot_run_are_refused_with_the_reason() -> None:

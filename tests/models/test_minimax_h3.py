@@ -442,7 +442,7 @@ class KeyframeStep:
         noised = step.objective(list(latents), indices=[row], epoch=0)
         sound = self.recipe.encode_audio(self.batch["shown"]["audio"][row])
         audio = step.objective.audio([sound], timesteps=noised.timesteps, keys=[key])
-        generator = torch.Generator().manual_seed(integer_seed(Purpose.SHOWN_NOISE, *key))
+        generator = torch.Generator().manual_seed(integer_seed(Purpose.CONDITION_NOISE, *key))
         draw = before_denoise.randn_tensor
 
         def randn(shape: Any, **options: Any) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_half_a_megapixel_and_ten_seconds_of_ltx_have_the_shift_of_its_largest_s
     tokens = 31 * 16 * 32  # 241 frames of 512×1024
     law = shift_of_scheduler({"use_dynamic_shifting": True, **LTX})
     assert law(tokens=tokens, pixels=0) == pytest.approx(math.exp(2.05)) == law(tokens=4096, pixels=0)
-    free = chosen_shift("unbounded", own=law)
+    free = chosen_shift("unbounded", model_shift=law)
     assert free(tokens=tokens, pixels=0) == pytest.approx(math.exp(calculate_shift(tokens, *LTX.values())))
     assert free(tokens=tokens, pixels=0) > 400
 
@@ -107,18 +107,20 @@ def test_the_shift_by_steps_tends_to_the_line_of_flux_that_training_takes() -> N
 
 def test_a_setting_chooses_the_law() -> None:
     own = ShiftByTokens(max_tokens=8192, max_shift=0.9)
-    assert chosen_shift(2, own=own) == 2.0
-    assert chosen_shift(ShiftByRoot(factor=2.0), own=own) == ShiftByRoot(factor=2.0)
-    assert chosen_shift("tokens", own=own) is own
-    assert chosen_shift("tokens", own=3.0) == ShiftByTokens()
-    assert chosen_shift("pixels", own=3.0) == ShiftByRoot()
-    assert chosen_shift("flux2", own=own) == ShiftBySteps(steps=50)
-    assert chosen_shift("resolution", own=3.0, resolutions=WAN) == ShiftByResolution(WAN)
-    assert chosen_shift("480x832:2, 720x1280:5.5", own=3.0) == ShiftByResolution(((480, 832, 2.0), (720, 1280, 5.5)))
+    assert chosen_shift(2, model_shift=own) == 2.0
+    assert chosen_shift(ShiftByRoot(factor=2.0), model_shift=own) == ShiftByRoot(factor=2.0)
+    assert chosen_shift("tokens", model_shift=own) is own
+    assert chosen_shift("tokens", model_shift=3.0) == ShiftByTokens()
+    assert chosen_shift("pixels", model_shift=3.0) == ShiftByRoot()
+    assert chosen_shift("flux2", model_shift=own) == ShiftBySteps(steps=50)
+    assert chosen_shift("resolution", model_shift=3.0, resolutions=WAN) == ShiftByResolution(WAN)
+    assert chosen_shift("480x832:2, 720x1280:5.5", model_shift=3.0) == ShiftByResolution(
+        ((480, 832, 2.0), (720, 1280, 5.5))
+    )
     with pytest.raises(BucketingError, match="has no bound to lift"):
-        chosen_shift("unbounded", own=3.0)
+        chosen_shift("unbounded", model_shift=3.0)
     with pytest.raises(BucketingError, match="name no shifts by resolution; give them"):
-        chosen_shift("resolution", own=3.0)
+        chosen_shift("resolution", model_shift=3.0)
 
 
 @pytest.mark.parametrize("setting", [0, -1.0, math.nan, math.inf, True, "3", "", "pixel", "480x832", "480x832:",

@@ -78,7 +78,7 @@ def recipe(tiny_folder: Callable[[str], Path]) -> Recipe:
     return recipe_of(folder).load(folder)
 
 
-def shown_of(count: int, frames: int) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+def media_and_conditions(count: int, frames: int) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """Draw the pixels of samples of 32×48 pixels, and what they are shown but for a mask."""
     generator = torch.Generator().manual_seed(0)
     drawn = [
@@ -90,7 +90,7 @@ def shown_of(count: int, frames: int) -> tuple[torch.Tensor, dict[str, list[Any]
 
 
 def test_each_sample_of_a_stack_trains_the_mode_that_its_mask_says(recipe: Recipe) -> None:
-    pixels, shown = shown_of(2, 5)
+    pixels, shown = media_and_conditions(2, 5)
     half = torch.ones(1, 5, 32, 48)
     half[..., :24] = 0
     both = recipe.encode_media(pixels, {**shown, "mask": [half, torch.ones_like(half)]})
@@ -108,7 +108,7 @@ def test_each_sample_of_a_stack_trains_the_mode_that_its_mask_says(recipe: Recip
 
 @pytest.mark.parametrize("mode", ["animate", "replace"])
 def test_shown_frames_are_those_of_the_segment_before(recipe: Recipe, mode: str) -> None:
-    pixels, shown = shown_of(1, 9)
+    pixels, shown = media_and_conditions(1, 9)
     mask = torch.ones(1, 9, 32, 48)
     mask[..., :24] = 0
     shown |= {"mask": [mask]} if mode == "replace" else {}
@@ -130,7 +130,7 @@ def test_shown_frames_are_those_of_the_segment_before(recipe: Recipe, mode: str)
 
 
 def test_an_image_has_a_face_of_one_frame_and_trains(recipe: Recipe) -> None:
-    media = recipe.encode_media(*shown_of(2, 1))
+    media = recipe.encode_media(*media_and_conditions(2, 1))
     assert (media["latents"].shape[2], media[FACE].shape[2]) == (2, 1)
     assert {name: values[0].shape for name, values in media.items() if name not in (IMAGE, "latents", LOSS_MASK)} == {
         name: values.shape

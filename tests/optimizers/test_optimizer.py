@@ -184,11 +184,11 @@ def test_models_that_take_turns_learn_as_each_does_alone_also_after_resuming(con
         train(model, optimizer, steps=steps)
         if hasattr(optimizer, "eval"):
             optimizer.eval()
-    optimizer = make_optimizer(together[0], config, beside=together[1:])
+    optimizer = make_optimizer(together[0], config, others=together[1:])
     optimizer.train()
     for turn in (0, 0, 1):
         train(together[turn], optimizer, steps=1)
-    resumed = make_optimizer(together[0], config, beside=together[1:])
+    resumed = make_optimizer(together[0], config, others=together[1:])
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for turn in (0, 1, 0, 0):
         train(together[turn], resumed, steps=1)

@@ -138,5 +138,5 @@ def flash_attention_4() -> Iterator[None]:
 def clear() -> None:
     """Forget what was installed and chosen before."""
     kernels.LOADED.clear()
-    for function in (kernels.missing, dispatch._choice, dispatch._found):
+    for function in (kernels.missing, dispatch._choice, dispatch._first_kernel):
         function.cache_clear()

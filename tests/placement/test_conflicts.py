@@ -10,7 +10,7 @@ import pytest
 from hf_bucketing.commands.table import COMMANDS
 from hf_bucketing.placement.conflicts import (
     CONFLICTS,
-    READ_WHOLE_WEIGHTS,
+    READ_FULL_WEIGHTS,
     Combination,
     conflicting_settings,
     conflicts,
@@ -27,7 +27,7 @@ BROKEN = [
     ({"offload_blocks": 1}, {"sharding": "deepspeed"}),
     ({"trained_dtype": "bf16"}, {"sharding": "fsdp2"}),
     ({}, {"sharding": "fsdp2", "optimizer": "prodigyopt:Prodigy"}),
-    ({}, {"sharding": "fsdp", "joined": READ_WHOLE_WEIGHTS}),
+    ({}, {"sharding": "fsdp", "joined": READ_FULL_WEIGHTS}),
     ({}, {"sharding": "deepspeed stage 3", "joined": ("ema_decay",)}),
     ({}, {"sharding": "fsdp2", "searches": True, "loads_once": True}),
     ({}, {"sharding": "deepspeed", "weighs_late": True}),

@@ -24,7 +24,7 @@ from hf_bucketing.planner.suggestion import Suggester
 from hf_bucketing.planner.time import Speed
 from hf_bucketing.planner.trackers import PeakTracker
 from hf_bucketing.planner.ways import tables_of, ways_of
-from hf_bucketing.report.measure import Sizes, own_targets
+from hf_bucketing.report.measure import Sizes, packed_targets
 from hf_bucketing.settings import changed
 
 SILENT = PlanConfig.from_flat(
@@ -117,7 +117,7 @@ def test_cached_audio_is_counted_in_channels_of_its_own(components: Components) 
     suggester = Suggester(
         components, rows, machine=MachineConfig(gpu_memory=24), base=SILENT, speed=Speed(1e12, 2e12, "a test")
     )
-    targets = own_targets(sizes, spec=components.spec, max_area=None)
+    targets = packed_targets(sizes, spec=components.spec, max_area=None)
     latents = components.spec.num_tokens((9, 64, 64)) * 4 * 4
     heard = suggester._cache_bytes(targets, SILENT)
     suggester.rows = replace(rows, conditions=RowConditions(num_rows=10))

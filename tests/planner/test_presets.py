@@ -15,7 +15,7 @@ from hf_bucketing.commands.script_settings import launcher
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components, verdict_on
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.settings import build, flatten, given_settings
+from hf_bucketing.settings import build, changed_settings, flatten
 from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
         file = CONFIGS / model / f"{name}.yaml"
         args = parsed("train", "--config", file, "--dataset_dir", "cached", "--output_dir", "trained")
         training = flatten(from_flags(TrainingConfig, args))
-        planned = given_settings(config.run)
+        planned = changed_settings(config.run)
         assert {key: training[key] for key in planned} == planned
         args = parsed("prepare", "--config", file, "--dataset", "clips", "--output_dir", "prepared")
         (source,) = sources_from(vars(args), args.config)

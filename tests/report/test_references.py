@@ -17,7 +17,14 @@ from hf_bucketing.conditions.audio import AudioRule, RowAudio
 from hf_bucketing.conditions.references import REFERENCE_SIZES, ReferenceRule, RowReferences
 from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.planner import MemoryParts, PlanConfig, memory
-from hf_bucketing.report import ReportConfig, SizeColumns, describe_references, make_report, measure_references
+from hf_bucketing.report import (
+    ReportConfig,
+    SizeColumns,
+    describe_references,
+    format_report,
+    make_report,
+    measure_references,
+)
 from tests.conftest import run_script_here
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))
@@ -87,6 +94,9 @@ def test_padding_buckets_and_packs_count_audio_as_computed_by_hand() -> None:
     assert padding.computed_tokens == 4 * (32 + 9)
     assert (bucketing.num_steps, bucketing.computed_tokens) == (2, 4 * 32 + 2 * 9), "two stacks: with audio, without"
     assert (packing.num_steps, packing.computed_tokens) == (2, 4 * 32 + 2 * 9)
+    assert report.condition_shares == {"audio": 2 * 9 / (4 * 32 + 2 * 9)}
+    assert report.to_dict()["condition_shares"] == report.condition_shares
+    assert "Conditions, of all tokens in buckets: audio 12%." in format_report(report).replace("\n", " ")
 
 
 def test_references_in_front_of_samples_divide_buckets_by_their_number_alone() -> None:

@@ -17,7 +17,7 @@ from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.experts import loading_options, own_folder
+from hf_bucketing.adapters.experts import expert_folder, loading_options
 from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, PEFT_FILES
 from hf_bucketing.adapters.kinds import adapters_of as adapters_in
 from hf_bucketing.adapters.lora import add_lora, check_component, save_lora, start_adapters
@@ -286,7 +286,7 @@ def test_the_script_renders_the_same_from_a_folder_that_has_only_files_for_comfy
         for value in adapters_in(getattr(pipeline, name)).values():
             torch.nn.init.normal_(value, std=0.2)
         for lora_format in ("diffusers", "comfyui"):
-            folder = tmp_path / lora_format / own_folder(name, trained=component)
+            folder = tmp_path / lora_format / expert_folder(name, trained=component)
             save_lora(pipeline, folder, component=name, lora_format=lora_format)
     frames, call = [], WanPipeline.__call__
 

@@ -25,7 +25,7 @@ from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
 from hf_bucketing.training import HubConfig
-from hf_bucketing.training.card import Run, shown, write_card
+from hf_bucketing.training.card import Run, without_folders, write_card
 from hf_bucketing.training.hub import open_repository, upload
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import TRAINING_SCRIPT, as_flags, launch, run_script_here
@@ -160,7 +160,16 @@ def test_paths_are_shown_by_their_last_part(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clips").mkdir()
     values = [str(tmp_path / "a.png"), "~/b", "clips", "./clips/..", "Wan-AI/Wan2.1", {"control": "/c/d"}, 0.5, None]
-    assert shown(values) == ["a.png", "b", "clips", tmp_path.name, "Wan-AI/Wan2.1", {"control": "d"}, 0.5, None]
+    assert without_folders(values) == [
+        "a.png",
+        "b",
+        "clips",
+        tmp_path.name,
+        "Wan-AI/Wan2.1",
+        {"control": "d"},
+        0.5,
+        None,
+    ]
 
 
 def flags(pipeline: Path, prepared: Path, output: Path, *others: object) -> list[object]:

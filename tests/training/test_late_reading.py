@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from hf_bucketing import BucketingError
 from hf_bucketing.batching.steps import StepLosses
 from hf_bucketing.errors import Interrupted
-from hf_bucketing.models.loading import PARTS
+from hf_bucketing.models.loading import MODEL_PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.runs.run_log import log_path, read_log, read_status
 from hf_bucketing.training import TrainingConfig, loop
@@ -218,7 +218,7 @@ def on_device(
 
         def added(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
             config = add_trained_parts(recipe, config, accelerator)
-            for module in recipe.modules(*PARTS):
+            for module in recipe.modules(*MODEL_PARTS):
                 device.move_module(module)
             for state in (PartialState, AcceleratorState):
                 state._shared_state["device"] = device.device

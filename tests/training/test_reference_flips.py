@@ -151,9 +151,9 @@ def test_folders_of_earlier_rules_stay_what_they_were_and_runs_say_how_pipelines
     prepared = PreparedDataset.load(folders["rows"])
     earlier = replace(prepared, references=ReferenceRule(multiples=(16, 16), min_side=64, max_ratio=8))
     for data in (prepared, replace(prepared, references=prepared.references.within(64**2))):
-        data_checks.check_shown_references(config, data, recipe, views=ViewRule())
+        data_checks.check_reference_views(config, data, recipe, views=ViewRule())
     assert not said
-    data_checks.check_shown_references(config, earlier, recipe, views=ViewRule())
+    data_checks.check_reference_views(config, earlier, recipe, views=ViewRule())
     assert "resized to multiples, with a bicubic filter; the pipeline of the model shows them" in said[0]
     assert "cropped to multiples, with a lanczos filter. Prepare the data set again" in said[0]
     assert repr(earlier.references).endswith("appended=0, appended_first=False, appended_text=None)")

@@ -31,7 +31,7 @@ from hf_bucketing.configuration.preservation import PreservationConfig
 from hf_bucketing.devices import DeviceTimer, to_device
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing
-from hf_bucketing.models.loading import PARTS
+from hf_bucketing.models.loading import MODEL_PARTS
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.samples import KEYFRAME_PLACES, REFERENCES
@@ -185,7 +185,7 @@ def check_step(
 ) -> dict[str, float]:
     """Check that a step on the device has the CPU's numbers, and waits at its end alone; return what it logs."""
     metrics = train(step, batch, device=torch.device("cpu"))
-    for module in step_there.recipe.modules(*PARTS):
+    for module in step_there.recipe.modules(*MODEL_PARTS):
         device.move_module(module)
     with device.recording() as waits:
         drawn = step_there.draw(batch, [(0, 0, index) for index in batch["index"]])

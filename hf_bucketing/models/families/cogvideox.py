@@ -31,12 +31,12 @@ from ...packing.strip_positions import position_strips
 from ...packing.strips import token_grid
 from ...packing.texts import TextTokens
 from ..control import ControlRecipe, control_as
-from ..first_frame import ENDS, shown_ends
+from ..first_frame import ENDS, end_frames
 from ..joint import JointFamily
 from ..loading import read_config
 from ..positions import one_table, rotary_tables
 from ..recipe import Recipe
-from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown
+from ..samples import SHOWN_FRAMES, Conditions, Media, Samples
 from ..shift import ShiftLaw
 
 if TYPE_CHECKING:
@@ -105,19 +105,19 @@ class CogVideoXFamily(JointFamily):
 
     def positions(self, module: Any, grid: Grid, base_size: Grid | None, *, device: torch.device) -> Rotary:
         """Return the tables that its pipeline would pass."""
-        dim, whole = module.config.attention_head_dim, base_grid(module)
+        dim, base = module.config.attention_head_dim, base_grid(module)
         if base_size is not None:
             axes = list(axis_coordinates(grid, base_size, device=device))
             if module.config.get("patch_size_t") is None:
-                corners = zip(*centred(*base_size[1:], whole=whole), strict=True)
+                corners = zip(*centred(*base_size[1:], base=base), strict=True)
                 for axis, (start, stop) in enumerate(corners, start=1):
                     last = max(base_size[axis] - 1, 1)  # the base size's tokens span start to stop·last/(last + 1)
                     axes[axis] = start + axes[axis] * (stop * last / (last + 1) - start) / last
             return rotary_tables((dim // 4, dim // 8 * 3, dim // 8 * 3), axes)
         frames, height, width = grid
-        crop: dict[str, Any] = {"crops_coords": centred(height, width, whole=whole)}
+        crop: dict[str, Any] = {"crops_coords": centred(height, width, base=base)}
         if module.config.get("patch_size_t") is not None:
-            crop = {"crops_coords": None, "grid_type": "slice", "max_size": whole}
+            crop = {"crops_coords": None, "grid_type": "slice", "max_size": base}
         cosines, sines = get_3d_rotary_pos_embed(
             embed_dim=dim, grid_size=(height, width), temporal_size=frames, device=device, **crop
         )
@@ -174,11 +174,11 @@ def base_grid(transformer: Transformer) -> tuple[int, int]:
     return config.sample_height // config.patch_size, config.sample_width // config.patch_size
 
 
-def centred(height: int, width: int, *, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def centred(height: int, width: int, *, base: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the corners of a grid scaled to fit into the middle of the whole, as in CogVideoX 1.0."""
-    scale = min(whole[0] / height, whole[1] / width)
+    scale = min(base[0] / height, base[1] / width)
     fitted = round(scale * height), round(scale * width)
-    top, left = (round((side - part) / 2.0) for side, part in zip(whole, fitted, strict=True))
+    top, left = (round((side - part) / 2.0) for side, part in zip(base, fitted, strict=True))
     return (top, left), (top + fitted[0], left + fitted[1])
 
 
@@ -285,12 +285,12 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         return f"{super().media_rule}, conditions of 1 frame"
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Encode the first frame of videos, the data set's or their own: `image_latents`, zeros for images."""
         if pixel_values.shape[2] == 1:
             return {"image_latents": torch.zeros_like(latents[:, :, :1])}
         vae = self.pipeline.vae
-        image = vae.encode(shown_ends(pixel_values, shown).to(vae.dtype)).latent_dist.mode()
+        image = vae.encode(end_frames(pixel_values, conditions).to(vae.dtype)).latent_dist.mode()
         factor = vae.config.scaling_factor
         return {"image_latents": image / factor if vae.config.invert_scale_latents else image * factor}
 
@@ -302,8 +302,11 @@ class CogVideoXImageToVideoRecipe(CogVideoXRecipe):
         """Return the first frame's latent, unless a run draws not to show it, and zeros for the other frames."""
         latents, images = samples.noised.latents, samples.conditions["image_latents"]
         frames = samples.conditions.get(SHOWN_FRAMES, [(True,)] * len(latents))
-        shown = [image * bool(visible[0]) for image, visible in zip(images, frames, strict=True)]
-        return [F.pad(image, (0, 0, 0, 0, 0, noisy.shape[1] - 1)) for noisy, image in zip(latents, shown, strict=True)]
+        visible_images = [image * bool(visible[0]) for image, visible in zip(images, frames, strict=True)]
+        return [
+            F.pad(image, (0, 0, 0, 0, 0, noisy.shape[1] - 1))
+            for noisy, image in zip(latents, visible_images, strict=True)
+        ]
 
     def clean_parts(self, samples: Samples) -> None:
         """Return no clean latents: the first frame is further channels."""

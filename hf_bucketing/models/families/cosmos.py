@@ -230,7 +230,7 @@ class CosmosRecipe(CosmosModelRecipe):
         """Return the factor of a sample's noise levels that a setting names; by default the root of its frames."""
         if setting is None:
             return _root_of_frames
-        law = chosen_shift(setting, own=self.shift())
+        law = chosen_shift(setting, model_shift=self.shift())
         return law if isinstance(law, (int, float)) else ShiftOfLatents(law, self.spec)
 
     def render(self, prompt: str, size: Size, **options: Any) -> np.ndarray:

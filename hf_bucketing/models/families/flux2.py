@@ -209,13 +209,13 @@ class Flux2KVFamily(Flux2Family):
         inputs = super().unpacked_inputs(transformer, rows)
         if not rows.references:
             return inputs
-        own, ids = math.prod(rows.grid), inputs["img_ids"]
+        num_tokens, ids = math.prod(rows.grid), inputs["img_ids"]
         return {
             **inputs,
             "hidden_states": self.arranged((*rows.references, rows.latents), rows.patch),
-            "img_ids": ids.roll(-own, 0),
+            "img_ids": ids.roll(-num_tokens, 0),
             "kv_cache_mode": "extract",
-            "num_ref_tokens": len(ids) - own,
+            "num_ref_tokens": len(ids) - num_tokens,
         }
 
 

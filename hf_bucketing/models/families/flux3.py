@@ -110,7 +110,9 @@ def _reference_index(layout: PackedLayout) -> torch.Tensor:
 
     def make() -> torch.Tensor:
         spans = zip(layout.spans, layout.own_lengths, strict=True)
-        return to_device(torch.cat([torch.arange(start + own, stop) for (start, stop), own in spans]), layout.device)
+        return to_device(
+            torch.cat([torch.arange(start + count, stop) for (start, stop), count in spans]), layout.device
+        )
 
     return layout.self_segments.made("reference index", make)
 
@@ -187,19 +189,19 @@ class Flux3Family(Flux2Family):
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
         """Number tokens and text as the pipeline does, and pass references apart."""
         device = rows.latents.device
-        (own,), (text,) = (
+        (image_ids,), (text,) = (
             self.positions(None, rows.grid, None, device=device),
             self.text_positions(None, rows.grids, rows.text.shape[1], device=device),
         )
-        inputs = {"img_ids": own, "txt_ids": text}
+        inputs = {"img_ids": image_ids, "txt_ids": text}
         if not rows.references:
             return inputs
-        (shown,) = self.reference_positions(None, rows.grids, device=device)
+        (reference_ids,) = self.reference_positions(None, rows.grids, device=device)
         return {
             **inputs,
             "hidden_states": self.arranged([rows.latents], rows.patch),
             "image_cond_hidden_states": self.arranged(rows.references, rows.patch),
-            "image_cond_ids": shown,
+            "image_cond_ids": reference_ids,
         }
 
 

@@ -25,12 +25,12 @@ from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Rotary
 from ...packing.texts import TextTokens, apply_text_mask
-from ..first_frame import ENDS, pictures, shown_ends
+from ..first_frame import ENDS, end_frames, pictures
 from ..joint import JointFamily, order_by_sample, texts_by_sample
 from ..objectives import Objective
 from ..positions import rotary_tables
 from ..recipe import Recipe
-from ..samples import Conditions, ModelInputs, Samples, Shown
+from ..samples import Conditions, Media, ModelInputs, Samples
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTokenRefiner
@@ -203,10 +203,10 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
         glyphs = apply_text_mask("masked", tokens, mask=batch.conditioning[GLYPH_MASK])
         counts = list(map(len, glyphs))
         of_image = [added - count for added, count in zip(layout.added_lengths or (), counts, strict=True)]
-        shown = [image[:length] for image, length in zip(images, of_image, strict=True)]
+        valid = [image[:length] for image, length in zip(images, of_image, strict=True)]
         added = {
             GLYPHS: torch.cat(glyphs)[None],
-            IMAGE: torch.cat(shown)[None],
+            IMAGE: torch.cat(valid)[None],
             ORDER: order_by_sample(layout, of_image, counts),
         }
         return replace(super().rows(replace(batch, conditioning={})), conditioning=added)
@@ -390,9 +390,9 @@ class HunyuanVideo15ImageToVideoRecipe(HunyuanVideo15Recipe):
     conditions = (Condition(name=ENDS[0], enters="channels", pictures_only=True),)
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Encode the first frame, the sample's own or the data set's, by the VAE and by the image encoder."""
-        first, encoder = shown_ends(pixel_values, shown), self.pipeline.image_encoder
+        first, encoder = end_frames(pixel_values, conditions), self.pipeline.image_encoder
         images = pictures(first[:, :, 0])
         tokens = self.pipeline.encode_image(images, batch_size=1, device=encoder.device, dtype=encoder.dtype)
         return {IMAGE_LATENTS: self.encode_latents(first), IMAGE: tokens}

@@ -155,16 +155,16 @@ class Kandinsky6Family(Kandinsky5Family):
     def check_layout(self, transformer: Transformer, layout: PackedLayout, *, stretched: bool = False) -> None:
         """Refuse sound that is longer than the model has positions, and pictures that are no frame of their sample."""
         super().check_layout(transformer, layout, stretched=stretched)
-        for sample, (own, *shown) in enumerate(layout.sample_grids):
-            if shown and not takes_picture(transformer.config):
+        for sample, (grid, *references) in enumerate(layout.sample_grids):
+            if references and not takes_picture(transformer.config):
                 raise PackingError(
                     f"Sample {sample} has a picture, for which this {type(transformer).__name__} lacks a visual "
                     "condition (`visual_cond`) or two types of tokens (`visual_token_type_num_embeddings`)."
                 )
-            if shown and shown != [(1, *own[1:])]:
+            if references and references != [(1, *grid[1:])]:
                 raise PackingError(
-                    f"The picture of sample {sample} has a token grid of {shown[0]}; as its first frame, it must have "
-                    f"{(1, *own[1:])}."
+                    f"The picture of sample {sample} has a token grid of {references[0]}; as its first frame, it must "
+                    f"have {(1, *grid[1:])}."
                 )
         most = transformer.audio_rope_embeddings.max_pos
         for sample, length in enumerate(layout.audio_lengths or ()):
@@ -239,11 +239,11 @@ class Kandinsky6Family(Kandinsky5Family):
         if layout is None or audio is None:
             return rows
         levels = batch.per_strip(to_device(exact_timesteps(audio.timesteps), batch.strips.device))
-        heard = layout.in_rows(torch.cat(list(audio.latents)))
+        audio_rows = layout.in_rows(torch.cat(list(audio.latents)))
         return replace(
             rows,
             timesteps=torch.stack([rows.timesteps, levels], 1),
-            conditioning={**rows.conditioning, "audio_hidden_states": heard},
+            conditioning={**rows.conditioning, "audio_hidden_states": audio_rows},
         )
 
     def own_output(self, output: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -335,10 +335,10 @@ def _marked(strips: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _with_picture(rows: Rows) -> dict[str, Any]:
     """Return the types and the positions of frames, of which the last is a picture, as the pipeline passes them."""
     (frames, height, width), device = rows.grid, rows.latents.device
-    own = torch.arange(frames, device=device)
+    places = torch.arange(frames, device=device)
     return {
-        "visual_token_type_ids": F.pad(own.new_zeros(len(rows.latents), frames), (0, 1), value=1),
-        "visual_rope_pos": (F.pad(own, (0, 1)), *(torch.arange(side, device=device) for side in (height, width))),
+        "visual_token_type_ids": F.pad(places.new_zeros(len(rows.latents), frames), (0, 1), value=1),
+        "visual_rope_pos": (F.pad(places, (0, 1)), *(torch.arange(side, device=device) for side in (height, width))),
     }
 
 

@@ -77,8 +77,8 @@ class Krea2Family(FluxFamily):
     untraceable = "in packs, torch cannot trace how its blocks modulate texts beside tokens"
     original_names = (
         *(
-            (f"{own}.*.attn.{layer}", f"{original}.*.attn.{name}")
-            for own, original in (
+            (f"{ours}.*.attn.{layer}", f"{original}.*.attn.{name}")
+            for ours, original in (
                 ("transformer_blocks", "blocks"),
                 ("text_fusion.layerwise_blocks", "txtfusion.layerwise_blocks"),
                 ("text_fusion.refiner_blocks", "txtfusion.refiner_blocks"),

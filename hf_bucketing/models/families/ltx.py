@@ -143,11 +143,11 @@ def reference_factors(grids: Sequence[Grid]) -> list[int]:
         >>> reference_factors([(7, 23, 31), (7, 5, 7), (1, 23, 31), (1, 16, 16)])
         [4, 1, 1]
     """
-    (_, height, width), *shown = grids
-    factors = [1 + max(height // (rows + 1), width // (columns + 1)) for _, rows, columns in shown]
+    (_, height, width), *references = grids
+    factors = [1 + max(height // (rows + 1), width // (columns + 1)) for _, rows, columns in references]
     return [
         factor if (height // factor, width // factor) == grid[1:] else 1
-        for factor, grid in zip(factors, shown, strict=True)
+        for factor, grid in zip(factors, references, strict=True)
     ]
 
 

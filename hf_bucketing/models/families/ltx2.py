@@ -32,7 +32,7 @@ from ...packing.processors import PackedAttnProcessor, Rotary, attend_if_any
 from ...packing.segments import SegmentSpans
 from ...packing.strip_positions import position_strips
 from ...packing.texts import TextTokens
-from ...packing.ulysses import all_tokens, own_heads, own_part, own_tokens
+from ...packing.ulysses import all_tokens, local_heads, local_part, local_tokens
 from ..first_frame import FirstFrameRecipe
 from ..loading import read_config
 from ..recipe import Recipe
@@ -100,7 +100,7 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         key_rotary = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
         rotary = [
-            None if tables is None else tuple(own_part(table, self._parallel_config) for table in tables)
+            None if tables is None else tuple(local_part(table, self._parallel_config) for table in tables)
             for tables in (query_rotary_emb, key_rotary)
         ]
         return self._attend_in(segments[0], attn, hidden_states, states, rotary)
@@ -123,17 +123,17 @@ class PackedLTX2AttnProcessor(PackedAttnProcessor):
         if segments.queries:
             query = self._all_tokens_of(query, rows, segments.num_queries)
             if self.part == "to_text":
-                key, value = (own_heads(side, config) for side in (key, value))
+                key, value = (local_heads(side, config) for side in (key, value))
             else:
                 key, value = (self._all_tokens_of(side, len(states), segments.num_keys) for side in (key, value))
         attended = attend_if_any(query, key, value, segments, backend=self.backend)
         if segments.queries:
             by_row = filled_up(attended.unflatten(0, (rows, -1)), config)
-            attended = own_tokens(by_row, config, heads=attn.heads).flatten(0, 1)
+            attended = local_tokens(by_row, config, heads=attn.heads).flatten(0, 1)
         attended = self.gate(attn, attended, hidden_states)
         output = attn.to_out[1](attn.to_out[0](attended.flatten(1)))
         has_key = filled_up(segments.has_key(output.device).view(rows, -1, 1), config)
-        return output.view_as(hidden_states) * own_part(has_key, config)
+        return output.view_as(hidden_states) * local_part(has_key, config)
 
     def _all_tokens_of(self, heads: torch.Tensor, rows: int, count: int) -> torch.Tensor:
         """Return all `count` tokens of rows, with this process's heads, without those that fill up the rows."""
@@ -282,8 +282,8 @@ class LTX2Family(Family):
         coordinates = _in_seconds(
             pixels.expand(count, -1, -1, -1), numbers.expand(count, -1), rows.conditioning["fps"]
         )
-        heard = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
-        return {"video_coords": coordinates, **heard}
+        audio_inputs = _no_audio(transformer, rows.latents) if rows.audio is None else _stacked_audio(rows)
+        return {"video_coords": coordinates, **audio_inputs}
 
 
 def modulates_text(transformer: Transformer) -> bool:
@@ -376,7 +376,7 @@ def _levels_of(transformer: Any, rows: str, module: Any, args: tuple[Any, ...]) 
         samples = cut_evenly(layout.text_segment_ids, layout.num_strips).flatten()
     elif rows == "audio" and audio is not None:
         config = transformer._parallel_config
-        samples = own_part(filled_up(audio.samples.view(audio.rows, -1, 1), config), config).flatten()
+        samples = local_part(filled_up(audio.samples.view(audio.rows, -1, 1), config), config).flatten()
     else:
         samples = layout.strip_segments
     return args[0][samples], *args[1:]
@@ -398,11 +398,11 @@ def _complete(
     )
     audio = AudioLayout.of(layout)
     if audio is None:
-        heard = _no_audio(transformer, rows)
+        audio_inputs = _no_audio(transformer, rows)
     else:
         seconds = [audio_tables(transformer, length, rows.device)[0] for length in layout.audio_lengths or ()]
-        heard = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
-    completed = {**kwargs, **heard, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
+        audio_inputs = {"audio_coords": audio.in_rows(torch.cat(seconds))[:, None]}
+    completed = {**kwargs, **audio_inputs, "video_coords": _in_seconds(pixels, numbers, kwargs["fps"])}
     return args, _filled_up_audio(completed, transformer._parallel_config)
 
 

@@ -53,7 +53,7 @@ from ..texts import TextEmbeddings
 VIDEO, TEXT, AUDIO = range(3)
 """Modalities of rows (`token_tags`)."""
 AUDIO_CHANNELS = 2
-SHOWN_TIMESTEP = 1.0
+CONDITION_TIMESTEP = 1.0
 """Timestep of what a sample is shown, of up to 1000 (`keyframe_noise_aug` of the pipeline is 0.999); or that of the
 sample where it has less."""
 
@@ -112,10 +112,10 @@ class PackSequence:
         lengths = layout.audio_lengths or (0,) * len(layout)
         rows = words + tokens + sum(lengths)
         audio = itertools.pairwise(itertools.accumulate(lengths, initial=words + tokens))
-        shown = [(own[1], whole[1]) for own, whole in zip(layout.own_spans, layout.spans, strict=True)]
+        references = [(video[1], full[1]) for video, full in zip(layout.own_spans, layout.spans, strict=True)]
         parts = [
-            [torch.arange(*text), words + torch.arange(*seen), torch.arange(*heard), words + torch.arange(*own)]
-            for text, seen, heard, own in zip(layout.text_spans, shown, audio, layout.own_spans, strict=True)
+            [torch.arange(*text), words + torch.arange(*seen), torch.arange(*sound), words + torch.arange(*video)]
+            for text, seen, sound, video in zip(layout.text_spans, references, audio, layout.own_spans, strict=True)
         ]
         pieces = [torch.cat(sample) for sample in parts]
         real = torch.cat(pieces)
@@ -127,10 +127,10 @@ class PackSequence:
         for sample, span in enumerate(spans):
             timesteps[slice(*span)] = sample
         timesteps[of_audio] += len(layout)
-        is_shown = torch.zeros(rows, dtype=torch.bool)
-        for seen in shown:
-            is_shown[words + seen[0] : words + seen[1]] = True
-        timesteps[is_shown[order]] += len(layout) * (1 if layout.audio_lengths is None else 2)
+        is_reference = torch.zeros(rows, dtype=torch.bool)
+        for seen in references:
+            is_reference[words + seen[0] : words + seen[1]] = True
+        timesteps[is_reference[order]] += len(layout) * (1 if layout.audio_lengths is None else 2)
         modalities = torch.where(order < words, TEXT, torch.where(of_audio, AUDIO, VIDEO))
         tensors = (to_device(index, layout.device) for index in (order, order.argsort(), timesteps, modalities))
         order, places, timesteps, modalities = tensors
@@ -267,7 +267,7 @@ class MiniMaxH3Family(Family):
             arguments[_PACKED_AT_END] = arguments.pop(AT_END)
         if (audio := batch.audio) is not None:
             arguments["audio_hidden_states"] = torch.cat(list(audio.latents))[None]
-        timesteps = _levels(batch.timesteps, audio, shown=layout.shown is not None)
+        timesteps = _levels(batch.timesteps, audio, has_references=layout.shown is not None)
         return replace(rows, timesteps=timesteps, conditioning=arguments)
 
     def inputs(self, rows: Rows) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class MiniMaxH3Family(Family):
         sample = _Rows(rows.grids, words, length, keyframes=bool(rows.references) and at_end is not None)
         positions = _placed(_positions(transformer, sample, device=device), sample, at_end)
         counts = list(map(len, positions))
-        of_text, of_shown, of_audio, of_own = torch.arange(sum(counts)).split(counts)
+        of_text, of_references, of_audio, of_video = torch.arange(sum(counts)).split(counts)
         modalities = torch.full((sum(counts),), VIDEO)
         modalities[of_text], modalities[of_audio] = TEXT, AUDIO
         if PICTURE_TOKENS in rows.conditioning:
@@ -296,13 +296,13 @@ class MiniMaxH3Family(Family):
             modalities = to_device(modalities, device)
             modalities[:words] = modalities[:words].masked_fill(_marks(marks, words), VIDEO)
         indices = torch.zeros(sum(counts), dtype=torch.long)
-        indices[of_audio], indices[of_shown] = 1, 1 if audio is None else 2
+        indices[of_audio], indices[of_references] = 1, 1 if audio is None else 2
         return {
-            "timestep": 1 - _levels(rows.timesteps, audio, shown=bool(counts[1])) / 1000,
+            "timestep": 1 - _levels(rows.timesteps, audio, has_references=bool(counts[1])) / 1000,
             "timestep_indices": indices,
             "token_tags": modalities,
             "position_ids": torch.cat(positions),
-            "video_indices": torch.cat([of_own, of_shown]),
+            "video_indices": torch.cat([of_video, of_references]),
             "text_indices": of_text,
             "audio_indices": of_audio,
             "audio_hidden_states": (
@@ -343,11 +343,13 @@ def _positions(transformer: Any, sample: _Rows, *, device: torch.device) -> tupl
     )
     from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3ImageReference, MiniMaxH3VideoReference
 
-    own, *shown = sample.grids
-    if sample.keyframes and any(grid != (1, *own[1:]) for grid in shown):
-        raise PackingError(f"Keyframes have the height and the width of their sample, {own[1:]}; got {shown}.")
+    video_grid, *reference_grids = sample.grids
+    if sample.keyframes and any(grid != (1, *video_grid[1:]) for grid in reference_grids):
+        raise PackingError(
+            f"Keyframes have the height and the width of their sample, {video_grid[1:]}; got {reference_grids}."
+        )
     arguments, latents = _layout_arguments(transformer, sample)
-    if shown and not sample.keyframes:
+    if reference_grids and not sample.keyframes:
         positions, *_ = MiniMaxH3Ref2VAPrepareLayoutStep.build_ref2va_packed_sequence(
             **arguments,
             references=[
@@ -357,40 +359,43 @@ def _positions(transformer: Any, sample: _Rows, *, device: torch.device) -> tupl
             condition_latents=latents,
             audio_condition_latents=[],
         )
-        counts = [sum(map(math.prod, shown)), 0]
+        counts = [sum(map(math.prod, reference_grids)), 0]
     else:
         ends = ("first", "last") if sample.keyframes else ()
         positions, *_ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(**arguments, keyframe_anchors=ends)
-        counts = [math.prod(own[1:])] * 2 if sample.keyframes else [0, 0]
+        counts = [math.prod(video_grid[1:])] * 2 if sample.keyframes else [0, 0]
     positions = to_device(positions.float(), device)  # the model casts them so
-    text, first, last, heard, tokens = positions.split([sample.words, *counts, sample.audio, math.prod(own)])
-    return text, first, heard, tokens, last
+    text, first, last, sound, tokens = positions.split([sample.words, *counts, sample.audio, math.prod(video_grid)])
+    return text, first, sound, tokens, last
 
 
 def _layout_arguments(transformer: Any, sample: _Rows) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Return a sample as the pipeline's blocks take it, and latents without values of what it is shown."""
     patch = transformer.config.patch_size
-    own, *shown = (tuple(count * side for count, side in zip(grid, patch, strict=True)) for grid in sample.grids)
+    video_size, *reference_sizes = (
+        tuple(count * side for count, side in zip(grid, patch, strict=True)) for grid in sample.grids
+    )
     arguments = {
         "text_token_tags": torch.full((sample.words,), TEXT),
-        **dict(zip(("num_latent_frames", "latent_height", "latent_width"), own, strict=True)),
+        **dict(zip(("num_latent_frames", "latent_height", "latent_width"), video_size, strict=True)),
         "num_audio_latents": sample.audio // AUDIO_CHANNELS,
         "patch_size": patch,
         "audio_channels": AUDIO_CHANNELS,
         "audio_tag": AUDIO,
         "video_tag": VIDEO,
     }
-    return arguments, [torch.empty(1, 1, *size, device="meta") for size in shown]
+    return arguments, [torch.empty(1, 1, *size, device="meta") for size in reference_sizes]
 
 
 def _placed(tables: tuple[torch.Tensor, ...], sample: _Rows, at_end: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return [`_positions`] of a sample with each keyframe at its end, as a row of [`AT_END`] says."""
-    text, shown, heard, tokens, last = tables
+    text, references, sound, tokens, last = tables
     if sample.keyframes:
         assert at_end is not None, "else these are references"
         ends = at_end[: len(sample.grids) - 1]
-        shown = torch.cat([torch.where(end > 0, last, shown) for end in ends])  # a device is not asked which it is
-    return text, shown, heard, tokens
+        # A device is not asked which end it is.
+        references = torch.cat([torch.where(end > 0, last, references) for end in ends])
+    return text, references, sound, tokens
 
 
 def _marks(row: torch.Tensor, length: int) -> torch.Tensor:
@@ -398,13 +403,13 @@ def _marks(row: torch.Tensor, length: int) -> torch.Tensor:
     return F.pad(row[:length] > 0, (0, max(0, length - len(row))))
 
 
-def _levels(timesteps: torch.Tensor, audio: Audio | None, *, shown: bool) -> torch.Tensor:
+def _levels(timesteps: torch.Tensor, audio: Audio | None, *, has_references: bool) -> torch.Tensor:
     """Return the timesteps of samples, then of their audio, then of what they are shown, as far as there is some."""
     levels = [timesteps]
     if audio is not None:
         levels.append(to_device(exact_timesteps(audio.timesteps), timesteps.device))
-    if shown:
-        levels.append(timesteps.clamp(max=SHOWN_TIMESTEP))
+    if has_references:
+        levels.append(timesteps.clamp(max=CONDITION_TIMESTEP))
     return torch.cat(levels)
 
 
@@ -425,9 +430,9 @@ def _describe(
     ]
     pairs = zip(described, [None] * len(layout) if at_end is None else at_end, strict=True)
     placed = [_placed(tables(transformer, sample, device), sample, ends) for sample, ends in pairs]
-    of_texts, of_shown, of_audio, of_tokens = zip(*placed, strict=True)
+    of_texts, of_references, of_audio, of_tokens = zip(*placed, strict=True)
     padding = of_texts[0].new_zeros(layout.text_padding, 3)
-    by_sample = [torch.cat(parts) for parts in zip(of_tokens, of_shown, strict=True)]
+    by_sample = [torch.cat(parts) for parts in zip(of_tokens, of_references, strict=True)]
     positions = torch.cat([*of_texts, padding, by_strip(by_sample, layout).flatten(0, 1), *of_audio])
     of_text, of_video, of_sound = sequence.places.tensor_split(
         (layout.num_text_tokens, layout.num_text_tokens + layout.num_tokens)
@@ -632,9 +637,9 @@ class MiniMaxH3Recipe(ModularRecipe):
 
     def references(self, samples: Samples) -> Sequence[Sequence[torch.Tensor]] | None:
         """Return what each sample is shown with the noise that the pipeline adds to it."""
-        if (shown := super().references(samples)) is None:
+        if (references := super().references(samples)) is None:
             return None
-        return [_noised(latents, key) for latents, key in zip(shown, samples.keys, strict=True)]
+        return [_noised(latents, key) for latents, key in zip(references, samples.keys, strict=True)]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
         """Return which tokens of texts are those of pictures, and which keyframe is the last frame.
@@ -669,14 +674,14 @@ class MiniMaxH3Recipe(ModularRecipe):
         Returns:
             [`TextEmbeddings`]: With pictures, they say which tokens are theirs, `(n, length)`.
         """
-        shown = references or [()] * len(captions)
-        texts, marks = zip(*map(self._encode_caption, captions, shown), strict=True)
+        by_caption = references or [()] * len(captions)
+        texts, marks = zip(*map(self._encode_caption, captions, by_caption), strict=True)
         values, mask = pad_texts(texts)
         length = max(values.shape[1], self.max_sequence_length)
         others = {} if references is None else {PICTURE_TOKENS: pad_sequence([*marks], batch_first=True)}
         return TextEmbeddings(values, mask.long(), others).padded(length)
 
-    def _encode_caption(self, caption: str, shown: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_caption(self, caption: str, references: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the text of a caption and the pictures before it, `(length, dim)`, and which tokens are theirs."""
         from diffusers.modular_pipelines.minimax_h3.encoders import get_qwen3vl_prompt_embeds
 
@@ -685,8 +690,8 @@ class MiniMaxH3Recipe(ModularRecipe):
         tokens: list[int] = []
         marks: list[int] = []
         inputs = None
-        if shown:
-            frames = [frame for pixels in shown for frame in pictures(pixels.transpose(0, 1))]
+        if references:
+            frames = [frame for pixels in references for frame in pictures(pixels.transpose(0, 1))]
             inputs = dict(processor.image_processor(images=frames, return_tensors="pt"))
             counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
             start, pad, end = map(
@@ -722,8 +727,8 @@ def _normalised(values: torch.Tensor, statistics: tuple[Any, Any]) -> torch.Tens
 
 def _noised(latents: Sequence[torch.Tensor], key: tuple[int, ...]) -> list[torch.Tensor]:
     """Return what a sample is shown, with the noise of its timestep."""
-    generator = torch.Generator().manual_seed(integer_seed(Purpose.SHOWN_NOISE, *key))
-    share = SHOWN_TIMESTEP / 1000
+    generator = torch.Generator().manual_seed(integer_seed(Purpose.CONDITION_NOISE, *key))
+    share = CONDITION_TIMESTEP / 1000
     noises = [torch.randn(latent.shape, generator=generator) for latent in latents]
     pairs = zip(latents, noises, strict=True)
     return [

@@ -128,10 +128,11 @@ class PackedMotifVideoSingleAttnProcessor(PackedJointAttnProcessor):
         if attention_mask is not None:
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         order, inverse, segments = self.doubled(active_layout())
-        own, others = self.heads(attn, hidden_states, image_rotary_emb), self.heads(attn, encoder_hidden_states)
+        image_heads = self.heads(attn, hidden_states, image_rotary_emb)
+        text_heads = self.heads(attn, encoder_hidden_states)
         query, key, value = (
             permute(torch.cat([side.flatten(0, 1) for side in pair]), order, inverse)
-            for pair in zip(own, others, strict=True)
+            for pair in zip(image_heads, text_heads, strict=True)
         )
         attended = attend(query, key, value, segments, backend=self.backend)
         tokens, rest = permute(attended.flatten(1), inverse, order).chunk(2)

@@ -109,8 +109,8 @@ class QwenImageFamily(JointFamily):
     def reference_positions(self, module: Any, grids: tuple[Grid, ...], *, device: torch.device) -> Rotary:
         """Return the positions of references, which are further frames."""
         images, _ = module.forward([list(grids)], device=device, max_txt_seq_len=0)
-        shown = images[math.prod(grids[0]) :]
-        return shown.real, shown.imag
+        references = images[math.prod(grids[0]) :]
+        return references.real, references.imag
 
     def text_positions(self, module: Any, grids: tuple[Grid, ...], length: int, *, device: torch.device) -> Rotary:
         """Return the real and imaginary parts of a text's positions, which follow those of its images."""
@@ -209,8 +209,8 @@ class QwenImageEditPlusRecipe(QwenImageRecipe):
             references (sequence of sequences of `(3, 1, h, w)`, *optional*): The references of each caption's sample,
                 in [−1, 1]; by default none.
         """
-        shown = references or [()] * len(captions)
-        pairs = zip(captions, shown, strict=True)
+        by_caption = references or [()] * len(captions)
+        pairs = zip(captions, by_caption, strict=True)
         return TextEmbeddings(*pad_texts([self._encode_caption(caption, seen) for caption, seen in pairs]))
 
     def _encode_caption(self, caption: str, references: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -222,8 +222,8 @@ class QwenImageEditPlusRecipe(QwenImageRecipe):
         excess = len(self.pipeline.tokenizer(caption + end).input_ids) - self.max_sequence_length
         return values[: len(values) - max(0, excess)]
 
-    def _encode_pictures(self, caption: str, shown: Sequence[Image.Image], *, device: torch.device) -> Any:
-        return self.pipeline.encode_prompt([caption], image=list(shown) or None, device=device)
+    def _encode_pictures(self, caption: str, references: Sequence[Image.Image], *, device: torch.device) -> Any:
+        return self.pipeline.encode_prompt([caption], image=list(references) or None, device=device)
 
     def _for_text(self, picture: Image.Image) -> Image.Image:
         """Return a picture in the size in which the pipeline shows it to its text encoder."""
@@ -264,9 +264,9 @@ class QwenImageEditRecipe(QwenImageEditPlusRecipe):
         side = math.sqrt(picture.width * picture.height)
         return picture if abs(side - math.sqrt(self.text_pixels)) < _STEP else super()._for_text(picture)
 
-    def _encode_pictures(self, caption: str, shown: Sequence[Image.Image], *, device: torch.device) -> Any:
-        if shown:
-            return self.pipeline.encode_prompt([caption], image=shown[0], device=device)
+    def _encode_pictures(self, caption: str, references: Sequence[Image.Image], *, device: torch.device) -> Any:
+        if references:
+            return self.pipeline.encode_prompt([caption], image=references[0], device=device)
         from diffusers import QwenImageEditPlusPipeline
 
         return QwenImageEditPlusPipeline(**self.pipeline.components).encode_prompt([caption], device=device)

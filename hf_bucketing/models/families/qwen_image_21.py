@@ -91,14 +91,15 @@ class ReferencedSequence:
     def _of(cls, layout: PackedLayout) -> ReferencedSequence:
         pieces, queries, keys, texts, stop = list[Any](), list[Span](), list[Span](), list[tuple[Span, int]](), 0
         word_spans = layout.joint.token_to_text.keys
-        for (token, _), (word, _), own, sample in zip(
+        for (token, _), (word, _), num_tokens, sample in zip(
             layout.spans, word_spans, layout.own_lengths, _samples(layout), strict=True
         ):
             (_, *others), length, places = sample
-            shown, word, first = [*map(math.prod, others)], word + layout.num_tokens, stop
-            starts = [*itertools.accumulate(shown, initial=token + own)][:-1]  # of references, behind its own tokens
+            reference_counts, word, first = [*map(math.prod, others)], word + layout.num_tokens, stop
+            ends = itertools.accumulate(reference_counts, initial=token + num_tokens)
+            starts = [*ends][:-1]  # of references, behind the sample's own tokens
             for (words, count), start in zip(
-                sequence_parts([*shown, own], length, places), [*starts, token], strict=True
+                sequence_parts([*reference_counts, num_tokens], length, places), [*starts, token], strict=True
             ):
                 pieces += [np.arange(word, word + words), np.arange(start, start + count)]
                 texts += [((stop, stop + words), first)] if words else []
@@ -235,25 +236,25 @@ class QwenImage21Family(JointFamily):
         return [(frames, 2 * rows, 2 * columns) for frames, rows, columns in super().trial_grids(transformer)]
 
     def reference_places(
-        self, shown: Sequence[Sequence[Grid]], text_mask: torch.Tensor | None
+        self, references: Sequence[Sequence[Grid]], text_mask: torch.Tensor | None
     ) -> tuple[tuple[int, ...], ...]:
         """Return the places that the mask marks; without any, references precede the text."""
         known = text_mask is not None and not text_mask.is_meta
-        marked = marked_places(text_mask) if known else [()] * len(shown)  # type: ignore[arg-type]
-        for sample, (grids, places) in enumerate(zip(shown, marked, strict=True)):
+        marked = marked_places(text_mask) if known else [()] * len(references)  # type: ignore[arg-type]
+        for sample, (grids, places) in enumerate(zip(references, marked, strict=True)):
             if places and len(places) != len(grids):
                 raise PackingError(
                     f"The text of sample {sample} was made with {len(places)} references, and the sample has "
                     f"{len(grids)}."
                 )
-        return tuple(places or (0,) * len(grids) for grids, places in zip(shown, marked, strict=True))
+        return tuple(places or (0,) * len(grids) for grids, places in zip(references, marked, strict=True))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Hook the rotary tables of rows, and let references have the modulation of text."""
         hooks = [transformer.pos_embed.register_forward_hook(partial(_locate, Tables(_positions)))]
         modulated = [*((block, 4) for block in transformer.transformer_blocks), (transformer.norm_out, 2)]
         return hooks + [
-            module.register_forward_pre_hook(partial(_mark_own_tokens, argument), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_mark_sample_tokens, argument), with_kwargs=True)
             for module, argument in modulated
         ]
 
@@ -265,12 +266,12 @@ class QwenImage21Family(JointFamily):
             for words, tokens in self._parts(rows)
             for length, is_image in ((words, False), (tokens // SLOT, True))
         ]
-        own, *shown = rows.grids
+        grid, *references = rows.grids
         return {
             **super().inputs(rows),
             "hidden_states": self.arranged((*rows.references, rows.latents), rows.patch),
             "encoder_hidden_states": self._with_room(rows, rows.text),
-            "img_shapes": [[*shown, own]] * count,
+            "img_shapes": [[*references, grid]] * count,
             "img_mask": torch.cat(slots).expand(count, -1),
         }
 
@@ -280,9 +281,9 @@ class QwenImage21Family(JointFamily):
 
     def _parts(self, rows: Rows) -> list[tuple[int, int]]:
         """Return the parts of the sequence of samples of one size, which have references in the same places."""
-        own, *shown = rows.grids
-        (places,) = self.reference_places([shown], None if rows.text_mask is None else rows.text_mask[:1])
-        return sequence_parts([*map(math.prod, shown), math.prod(own)], rows.text.shape[1], places)
+        grid, *references = rows.grids
+        (places,) = self.reference_places([references], None if rows.text_mask is None else rows.text_mask[:1])
+        return sequence_parts([*map(math.prod, references), math.prod(grid)], rows.text.shape[1], places)
 
     def _with_room(self, rows: Rows, values: torch.Tensor) -> torch.Tensor:
         """Return what samples have of each text token, `(rows, length, …)`, with room for their references."""
@@ -305,14 +306,15 @@ def _positions(
     module: Any, sample: tuple[tuple[Grid, ...], int, tuple[int, ...]], *, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """Return the rotary tables of a sample's tokens, its own first, and of its text, `(…, D/2)`, by the module."""
-    (own, *shown), length, places = sample
-    parts = sequence_parts([*map(math.prod, shown), math.prod(own)], length, places)
+    (grid, *references), length, places = sample
+    parts = sequence_parts([*map(math.prod, references), math.prod(grid)], length, places)
     sizes = [*itertools.chain.from_iterable(parts)]
     of_image = torch.cat([torch.full((size,), bool(part % 2), device=device) for part, size in enumerate(sizes)])
-    table = module.forward([*shown, own], of_image, device=device)  # instead of module(…), which would call the hook
+    # Not `module(…)`, which would call the hook.
+    table = module.forward([*references, grid], of_image, device=device)
     pieces = table.split(sizes)
-    *of_shown, of_own = pieces[1::2]
-    return torch.cat([of_own, *of_shown]), torch.cat(pieces[::2])
+    *of_references, of_sample = pieces[1::2]
+    return torch.cat([of_sample, *of_references]), torch.cat(pieces[::2])
 
 
 def _locate(tables: Tables, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -320,17 +322,17 @@ def _locate(tables: Tables, module: Any, args: Any, output: torch.Tensor) -> tor
     return torch.cat([text, tokens], 1)
 
 
-def _mark_own_tokens(argument: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mark_sample_tokens(argument: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Say which tokens of each strip have the modulation of their sample's timestep; a forward pre-hook."""
     layout = active_layout()
     if layout.shown is None:
         return None
     if len(args) > argument:
-        return (*args[:argument], OwnTokens(layout), *args[argument + 1 :]), kwargs
-    return args, {**kwargs, "target_token_mask": OwnTokens(layout)}
+        return (*args[:argument], SampleTokens(layout), *args[argument + 1 :]), kwargs
+    return args, {**kwargs, "target_token_mask": SampleTokens(layout)}
 
 
-class OwnTokens:
+class SampleTokens:
     """Mask of the tokens of samples' own grids by strip, in the place of one that all rows share."""
 
     def __init__(self, layout: PackedLayout) -> None:
@@ -338,8 +340,8 @@ class OwnTokens:
 
     def view(self, *shape: int) -> torch.Tensor:
         """Return the mask, `(strips, text_slots + strip_length, 1)`, where one of all rows would be `(1, -1, 1)`."""
-        own = (self.layout.own_ids >= 0).view(-1, self.layout.strip_length, 1)
-        return F.pad(own, (0, 0, self.layout.text_slots, 0))
+        mask = (self.layout.own_ids >= 0).view(-1, self.layout.strip_length, 1)
+        return F.pad(mask, (0, 0, self.layout.text_slots, 0))
 
 
 REFERENCE_AREA = 1024**2
@@ -386,9 +388,9 @@ class QwenImage21Recipe(Recipe):
             references (sequence of sequences of `(3, 1, h, w)`, *optional*): The references of each caption's sample,
                 in [−1, 1], which the text encoder sees; by default none. The mask says where they stand in the text.
         """
-        shown = references or [()] * len(captions)
-        texts, masks = (list(parts) for parts in zip(*map(self._encode_caption, captions, shown), strict=True))
-        most = self.max_sequence_length + self.reference_condition().text_tokens * max(map(len, shown))
+        by_caption = references or [()] * len(captions)
+        texts, masks = (list(parts) for parts in zip(*map(self._encode_caption, captions, by_caption), strict=True))
+        most = self.max_sequence_length + self.reference_condition().text_tokens * max(map(len, by_caption))
         return TextEmbeddings(pad_texts(texts)[0], torch.nn.utils.rnn.pad_sequence(masks, True)).padded(most)
 
     def _encode_caption(self, caption: str, references: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -415,8 +417,8 @@ class QwenImage21Recipe(Recipe):
 
     def refusal(self, samples: Samples) -> str | None:
         """Refuse stacks of images, or with references, for which the stock model has no room."""
-        shown, *_ = samples.conditions.get(REFERENCES) or [()]
-        for latent in (samples.noised.latents[0], *shown):
+        references, *_ = samples.conditions.get(REFERENCES) or [()]
+        for latent in (samples.noised.latents[0], *references):
             _, height, width = latent.shape[1:]
             if height * width % SLOT:
                 return (
@@ -432,7 +434,7 @@ class QwenImage21Recipe(Recipe):
             BucketingError: If a text was not made with the references of its sample.
         """
         inputs = super().model_inputs(samples)
-        counts = [len(shown) for shown in inputs.references or [()] * len(inputs.latents)]
+        counts = [len(of_sample) for of_sample in inputs.references or [()] * len(inputs.latents)]
         made = [0] * len(counts) if samples.text.mask is None else [*map(len, marked_places(samples.text.mask))]
         if made != counts:
             raise BucketingError(
@@ -446,7 +448,7 @@ class QwenImage21Recipe(Recipe):
         values, mask, others = samples.text
         if mask is None or bool((mask == mask[:1]).all()):
             return super().predict(transformer, samples, inputs)
-        shown = inputs.references or [()] * len(inputs.latents)
+        references = inputs.references or [()] * len(inputs.latents)
         outputs = [
             super(QwenImage21Recipe, self).predict(
                 transformer,
@@ -455,7 +457,7 @@ class QwenImage21Recipe(Recipe):
                     inputs,
                     latents=[latent],
                     timesteps=inputs.timesteps[row : row + 1],
-                    references=shown[row : row + 1],
+                    references=references[row : row + 1],
                 ),
             )
             for row, latent in enumerate(inputs.latents)

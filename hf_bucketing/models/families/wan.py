@@ -28,12 +28,12 @@ from ...packing.names import Grid
 from ...packing.positions import axis_coordinates, shape_only
 from ...packing.processors import Keys, PackedAttnProcessor, Rotary, project
 from ...packing.texts import TextTokens
-from ..first_frame import END_CONDITIONS, ENDS, FirstFrameRecipe, pictures, shown_ends
+from ..first_frame import END_CONDITIONS, ENDS, FirstFrameRecipe, end_frames, pictures
 from ..loss_mask import LOSS_MASK
 from ..objectives import DiffusionForcing
 from ..positions import rotary_tables
 from ..recipe import Recipe
-from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown
+from ..samples import SHOWN_FRAMES, Conditions, Media, Samples
 
 TEXT_LENGTH = 512
 """Text tokens that diffusers' image-to-video models expect behind the image tokens."""
@@ -296,29 +296,29 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
         return self.config.get("image_dim") is not None
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Encode the frames that the model is shown, as its pipeline does; nothing where they are latents' own.
 
         Raises:
             BucketingError: If samples have too few frames.
         """
         if self.keeps_first_frame:
-            return super().encode_conditions(pixel_values, latents, shown)
+            return super().encode_conditions(pixel_values, latents, conditions)
         if pixel_values.shape[2] < self.fewest_frames:
             raise BucketingError(
                 f"A sample of {pixel_values.shape[2]} frames leaves an image-to-video model nothing to predict, which "
                 f"needs {self.fewest_frames} or more: prepare the data set without images."
             )
         count = self.num_images(self.config)
-        frames, clips = shown_ends(pixel_values, shown, ENDS[:count]), pixel_values.clone()
+        frames, clips = end_frames(pixel_values, conditions, ENDS[:count]), pixel_values.clone()
         clips[:, :, [0, -1][:count]] = frames
-        drawn = shown.get(SHOWN_FRAMES, [self._ends(clips.shape[2])] * len(clips))
+        drawn = conditions.get(SHOWN_FRAMES, [self._ends(clips.shape[2])] * len(clips))
         visible = to_device(torch.stack(list(drawn)), clips.device)
         clips = torch.where(visible[:, None, :, None, None], clips, 0)
-        conditions = {IMAGE_LATENTS: self.encode_latents(clips)}
+        encoded = {IMAGE_LATENTS: self.encode_latents(clips)}
         if self._embeds_images:
-            conditions[IMAGE_TOKENS] = self._image_tokens(frames)
-        return conditions
+            encoded[IMAGE_TOKENS] = self._image_tokens(frames)
+        return encoded
 
     def _image_tokens(self, frames: torch.Tensor) -> torch.Tensor:
         """Return the image encoder's output for frames `(B, 3, n, H, W)`, those of a sample one after the other."""
@@ -345,8 +345,8 @@ class WanImageToVideoRecipe(FirstFrameRecipe, WanRecipe):
             return ()
         latents, stride = samples.noised.latents, self.spec.temporal_stride
         ends = [self._ends((latent.shape[1] - 1) * stride + 1) for latent in latents]
-        shown = zip(samples.conditions.get(SHOWN_FRAMES, ends), samples.conditions[IMAGE_LATENTS], strict=True)
-        pairs = zip(latents, shown, strict=True)
+        visible = zip(samples.conditions.get(SHOWN_FRAMES, ends), samples.conditions[IMAGE_LATENTS], strict=True)
+        pairs = zip(latents, visible, strict=True)
         return [torch.cat([self._mask(frames, latent), image.to(latent)]) for latent, (frames, image) in pairs]
 
     def conditioning(self, samples: Samples) -> dict[str, Any]:
@@ -574,14 +574,14 @@ class WanVACERecipe(WanRecipe):
     def media_rule(self) -> str:
         return "control channels, loss masks of references"
 
-    def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
+    def encode_media(self, pixel_values: torch.Tensor, conditions: Media = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples, see [`Recipe.encode_media`].
 
         Returns:
             `dict`: `latents`, the control channels and, where the data set has masks or references, `loss_mask`,
             `(B, …, f, h, w)`; each reference adds a latent frame in front of its sample.
         """
-        encoded, references = super().encode_media(pixel_values, shown), shown.get(REFERENCE)
+        encoded, references = super().encode_media(pixel_values, conditions), conditions.get(REFERENCE)
         if references is None:
             return encoded
         latents = torch.stack(list(encoded["latents"]))
@@ -594,9 +594,9 @@ class WanVACERecipe(WanRecipe):
         }
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Return the control channels: latents of what stays and of what is generated, and the mask's own pixels."""
-        masks, controls = shown.get("mask"), shown.get("control")
+        masks, controls = conditions.get("mask"), conditions.get("control")
         mask = torch.ones_like(pixel_values[:, :1]) if masks is None else torch.stack(list(masks)).to(pixel_values)
         generated = (mask > 0.5).to(pixel_values)
         video = pixel_values * (1 - generated) if controls is None else torch.stack(list(controls)).to(pixel_values)
@@ -613,7 +613,10 @@ class WanVACERecipe(WanRecipe):
     @torch.no_grad()
     def _frames_of(self, pixel_values: torch.Tensor, references: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Return the latents of each sample's k references `(3, 1, h, w)` on white, `(B, C, k, h, w)`."""
-        images = [[image for shown in own for image in pictures(shown.transpose(0, 1))] for own in references]
+        images = [
+            [image for reference in of_sample for image in pictures(reference.transpose(0, 1))]
+            for of_sample in references
+        ]
         (height, width), device = pixel_values.shape[-2:], pixel_values.device
         *_, canvases = self.pipeline.preprocess_conditions(
             reference_images=images, batch_size=len(images), height=height, width=width, num_frames=1, device=device

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...buckets.sizes import Size
 from ...conditions.condition import Condition
-from ...conditions.names import FACE as SHOWN_FACE, MASK, REFERENCE
+from ...conditions.names import FACE as FACE_CONDITION, MASK, REFERENCE
 from ...conditions.references import ReferenceRule
 from ...devices import to_device
 from ...errors import BucketingError, PackingError
@@ -33,7 +33,7 @@ from ...packing.strip_positions import position_strips
 from ...packing.strips import patchify, unpatchify
 from ..first_frame import pictures
 from ..loss_mask import LOSS_MASK
-from ..samples import SHOWN_FRAMES, Conditions, Samples, Shown
+from ..samples import SHOWN_FRAMES, Conditions, Media, Samples
 from .wan import CLIP_TOKENS, IMAGE_TOKENS, PackedWanAttnProcessor, WanFamily, WanRecipe, in_front
 
 POSE = "pose_hidden_states"
@@ -265,7 +265,7 @@ class WanAnimateRecipe(WanRecipe):
     family: ClassVar[Family] = WanAnimateFamily()
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(name="control", enters="in place", least=1, argument="pose_video"),
-        Condition(name=SHOWN_FACE, enters="in place", least=1, as_stored=True, argument="face_video"),
+        Condition(name=FACE_CONDITION, enters="in place", least=1, as_stored=True, argument="face_video"),
         CHARACTER,
         Condition(name=MASK, enters="channels", argument="mask_video"),
         Condition(name=BACKGROUND, enters="in place", most=0, argument="background_video"),  # of renders alone
@@ -292,29 +292,29 @@ class WanAnimateRecipe(WanRecipe):
         return int(self.config["motion_encoder_size"])
 
     @torch.no_grad()
-    def encode_media(self, pixel_values: torch.Tensor, shown: Shown = MappingProxyType({})) -> Conditions:
+    def encode_media(self, pixel_values: torch.Tensor, conditions: Media = MappingProxyType({})) -> Conditions:
         """Encode a stack of samples, see [`Recipe.encode_media`].
 
         Returns:
             `dict`: `latents`, the pose, what is known and the loss mask, `(B, …, 1 + f, h, w)`, the character first;
             its image tokens; and the face, `(B, 3, F, side, side)` of `uint8`.
         """
-        encoded = super().encode_media(pixel_values, shown)
-        characters = [pictures(own[0].transpose(0, 1))[0] for own in shown[REFERENCE]]
+        encoded = super().encode_media(pixel_values, conditions)
+        characters = [pictures(references[0].transpose(0, 1))[0] for references in conditions[REFERENCE]]
         height, width = pixel_values.shape[-2:]
         processor = self._image_processor
         fitted = [processor.preprocess(image, height, width, resize_mode="fill") for image in characters]
         letterboxed = torch.cat(fitted).to(pixel_values)
         latents = self.encode_latents(letterboxed[:, :, None])
         marks = torch.ones_like(latents[:, :1]).expand(-1, self.spec.temporal_stride, -1, -1, -1)
-        own = torch.stack(list(encoded["latents"]))
+        sample_latents = torch.stack(list(encoded["latents"]))
         return {
             **encoded,
-            "latents": in_front(latents, own),
+            "latents": in_front(latents, sample_latents),
             POSE: in_front(latents[:, :0], encoded[POSE]),
             KNOWN: in_front(torch.cat([marks, latents], 1), encoded[KNOWN]),
             IMAGE_TOKENS: self._image_tokens(characters, letterboxed),
-            LOSS_MASK: in_front(latents[:, :0], encoded.get(LOSS_MASK, torch.ones_like(own[:, :1]))),
+            LOSS_MASK: in_front(latents[:, :0], encoded.get(LOSS_MASK, torch.ones_like(sample_latents[:, :1]))),
         }
 
     @property
@@ -328,23 +328,23 @@ class WanAnimateRecipe(WanRecipe):
         return tokens
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Return the latents of the pose, the mask and the latents of what is known, and the face."""
         return {
-            POSE: self.encode_latents(torch.stack(list(shown["control"])).to(pixel_values)),
-            KNOWN: self._known(pixel_values, latents, shown),
-            FACE: torch.stack([self._levels(face) for face in shown[SHOWN_FACE]]),
+            POSE: self.encode_latents(torch.stack(list(conditions["control"])).to(pixel_values)),
+            KNOWN: self._known(pixel_values, latents, conditions),
+            FACE: torch.stack([self._levels(face) for face in conditions[FACE_CONDITION]]),
         }
 
-    def _known(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> torch.Tensor:
+    def _known(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> torch.Tensor:
         """Return the mask and the latents of what is known of a stack, `(B, temporal_stride + C, f, h, w)`."""
         count, _, frames, *_ = pixel_values.shape
-        masks = shown.get(MASK)
+        masks = conditions.get(MASK)
         mask = torch.ones_like(pixel_values[:, :1]) if masks is None else torch.stack(list(masks)).to(pixel_values)
         kept = mask <= 0.5
         replaces = kept.flatten(1).any(1).view(-1, 1, 1, 1, 1)  # without it, nothing is known, and all is grey
         known, video = (1 - mask) * replaces, torch.where(replaces, torch.where(kept, pixel_values, -1), 0)
-        drawn = shown.get(SHOWN_FRAMES, [torch.zeros(frames, dtype=torch.bool)] * count)
+        drawn = conditions.get(SHOWN_FRAMES, [torch.zeros(frames, dtype=torch.bool)] * count)
         visible = to_device(torch.stack(list(drawn)), pixel_values.device)[:, None, :, None, None]
         video = torch.where(visible, pixel_values, video)
         channels = F.interpolate(known[:, 0], latents.shape[-2:], mode="nearest")[:, None].masked_fill(visible, 1)
@@ -394,17 +394,17 @@ class WanAnimateRecipe(WanRecipe):
         return {cls.call_arguments()[REFERENCE]: image}
 
     @classmethod
-    def shown_arguments(cls, shown: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    def shown_arguments(cls, conditions: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Return pose, face, and for the mode "replace" the mask and the background, black where the mask is white.
 
         Raises:
             BucketingError: If there is a mask without a background, or the other way round.
         """
-        arguments = super().shown_arguments(shown)
-        if (MASK in shown) != (BACKGROUND in shown):
+        arguments = super().shown_arguments(conditions)
+        if (MASK in conditions) != (BACKGROUND in conditions):
             raise BucketingError("A mask says what stays of the background: give both, or neither.")
-        if MASK in shown:
-            pairs = zip(shown[BACKGROUND], shown[MASK], strict=True)
+        if MASK in conditions:
+            pairs = zip(conditions[BACKGROUND], conditions[MASK], strict=True)
             arguments[cls.call_arguments()[BACKGROUND]] = [_blackened(frame, mask) for frame, mask in pairs]
             arguments["mode"] = "replace"
         return arguments

@@ -38,7 +38,7 @@ from ...packing.segments import SegmentSpans, Span
 from ...packing.texts import TextTokens
 from ..enable import disable_packing, enable_packing
 from ..modular import ModularRecipe
-from ..samples import Conditions, ModelInputs, Samples, Shown
+from ..samples import Conditions, Media, ModelInputs, Samples
 from ..texts import TextEmbeddings
 from .wan import CLIP_TOKENS, IMAGE_TOKENS
 from .wan_animate import CHARACTER, KNOWN, POSE, WanAnimateRecipe
@@ -61,7 +61,7 @@ DRIVING_PROMPT = "人物动作的参考视频"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideLayout:
+class DrivingLayout:
     """Attention over the tokens of a pack's samples, followed by those of their driving videos.
 
     Attributes:
@@ -74,12 +74,12 @@ class BesideLayout:
     texts: SegmentSpans
 
     @classmethod
-    def of(cls, layout: PackedLayout) -> BesideLayout:
+    def of(cls, layout: PackedLayout) -> DrivingLayout:
         """Return the attention of a pack, made once."""
         return layout.self_segments.made("beside", partial(cls._make, layout))
 
     @classmethod
-    def _make(cls, layout: PackedLayout) -> BesideLayout:
+    def _make(cls, layout: PackedLayout) -> DrivingLayout:
         length, stored = layout.text_lengths[0], _text_rows(layout)
         captions = range(len(layout)) if layout.caption_ids is None else layout.caption_ids
         rows = [*captions, *range(stored, stored + len(layout))]
@@ -88,17 +88,17 @@ class BesideLayout:
 
 
 def _token_segments(layout: PackedLayout) -> SegmentSpans:
-    count, queries, keys, driving, beside = layout.num_tokens, [], [], [], []
+    count, queries, keys, driving, driving_queries = layout.num_tokens, [], [], [], []
     for (start, stop), (_, h, w) in zip(layout.spans, layout.grids, strict=True):
         for first in range(start, stop, h * w):
             queries.append((first, first + h * w))
             keys.append((start, stop))
             driving.append(_NONE if first == start else (count + first, count + first + h * w))
-        beside.append((count + start + h * w, count + stop))
+        driving_queries.append((count + start + h * w, count + stop))
     return SegmentSpans(
-        queries=(*queries, *beside),
-        keys=(*keys, *beside),
-        more_keys=(*driving, *[_NONE] * len(beside)),
+        queries=(*queries, *driving_queries),
+        keys=(*keys, *driving_queries),
+        more_keys=(*driving, *[_NONE] * len(driving_queries)),
         num_queries=2 * count,
         num_keys=2 * count,
     )
@@ -107,8 +107,8 @@ def _token_segments(layout: PackedLayout) -> SegmentSpans:
 def _halves(layout: PackedLayout, rows: Sequence[int], *, num_keys: int, length: int) -> SegmentSpans:
     """Return the attention of each sample, then of each driving video, to a row of keys, each of that length."""
     count, keys = layout.num_tokens, tuple((row * length, (row + 1) * length) for row in rows)
-    beside = [(count + start, count + stop) for start, stop in layout.spans]
-    return SegmentSpans(queries=(*layout.spans, *beside), keys=keys, num_queries=2 * count, num_keys=num_keys)
+    driving_queries = [(count + start, count + stop) for start, stop in layout.spans]
+    return SegmentSpans(queries=(*layout.spans, *driving_queries), keys=keys, num_queries=2 * count, num_keys=num_keys)
 
 
 def _text_rows(layout: PackedLayout) -> int:
@@ -122,8 +122,8 @@ class PackedAnimate2AttnProcessor(PackedAttnProcessor):
     norms_whole_width = True
 
     def segments(self, layout: PackedLayout) -> Sequence[SegmentSpans]:
-        beside = BesideLayout.of(layout)
-        return beside.tokens, beside.texts
+        driving = DrivingLayout.of(layout)
+        return driving.tokens, driving.texts
 
     def __call__(  # type: ignore[override]
         self,
@@ -150,8 +150,8 @@ class PackedAnimate2AttnProcessor(PackedAttnProcessor):
         """
         if encoder_hidden_states is None:
             return super().__call__(attn, hidden_states, image_rotary_emb=kv_cache)
-        shown: Any = encoder_hidden_states, encoder_hidden_states_image
-        return super().__call__(attn, hidden_states, shown)
+        text_and_image: Any = encoder_hidden_states, encoder_hidden_states_image
+        return super().__call__(attn, hidden_states, text_and_image)
 
     def text_keys(self, attn: Any, text: Any, layout: PackedLayout) -> Sequence[Keys]:
         """Return the keys of the texts, and of the image tokens where the model takes some."""
@@ -248,9 +248,10 @@ class WanAnimate2Family(Family):
         driving, config = (t - 1, h, w), module.config
         asked = (config.refer_offset_t, config.refer_offset_h, config.refer_offset_w)
         offsets = [side if offset < 0 else offset for offset, side in zip(asked, driving, strict=True)]
-        own = _rotary(config, grid, offsets=(0, 0, 0), stride=1)
-        beside = _rotary(config, driving, offsets=offsets, stride=config.refer_stride)
-        return tuple(to_device(table, device) for table in (*own, *(F.pad(side, (0, 0, h * w, 0)) for side in beside)))
+        sample_tables = _rotary(config, grid, offsets=(0, 0, 0), stride=1)
+        driving_tables = _rotary(config, driving, offsets=offsets, stride=config.refer_stride)
+        padded = (F.pad(table, (0, 0, h * w, 0)) for table in driving_tables)
+        return tuple(to_device(table, device) for table in (*sample_tables, *padded))
 
     def hook_positions(self, transformer: Transformer, base_size: Grid | None) -> list[Any]:
         """Pass the tables of positions where the stock forward has a cache of keys and values."""
@@ -275,21 +276,23 @@ class WanAnimate2Family(Family):
 
         Rows of samples are followed by those of their driving videos, where they have some, and so are texts.
         """
-        shown, latents = dict(rows.conditioning), rows.latents
+        conditioning, latents = dict(rows.conditioning), rows.latents
         text, timesteps = rows.text, rows.timesteps
-        if DRIVING in shown:
-            latents = torch.cat([latents, shown.pop(DRIVING)])
+        if DRIVING in conditioning:
+            latents = torch.cat([latents, conditioning.pop(DRIVING)])
             timesteps = torch.cat([timesteps, torch.ones_like(timesteps)])
-            text = torch.cat([text, to_device(shown.pop(DRIVING_TEXT), text.device, dtype=text.dtype)])
-        if DRIVING_IMAGE in shown:
-            images = (shown[IMAGE_TOKENS], shown.pop(DRIVING_IMAGE))
-            shown[IMAGE_TOKENS] = torch.cat([to_device(tokens, text.device, dtype=text.dtype) for tokens in images])
+            text = torch.cat([text, to_device(conditioning.pop(DRIVING_TEXT), text.device, dtype=text.dtype)])
+        if DRIVING_IMAGE in conditioning:
+            images = (conditioning[IMAGE_TOKENS], conditioning.pop(DRIVING_IMAGE))
+            conditioning[IMAGE_TOKENS] = torch.cat(
+                [to_device(tokens, text.device, dtype=text.dtype) for tokens in images]
+            )
         return {
             "hidden_states": list(latents),
             "condition_latents": [row[:0] for row in latents],
             "timestep": timesteps,
             "encoder_hidden_states": list(text),
-            **shown,
+            **conditioning,
         }
 
     def unpacked_inputs(self, transformer: Transformer, rows: Rows) -> dict[str, Any]:
@@ -311,9 +314,9 @@ class WanAnimate2Family(Family):
         """Run the pass over driving videos, then the one that reads the keys and values that it keeps."""
         from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
-        shown, cache = dict(rows.conditioning), WanAnimate2KVCache(transformer.config.num_layers)
-        latents, text = shown.pop(DRIVING)[:, :, 1:], shown.pop(DRIVING_TEXT)
-        images = {IMAGE_TOKENS: shown.pop(DRIVING_IMAGE)} if DRIVING_IMAGE in shown else {}
+        conditioning, cache = dict(rows.conditioning), WanAnimate2KVCache(transformer.config.num_layers)
+        latents, text = conditioning.pop(DRIVING)[:, :, 1:], conditioning.pop(DRIVING_TEXT)
+        images = {IMAGE_TOKENS: conditioning.pop(DRIVING_IMAGE)} if DRIVING_IMAGE in conditioning else {}
         driving = replace(rows, latents=latents, text=text, text_mask=None, conditioning=images)
         grid, (_, _, frames, *sides) = np.array([driving.grid] * len(latents)), latents.shape
         options = {"kv_cache_mode": "extract", "offset_grid_sizes": grid}
@@ -321,7 +324,7 @@ class WanAnimate2Family(Family):
         options = {"kv_cache_mode": "cached", "reference_grid_sizes": grid}
         options |= {"origin_len": 4 * (frames - 1), "origin_area": [8 * side for side in sides]}
         return super()._run(
-            transformer, _passed(replace(rows, conditioning=shown), kv_cache=cache, **options), wrapped
+            transformer, _passed(replace(rows, conditioning=conditioning), kv_cache=cache, **options), wrapped
         )
 
 
@@ -367,15 +370,15 @@ def _describe(
     tables: PackTables, transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Add what the stock forward needs of a pass that reads keys and values, of sizes that make no mask."""
-    cosines, sines, *beside = tables(transformer)
-    rotary = torch.cat([cosines, beside[0]]), torch.cat([sines, beside[1]])
+    cosines, sines, *driving = tables(transformer)
+    rotary = torch.cat([cosines, driving[0]]), torch.cat([sines, driving[1]])
     transformer.block_masks.setdefault((0, 0), None)  # the stock forward would make a mask of a size it does not know
-    shown = {}
+    conditioning = {}
     if IMAGE_TOKENS in kwargs:  # cast as the pipeline does, as norms take no other precision on a CPU
-        shown[IMAGE_TOKENS] = kwargs[IMAGE_TOKENS].to(transformer.img_emb.proj[0].weight.dtype)
+        conditioning[IMAGE_TOKENS] = kwargs[IMAGE_TOKENS].to(transformer.img_emb.proj[0].weight.dtype)
     return args, {
         **kwargs,
-        **shown,
+        **conditioning,
         "kv_cache": _Entry(rotary),
         "kv_cache_mode": "cached",
         "seq_len": active_layout().strip_length,
@@ -418,10 +421,10 @@ class WanAnimate2Recipe(ModularRecipe, WanAnimateRecipe):
         return torch.cat(tokens)
 
     @torch.no_grad()
-    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, shown: Shown) -> Conditions:
+    def encode_conditions(self, pixel_values: torch.Tensor, latents: torch.Tensor, conditions: Media) -> Conditions:
         """Return the latents and the image tokens of the driving video, and the mask and latents of what is known."""
-        driving = torch.stack(list(shown["control"])).to(pixel_values)
-        drawn = {name: values for name, values in shown.items() if name != MASK}
+        driving = torch.stack(list(conditions["control"])).to(pixel_values)
+        drawn = {name: values for name, values in conditions.items() if name != MASK}
         return {
             POSE: self.encode_latents(driving),
             DRIVING_IMAGE: self._image_tokens((), driving[:, :, 0]),

@@ -230,11 +230,11 @@ def _check(query: torch.Tensor, key: torch.Tensor, segments: SegmentSpans, optio
 
 @torch.compiler.assume_constant_result
 def _kernel_for(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool) -> Backend:
-    return _found(backend, device, dtype, head_dim, dropout)
+    return _first_kernel(backend, device, dtype, head_dim, dropout)
 
 
 @functools.cache
-def _found(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool) -> Backend:
+def _first_kernel(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool) -> Backend:
     """Return the backend of the first kernel that a backend stands for and that computes such a call.
 
     Raises:

@@ -11,7 +11,7 @@ from ...buckets.arrays import IntArray
 from ...buckets.sizes import LatentSpec
 from ...buckets.table import BucketTable
 from ..measure import Sizes, largest_areas
-from .views import Batches, Taken, count_skipped, cover, whole_steps
+from .views import Batches, Taken, complete_steps, count_skipped, cover
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,5 +45,5 @@ class DiffusersExamples:
 
     def batches(self, counts: IntArray, *, batch_size: int, num_processes: int) -> Batches:
         """Return the batches."""
-        number = whole_steps(int((counts // batch_size).sum()), num_processes)
+        number = complete_steps(int((counts // batch_size).sum()), num_processes)
         return Batches(number, int(counts.sum()) - number * batch_size)

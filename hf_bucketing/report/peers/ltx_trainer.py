@@ -11,7 +11,7 @@ from ...buckets.arrays import BoolArray, IntArray
 from ...buckets.sizes import LatentSpec, Size
 from ...buckets.table import BucketTable
 from ..measure import Sizes
-from .views import Batches, Taken, count_skipped, cover, nearest, whole_steps
+from .views import Batches, Taken, complete_steps, count_skipped, cover, nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,6 @@ class LTXTrainer:
     def batches(self, counts: IntArray, *, batch_size: int, num_processes: int) -> Batches:
         """Return the batches."""
         size = batch_size if len(counts) == 1 else 1
-        number = whole_steps(int(counts.sum()) // size, num_processes)
+        number = complete_steps(int(counts.sum()) // size, num_processes)
         note = "" if size == batch_size else "Its batches hold one sample, as several sizes demand."
         return Batches(number, int(counts.sum()) - number * size, note=note)

@@ -48,7 +48,7 @@ class Folder:
         check_types(self)
         check_at_least(1, self, "frame_stride", "frame_sample", "max_frames")
         for name in ("resolution", "target_frames"):
-            numbers = tuple(plain_number(value, name, whole=True) for value in getattr(self, name))
+            numbers = tuple(plain_number(value, name, integer=True) for value in getattr(self, name))
             if min(numbers, default=0) < 1 or (name == "resolution" and len(numbers) != 2):
                 raise BucketingError(f"`{name}` must hold whole numbers of at least 1, got {numbers}.")
             object.__setattr__(self, name, numbers)

@@ -80,10 +80,10 @@ def compare_peers(
     unreadable = int(times[~usable].sum())
     rows = sizes.select(np.repeat(np.arange(len(times)), np.where(usable, times, 0)))
     measured = [_measure_peer(name, peer, rows, unreadable, report) for name, peer in peers.items()]
-    return (*_own_ways(report), *measured)
+    return (*_project_ways(report), *measured)
 
 
-def _own_ways(report: Report) -> list[PeerReport]:
+def _project_ways(report: Report) -> list[PeerReport]:
     """Return this project's buckets and packs, as the report measured them."""
     ways = []
     for way in report.strategies:
@@ -121,9 +121,9 @@ def _measure_peer(name: str, peer: Peer, sizes: Sizes, unreadable: int, report: 
     _, heights, widths = sizes.select(views.rows)
     down, across = views.resized_heights / heights, views.resized_widths / widths
     kept_area = views.sizes.heights * views.sizes.widths / (views.resized_heights * views.resized_widths)
-    shown = np.zeros(len(sizes.frames))
-    np.maximum.at(shown, views.rows, views.used_frames)
-    used = shown > 0
+    used_frames = np.zeros(len(sizes.frames))
+    np.maximum.at(used_frames, views.rows, views.used_frames)
+    used = used_frames > 0
     return PeerReport(
         name=name,
         rule=repr(peer),
@@ -131,7 +131,7 @@ def _measure_peer(name: str, peer: Peer, sizes: Sizes, unreadable: int, report: 
         skipped={**({"unreadable": unreadable} if unreadable else {}), **skipped},
         samples=int(views.clips.sum()),
         cropped_area=1 - _mean(np.minimum(kept_area, 1), views.clips),
-        cropped_frames=1 - _mean((shown / sizes.frames)[used]),
+        cropped_frames=1 - _mean((used_frames / sizes.frames)[used]),
         enlarged=_count(np.maximum(down, across) > 1, views),
         stretched=_count(np.abs(np.log(across / down)) > _STRETCHED, views),
         retimed=_count(views.retimed, views),

@@ -154,6 +154,6 @@ def count_skipped(**masks: BoolArray) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def whole_steps(batches: int, num_processes: int) -> int:
+def complete_steps(batches: int, num_processes: int) -> int:
     """Return the number of batches in whole steps of all processes, as accelerate deals them with `drop_last`."""
     return batches // num_processes * num_processes
