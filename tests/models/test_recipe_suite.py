@@ -25,13 +25,21 @@ from tests.models.kin import KIN
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_conditions
 
 FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
-"""Recipes that are tried with conditions in every run of the tests; the others with them in the slow ones."""
+"""Recipes that are tried with conditions in every run of the tests; of the others one of each kin in the slow ones."""
+
+
+def marks_of(name: str, shown: tuple[str, ...]) -> Any:
+    if not shown or (name in FAST and shown == RECIPES[name].shown[-1]):
+        return ()
+    return pytest.mark.slow if name in FAST or name in {names[0] for names in KIN} else pytest.mark.every
+
+
 RUNS = [
     pytest.param(
         case,
         shown,
         id="-".join([name, "+".join(shown)] if shown else [name]),
-        marks=pytest.mark.slow if shown and (name not in FAST or shown != case.shown[-1]) else (),
+        marks=marks_of(name, shown),
     )
     for name, case in RECIPES.items()
     for shown in (*(() if case.needs_shown else ((),)), *case.shown)
