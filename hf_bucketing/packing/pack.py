@@ -134,12 +134,9 @@ class Packing:
             audio_by_sample=self.family.audio_by_sample,
         )
         self.family.check_layout(self.transformer, layout, stretched=self.base_size is not None)
-        if padded:
-            layout = replace(layout, strip_length=self._padded_length(layout))
-        layout = self._fitted(layout, pad_to=pad_to, pad_text_to=pad_text_to)
-        if not isinstance(timesteps, torch.Tensor) or (
-            reference_grids is not None and self.family.timesteps_per != "row"
-        ):
+        layout = self._fitted(layout, padded=padded, pad_to=pad_to, pad_text_to=pad_text_to)
+        by_row = reference_grids is None or self.family.timesteps_per == "row"
+        if not (isinstance(timesteps, torch.Tensor) and by_row):
             timesteps = _strip_timesteps(timesteps, layout)
         batch = PackedBatch(
             strips=to_strips(latents, patch, layout=layout, references=references),
@@ -153,8 +150,12 @@ class Packing:
             batch, conditioning={name: self._packed(batch, name, values) for name, values in conditions.items()}
         )
 
-    def _fitted(self, layout: PackedLayout, *, pad_to: int | None, pad_text_to: int | None) -> PackedLayout:
-        """Return a layout with its text fitted and padded to a fixed shape, if one is given."""
+    def _fitted(
+        self, layout: PackedLayout, *, padded: bool, pad_to: int | None, pad_text_to: int | None
+    ) -> PackedLayout:
+        """Return a layout with its text fitted, its strips as long as samples are padded to, and a fixed shape."""
+        if padded:
+            layout = replace(layout, strip_length=self._padded_length(layout))
         layout, pad_text_to = self.family.fit_text(self.transformer, layout, pad_to=pad_to, pad_text_to=pad_text_to)
         return replace(
             layout,
