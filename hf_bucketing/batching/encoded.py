@@ -78,15 +78,15 @@ def text_of(
         keyframes (sequence of sequences of `int`): Frames of each sample that are appended, for text encoders that
             see them; by default none.
     """
-    defaults = batch["caption"]
-    captions = [None] * len(defaults) if captions is None else captions
+    sample_captions = batch["caption"]
+    captions = [None] * len(sample_captions) if captions is None else captions
     if "text_values" not in batch:
         pictures = {"references": pictures_in_text(recipe, batch, keyframes)} if recipe.text_sees_pictures else {}
         if not recipe.null_as_long:
-            pairs = zip(defaults, captions, strict=True)
+            pairs = zip(sample_captions, captions, strict=True)
             return recipe.encode_text([caption if other is None else other for caption, other in pairs], **pictures)
         text = recipe.encode_text(
-            [other or caption for caption, other in zip(defaults, captions, strict=True)], **pictures
+            [other or caption for caption, other in zip(sample_captions, captions, strict=True)], **pictures
         )
         null = [other == "" for other in captions]
         return text.replaced(null, recipe.encode_null()) if any(null) else text

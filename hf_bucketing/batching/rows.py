@@ -141,9 +141,9 @@ class TrainingData(RunData):
 
         `finished` are those that the run has made.
         """
-        accumulated = config.gradient_accumulation_steps
-        now = math.ceil(len(loader) / accumulated) if loader.epoch < config.num_train_epochs else 0
-        later = self.sampler.count_steps(loader.epoch + 1, config.num_train_epochs, accumulation_steps=accumulated)
+        accumulation = config.gradient_accumulation_steps
+        now = math.ceil(len(loader) / accumulation) if loader.epoch < config.num_train_epochs else 0
+        later = self.sampler.count_steps(loader.epoch + 1, config.num_train_epochs, accumulation_steps=accumulation)
         return StepCount(now + later.steps, later.exact)
 
     def largest_step(self) -> LargestStep:

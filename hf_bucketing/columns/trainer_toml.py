@@ -262,8 +262,8 @@ def load_repeats(folder: str | Path) -> TomlSources | None:
     sources = []
     for path in media:
         repeats, words = named[path].groups()
-        has_dot_captions = _SD_SCRIPTS_EXTENSION in endings[path] and CAPTION_EXTENSION not in endings[path]
-        extension = {"caption_extension": _SD_SCRIPTS_EXTENSION} if has_dot_captions else {}
+        has_caption_files = _SD_SCRIPTS_EXTENSION in endings[path] and CAPTION_EXTENSION not in endings[path]
+        extension = {"caption_extension": _SD_SCRIPTS_EXTENSION} if has_caption_files else {}
         sources.append({"dataset": path, "repeats": float(repeats), "missing_caption": words, **extension})
     names = ", ".join(os.path.basename(path) for path in media)
     return TomlSources(sources, [f"{names}: repeats and, where captions are missing, their words, as in sd-scripts."])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..columns.prepared_stream import PreparedStream
 
 SIZES = ("num_frames", "height", "width")
-FLAGS_OF_ALL = ("pretrained_model_name_or_path", "num_proc", "overwrite", "streaming", "output_dir")
+SHARED_FLAGS = ("pretrained_model_name_or_path", "num_proc", "overwrite", "streaming", "output_dir")
 
 
 def make_parser() -> FlagParser:
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
     shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}
     if len(sources) == 1 and sources[0].table.table is None:
         shared["table_of_frames"] = table_of_frames
-    flags = {name: value for name, value in vars(args).items() if name in FLAGS_OF_ALL}
+    flags = {name: value for name, value in vars(args).items() if name in SHARED_FLAGS}
     settings = {PREPARE: flags, SOURCES: settings_of_sources(sources)}
     if args.streaming:
         stream, columns = prepare_stream(sources, spec=spec, **of_model, say=print)

@@ -114,8 +114,8 @@ class _Joined(torch.optim.Optimizer):
         for optimizer in self._with_groups():
             groups = [next(saved) for _ in optimizer.param_groups]
             names = {name for group in groups for name in group["params"]}
-            values_of_part = {name: values for name, values in state_dict["state"].items() if name in names}
-            optimizer.load_state_dict({**state_dict, "state": values_of_part, "param_groups": groups})
+            state_of_part = {name: values for name, values in state_dict["state"].items() if name in names}
+            optimizer.load_state_dict({**state_dict, "state": state_of_part, "param_groups": groups})
             state.update(optimizer.state)
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.state = state

@@ -244,8 +244,8 @@ def fill_max_tokens(opened: OpenedRun, experts: Experts) -> TrainingConfig:
             optimizer.step()
             optimizer.zero_grad()
 
-    max_here = torch.tensor(find_max_tokens(try_step, largest=max(largest, smallest), smallest=smallest))
-    max_tokens = int(accelerator.gather(max_here.to(accelerator.device)[None]).min())
+    local_max = torch.tensor(find_max_tokens(try_step, largest=max(largest, smallest), smallest=smallest))
+    max_tokens = int(accelerator.gather(local_max.to(accelerator.device)[None]).min())
     accelerator.print(f"--max_tokens auto found {max_tokens} tokens per process and step")
     return changed(config, max_tokens=max_tokens)
 
