@@ -74,9 +74,9 @@ class RunConfig:
             whose targets are predictions of the base model.
         adapters ([`AdapterConfig`][hf_bucketing.adapters.lora.AdapterConfig]): LoRA.
         optimizer ([`OptimizerConfig`][hf_bucketing.optimizers.settings.OptimizerConfig]): Optimizer and schedule.
-        validation ([`ValidationConfig`][hf_bucketing.configuration.evaluation.ValidationConfig]): Prompts to render.
+        validation ([`ValidationConfig`][hf_bucketing.training.ValidationConfig]): Prompts to render.
         held_out ([`HeldOutConfig`][hf_bucketing.configuration.evaluation.HeldOutConfig]): Samples that are held out.
-        checkpoints ([`CheckpointConfig`][hf_bucketing.configuration.outputs.CheckpointConfig]): Saving and resuming.
+        checkpoints ([`CheckpointConfig`][hf_bucketing.training.CheckpointConfig]): Saving and resuming.
         reporting ([`ReportingConfig`]): Trackers, and the page of the run.
         hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
 
