@@ -337,13 +337,11 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
 
     pairs = zip(sizes, references, strict=True)
     media = [random_media(size, before=len(of_sample) if in_front else 0) for size, of_sample in pairs]
-    reference_media = [tuple(map(random_media, of_sample)) for of_sample in references]
+    pictures = [tuple(map(random_media, of_sample)) for of_sample in references]
     batch[name] = torch.stack(media) if data.way.stacks else media
     if name == "pixel_values":
         batch["shown"] = {
-            condition: reference_media
-            if condition == REFERENCE
-            else [_blank(condition, size, device) for size in sizes]
+            condition: pictures if condition == REFERENCE else [_blank(condition, size, device) for size in sizes]
             for condition in data.conditions
             if condition != AUDIO
         }
@@ -356,7 +354,7 @@ def _random_batch(largest: LargestStep, recipe: Recipe, device: torch.device, *,
         if MASK in data.conditions:
             batch["conditions"][LOSS_MASK] = [torch.ones_like(latent[:1]) for latent in media]
         if REFERENCE in data.conditions and not recipe.reference_condition().in_front:
-            batch["conditions"][REFERENCES] = reference_media
+            batch["conditions"][REFERENCES] = pictures
         batch["conditions"][KEYFRAMES] = [
             (random_media(size._replace(frames=1)),) * (latent.shape[1] - 1)
             for size, latent in zip(sizes, media, strict=True)
