@@ -151,7 +151,7 @@ class Batching(ABC, Generic[Plan]):
 
     @abstractmethod
     def collator(self, table: Table, *, resize: RandomResize | None = None, **media: Any) -> Collator:
-        """Return the collator of files; `media` are arguments of [`MediaCollator`][hf_bucketing.loaders.collators.MediaCollator]."""
+        """Return the collator of files; `media` are arguments of [`MediaCollator`] of `loaders/collators.py`."""
 
     @abstractmethod
     def step(self, recipe: Recipe, **options: Any) -> Step:
