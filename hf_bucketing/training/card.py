@@ -247,7 +247,7 @@ def without_folders(value: Any) -> Any:
     """Return a setting with the last part of each path in it, instead of folders of this machine.
 
     Example:
-        >>> shown(["/home/me/clips/a.png", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 3])
+        >>> without_folders(["/home/me/clips/a.png", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 3])
         ['a.png', 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers', 3]
     """
     if isinstance(value, (list, tuple)):
