@@ -256,7 +256,7 @@ class TrainingData(RunData):
 
     def reference_sizes(self, rows: IntArray) -> list[tuple[Size, ...]]:
         """Return the sizes in which the references of each row are counted."""
-        return self.row_conditions.references.select(rows).sizes(self.sizes(rows))
+        return self.row_conditions.select(rows).references.sizes(self.sizes(rows))
 
     def reference_counts(self) -> OfSamples:
         """Return the number of references of each usable row."""

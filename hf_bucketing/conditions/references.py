@@ -193,6 +193,12 @@ class RowReferences:
         """Return those of cells of the column [`REFERENCE_SIZES`]."""
         return rule.rows({REFERENCE_SIZES: cells}, num_rows=len(cells))
 
+    @classmethod
+    def none(cls, num_rows: int) -> RowReferences:
+        """Return those of rows that have none, which take no memory until they are read."""
+        nothing = np.zeros((0, 3), np.int64)
+        return cls(rule=ReferenceRule(), stored=nothing, offsets=np.zeros(num_rows + 1, np.int64))
+
     @property
     def num_rows(self) -> int:
         """Number of the rows."""
@@ -225,7 +231,7 @@ class RowReferences:
 
     def most(self, size: Size, *, spec: LatentSpec) -> tuple[Size, ...]:
         """Return the sizes of the references of one row, those that take most tokens beside a sample of a size."""
-        if not len(self.counts):
+        if not len(self.stored):
             return ()
         tokens = self.num_tokens(np.tile(size, (len(self.counts), 1)), spec=spec)
         return self.select([tokens.argmax()]).sizes([size])[0]

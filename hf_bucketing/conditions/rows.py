@@ -189,7 +189,7 @@ class RowConditions:
     def references(self) -> RowReferences:
         """Their references; none of any row where samples have none."""
         references = [rows for rows in self.rows if isinstance(rows, RowReferences)]
-        return references[0] if references else RowReferences.of_lists([()] * self.num_rows, rule=ReferenceRule())
+        return references[0] if references else RowReferences.none(self.num_rows)
 
     @property
     def audio(self) -> RowAudio | None:

@@ -73,7 +73,7 @@ def measure_references(
     ids = np.asarray(bucket_ids, np.int64)
     usable = has_bucket(ids)
     references = conditions.references
-    if not references.counts[usable].any():
+    if not len(references.stored) or not references.counts[usable].any():
         return None
     parts = bucket_parts(ids, conditions.without_audio, table=table, spec=spec)
     condition_tokens = int(parts.condition_tokens[parts.ids[usable]].sum())

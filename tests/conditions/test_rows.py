@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
+from hf_bucketing.conditions.appended import AppendedFrames
 from hf_bucketing.conditions.audio import AudioRule, RowAudio
 from hf_bucketing.conditions.condition import Condition, token_conditions
 from hf_bucketing.conditions.parts import bucket_parts, sample_sizes
@@ -142,3 +143,10 @@ def test_a_condition_over_its_sample_counts_as_tokens_at_a_fraction_of_its_size(
 def test_conditions_of_other_numbers_of_rows_are_refused() -> None:
     with pytest.raises(BucketingError, match="`reference` conditions are those of 1 rows, but others of 2"):
         RowConditions.of(RULE.rows({"reference_sizes": [[], []]}, num_rows=2), references_of([[]]))
+
+
+def test_a_hundred_million_rows_without_conditions_take_no_memory_for_them() -> None:
+    rows = RowConditions(num_rows=10**8)
+    assert rows.references.most(Size(1, 64, 64), spec=IMAGES) == ()
+    assert rows.select([3, 10**8 - 1]).references.sizes([(1, 64, 64)] * 2) == [(), ()]
+    assert rows.appending(AppendedFrames(1)).select([5]).num_tokens([(9, 64, 64)], spec=VIDEOS).tolist() == [16]
