@@ -18,7 +18,7 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample
-from ..conditions.parts import sample_sizes
+from ..conditions.parts import tokens_with
 from ..errors import BucketingError, PackingError
 from ..loaders.collators import PackCollator
 from ..loaders.random_resize import RandomResize
@@ -185,8 +185,8 @@ def _frames_that_fit(rows: SampleRows, packs: PackPlanConfig, *, drop: TokenDrop
         table = replace(prepared.open_table, max_frames=max_frames)
         ids = table.assign(*sizes).bucket_id.astype(np.int64)
         sample_tokens = counted_tokens(ids, table.num_tokens(ids, spec=spec), table=table, spec=spec, drop=drop)
-        samples = sample_sizes(ids[of_row.ravel()], table)
-        tokens = sample_tokens[of_row.ravel()] + rows.conditions.num_tokens(samples, spec=spec)
+        of_rows = of_row.ravel()
+        tokens = tokens_with(rows.conditions, sample_tokens[of_rows], ids[of_rows], table=table, spec=spec)
         _, over = sample_spans(tokens, limits, text_tokens=text_tokens)
         return int(np.count_nonzero((tokens > 0) & ~over))
 

@@ -21,7 +21,7 @@ from ..columns.apply import with_columns
 from ..columns.arrays import column_array
 from ..columns.faults import NAMED_ROWS, listed
 from ..columns.prepared import PreparedDataset
-from ..conditions.parts import sample_sizes
+from ..conditions.parts import tokens_with
 from ..conditions.rows import ConditionRules, RowConditions
 from ..errors import OversizeError
 from ..loaders.random_resize import RandomResize
@@ -147,7 +147,7 @@ class SampleRows:
             counting=counting,
             bucket_ids=bucket_ids,
             sample_tokens=sample_tokens,
-            num_tokens=sample_tokens + conditions.num_tokens(sample_sizes(bucket_ids, table), spec=spec),
+            num_tokens=tokens_with(conditions, sample_tokens, bucket_ids, table=table, spec=spec),
             conditions=conditions,
             resize=resize,
             views=views,

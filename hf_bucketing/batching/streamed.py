@@ -23,7 +23,7 @@ from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..conditions.appended import AppendedFrames
 from ..conditions.audio import HAS_AUDIO, AudioRule
 from ..conditions.names import REFERENCE
-from ..conditions.parts import sample_sizes
+from ..conditions.parts import tokens_with
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
 from ..configuration.objective import weights_of_sources
@@ -379,7 +379,7 @@ class _CountedTokens:
         ids, tokens = (np.array(batch[name], np.int64) for name in ("bucket_id", "num_tokens"))
         own = counted_tokens(ids, tokens, table=self.table, spec=self.spec, drop=self.drop)
         conditions = self.rules.rows(batch, num_rows=len(ids))
-        counted = own + conditions.num_tokens(sample_sizes(ids, self.table), spec=self.spec)
+        counted = tokens_with(conditions, own, ids, table=self.table, spec=self.spec)
         return {"num_tokens": counted.tolist()}
 
 

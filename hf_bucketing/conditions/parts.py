@@ -58,6 +58,26 @@ def bucket_parts(
     return BucketParts(parts, ids[usable][first], tokens[usable][first])
 
 
+def tokens_with(
+    conditions: RowConditions,
+    tokens: IntArray,
+    bucket_ids: npt.ArrayLike,
+    *,
+    table: BucketTable | OpenTable,
+    spec: LatentSpec,
+) -> IntArray:
+    """Return tokens of rows with those of their conditions, `(n,)`; the same array where there are no conditions.
+
+    Args:
+        conditions ([`RowConditions`]): Conditions of the rows.
+        tokens (array of `int`, shape `(n,)`): Tokens of the samples themselves.
+        bucket_ids (array of `int`, shape `(n,)`): Bucket of each row, negative for a rejected one.
+        table ([`BucketTable`] or [`OpenTable`]): Their table.
+        spec ([`LatentSpec`]): Strides and patch of the model.
+    """
+    return tokens + conditions.num_tokens(sample_sizes(bucket_ids, table), spec=spec) if conditions else tokens
+
+
 def sample_sizes(bucket_ids: npt.ArrayLike, table: BucketTable | OpenTable) -> IntArray:
     """Return frames, height and width of the bucket of each row, `(n, 3)`; 0 for rejected rows."""
     ids, of_row = np.unique(np.asarray(bucket_ids, np.int64), return_inverse=True)

@@ -22,7 +22,7 @@ from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..conditions.appended import AppendedFrames
-from ..conditions.parts import sample_sizes
+from ..conditions.parts import tokens_with
 from ..conditions.rows import ConditionRules
 from ..conditions.shares import most_appended
 from ..configuration.launch import LaunchConfig, check_run
@@ -206,7 +206,7 @@ def _stacked_sizes(opened: OpenedRun) -> Counter[tuple[Size, int]]:
         rows = prepared.row_conditions(ConditionRules.of(prepared.conditions, references=references))
         for appended in {0, min(1, most_appended(opened.config.objective.condition))}:  # then any number divides too
             conditions = rows.appending(AppendedFrames(appended))
-            tokens = sample_tokens + conditions.num_tokens(sample_sizes(ids, prepared.table), spec=prepared.spec)
+            tokens = tokens_with(conditions, sample_tokens, ids, table=prepared.table, spec=prepared.spec)
             usable = np.stack([ids, tokens])[:, tokens > 0]
             for (bucket, length), count in zip(*np.unique(usable.T, axis=0, return_counts=True), strict=True):
                 sizes[prepared.table.size(int(bucket)), int(length)] += int(count)
