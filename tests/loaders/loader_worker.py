@@ -272,7 +272,10 @@ def train(output: Path, *, epochs: int, save_every: int, kill_at: int, **options
                 if run.accelerator.is_main_process:
                     partial.rename(output / f"checkpoint-{count}")
                 run.accelerator.wait_for_everyone()
-    run.accelerator.end_training()
+    accelerator = run.accelerator
+    del run  # DDP must go before its process group, as in `Trained.release`, or a process may hang at its end
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 def main() -> None:
