@@ -47,6 +47,7 @@ def test_the_same_seed_writes_the_same_data(tmp_path: Path) -> None:
     assert pictures[0] == pictures[1] != pictures[2]
 
 
+@pytest.mark.slow
 def test_existing_folders_of_other_things_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     for script in ("make_demo_dataset.py", "make_tiny_pipeline.py"):

@@ -72,6 +72,7 @@ def strengths(pipeline: DiffusionPipeline) -> dict[str, torch.Tensor]:
     return {layer: alpha / len(down) * up @ down for layer, (down, up) in pairs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADED)
 def test_stock_pipelines_have_the_same_weights_with_either_file(name: str, load, tmp_path: Path) -> None:
     save_lora(trained(load(name)), tmp_path, lora_format="both")

@@ -60,6 +60,7 @@ def collator_of(data: PreparedDataset) -> CachedCollator:
     return CachedCollator(data.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "views"),
     [

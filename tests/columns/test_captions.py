@@ -255,6 +255,7 @@ def prepare(dataset: Path, pipeline: Path, output: Path, *flags: object, check: 
     )
 
 
+@pytest.mark.slow
 def test_preparing_ends_at_missing_captions(faulty_dir, pipeline_dir, tmp_path: Path) -> None:
     result = prepare(faulty_dir, pipeline_dir, tmp_path / "out", check=False)
     assert result.returncode == 1

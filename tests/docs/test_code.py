@@ -167,6 +167,7 @@ def run_page(
     return run_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -392,6 +393,7 @@ def add_packing_names(names: dict[str, Any]) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "heading"), TABLES)
 def test_every_cell_of_the_tables_runs(page: str, heading: str, names: dict[str, Any]) -> None:
     cells = Cells(names, add_packing_names(names) if page.endswith("packing.md") else None)

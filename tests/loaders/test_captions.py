@@ -81,6 +81,7 @@ def several(prepared_dir: Path) -> PreparedDataset:
     return replace(data, dataset=dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_collator_draws_the_same_captions_on_any_workers_and_caches_hold_all(
     several: PreparedDataset, pipeline_dir: Path, tmp_path: Path, num_workers: int

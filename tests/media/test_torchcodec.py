@@ -85,6 +85,7 @@ def test_a_torchcodec_that_cannot_be_loaded_is_refused_before_anything_is_decode
     sys.modules.pop("torchcodec", None)
 
 
+@pytest.mark.slow
 def test_the_script_of_caches_refuses_it_too(
     prepared_dir: Path, pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

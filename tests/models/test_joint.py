@@ -176,6 +176,7 @@ def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> No
     assert largest_difference(samples.alone(model), [output[:, :frames] for output in outputs]) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["cogvideox", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd3.5", "hunyuan", "flux"))],

@@ -96,6 +96,7 @@ def outcome(case: RecipeCase, recipe: Recipe, call: Call, folder: Path) -> list[
     return [losses.detach(), torch.stack(gradients)]
 
 
+@pytest.mark.slow
 @each_recipe
 def test_each_step_is_that_of_a_fresh_transformer(name: str, tiny_folder: Callable[[str], Path]) -> None:
     """The transformer that runs all, stacks before and after packs, also recomputes its blocks in backward passes."""

@@ -26,12 +26,15 @@ from tests.models.recipe_cases import Drawn, RecipeCase, draw_conditions
 
 FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
 """Recipes that are tried with conditions in every run of the tests; of the others one of each kin in the slow ones."""
+FIRST = {next((name for name in names if name in RECIPES and not RECIPES[name].needs_shown), None) for names in KIN}
+"""A recipe of each kin that is tried without conditions in every run of the tests; the others are in the slow ones."""
 
 
 def marks_of(name: str, shown: tuple[str, ...]) -> Any:
-    if not shown or (name in FAST and shown == RECIPES[name].shown[-1]):
+    if (not shown and name in FIRST) or (name in FAST and shown == RECIPES[name].shown[-1]):
         return ()
-    return pytest.mark.slow if name in FAST or name in {names[0] for names in KIN} else pytest.mark.every
+    is_first = not shown or name in FAST or name in {names[0] for names in KIN}
+    return pytest.mark.slow if is_first else pytest.mark.every
 
 
 RUNS = [

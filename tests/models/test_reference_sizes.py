@@ -155,6 +155,7 @@ def of_references(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [picture for picture in flat if picture.std() > 0.05]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", CASES)
 def test_the_vae_is_given_what_the_pipeline_gives_it(
     tiny: str, tiny_folder: Callable[[str], Path], files: dict[str, Path]

@@ -311,6 +311,7 @@ def packed(model: Any, *, strip_length: int = 4) -> Iterator[Packing]:
         disable_packing(model)
 
 
+@pytest.mark.slow
 @each_pipeline
 def test_references_are_encoded_as_the_pipeline_encodes_them(case: Case, recorded_of) -> None:
     recipe, samples, _, _ = recorded_of(case)
@@ -455,6 +456,7 @@ def call_of_sequence(model: Any, call: Mapping[str, Any], tokens: torch.Tensor, 
 RENDERED = [case for case in CASES.values() if case.call is call_of_pipeline]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RENDERED, ids=[case.tiny for case in RENDERED])
 def test_renderings_see_their_references(case: Case, tiny_folder: Callable[[str], Path]) -> None:
     recipe = load(tiny_folder(case.tiny))

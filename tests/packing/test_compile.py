@@ -69,6 +69,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "checkpointing"),
     [("segments", False), ("segments", True), ("dense", True)],
@@ -89,6 +90,7 @@ def test_packs_of_other_samples_need_no_further_graph(backend: str, checkpointin
     assert 0 < graphs.count <= warm + 2
 
 
+@pytest.mark.slow
 def test_flex_attention_needs_no_further_graph_either(monkeypatch) -> None:
     """Here FlexAttention runs without gradients and eagerly."""
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex.flex_attention)
@@ -234,6 +236,7 @@ def test_compiled_blocks_have_the_gradients_of_others(backend: str, dtype: torch
     assert_same_gradients(slopes, compiled_slopes, 1e-4 if exact else 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_device")
 def test_attention_to_image_tokens_runs_outside_the_graphs() -> None:
     case, compiler = CASES["wan image"], Graphs()

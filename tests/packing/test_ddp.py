@@ -27,6 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return {case: torch.load(folder / f"{case}.pt") for case in CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_have_the_gradients_of_one(case: str, results: dict[str, dict]) -> None:
     result = results[case]

@@ -8,6 +8,7 @@ from benchmark_operations import FAMILIES, operations_of_a_block
 from tests.packing.flash_attention import flash_attention_4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_packed_block_dispatches_few_operations_more_than_the_stock_model(name, monkeypatch) -> None:
     """Forward, recomputation and backward of a block with LoRA, for a pack of samples of three sizes."""

@@ -24,6 +24,7 @@ def enable_checkpointing(model: torch.nn.Module) -> None:
     model.enable_gradient_checkpointing()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "checkpoint", "order"),
     [("wan", enable_checkpointing, "after"), ("wan", checkpoint_blocks, "before"),

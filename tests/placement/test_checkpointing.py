@@ -76,6 +76,7 @@ def deep(tiny_folder: Callable[[str], Path], name: str) -> TracedStep:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_TWO_KINDS)])
 def test_some_blocks_are_planned_as_they_are_traced(name: str, lora: int | None, tiny_folder) -> None:
@@ -148,6 +149,7 @@ def test_losses_are_those_without_and_chosen_blocks_alone_run_again(
     assert calls == [[1] * LAYERS_OF_RUN, [2, 1, 2, 1, 1], [1] * LAYERS_OF_RUN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "chosen"), [(4.0, 0), (0.0, LAYERS_OF_RUN)])
 def test_a_run_chooses_by_its_device(
     share: float, chosen: int, deep_pipeline: Path, prepared_dir, tmp_path: Path, monkeypatch, capsys

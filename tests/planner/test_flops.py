@@ -71,6 +71,7 @@ def test_the_count_is_that_of_megatron_bridge(step: TracedStep, published: float
     assert flops.backward == pytest.approx(2 * flops.forward, rel=0.001)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradients_and_checkpoints_compute_blocks_again() -> None:
     (frames, height, width), layers, dim, ffn = WAN_14B.latent_sizes[0], 40, 5120, 13824
     tokens = frames * height * width // 4
@@ -89,6 +90,7 @@ def test_frozen_weights_have_no_gradients_and_checkpoints_compute_blocks_again()
     assert model_flops(full_again) == pytest.approx(model_flops(full)), "recomputation trains nothing"
 
 
+@pytest.mark.slow
 def test_predictions_of_the_base_model_count_apart(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("wan")))
     config = changed(CONFIG, lora_rank=2)
@@ -101,6 +103,7 @@ def test_predictions_of_the_base_model_count_apart(tiny_folder: Callable[[str], 
     assert trace(based).flops.base == pytest.approx(3 * forward, rel=1e-6), "three passes without adapters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wan", "qwen-image", "flux", "sd3", "pixart-sigma"])
 def test_torch_counts_as_many_operations_in_a_real_pass(tiny_folder: Callable[[str], Path], name: str) -> None:
     """By the plain products of attention, whose backward pass keeps the scores."""
@@ -122,6 +125,7 @@ def test_torch_counts_as_many_operations_in_a_real_pass(tiny_folder: Callable[[s
     assert model_flops(trace(step).flops) == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_checkpoints_change_recomputation_alone(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("qwen-image")))
     checkpointed = changed(CONFIG, gradient_checkpointing=True)

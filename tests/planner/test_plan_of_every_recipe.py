@@ -55,6 +55,7 @@ def bytes_of(*modules: torch.nn.Module) -> int:
     return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_per_kin(CASES, fast=FAST))
 def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
     name: str, tiny_folder: Callable[[str], Path], tmp_path: Path

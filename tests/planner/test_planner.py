@@ -155,6 +155,7 @@ def test_what_both_experts_cannot_be_combined_with_is_refused(settings: dict, me
         changed(LORA, trained_component="both", **settings)
 
 
+@pytest.mark.slow
 def test_predictions_of_the_base_model_add_less_than_the_activations_of_a_block(configs, monkeypatch) -> None:
     wan, calls, switch = str(configs["wan"]), [], trace.base_model
     monkeypatch.setattr(trace, "base_model", lambda model: calls.append(model) or switch(model))

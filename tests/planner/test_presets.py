@@ -44,6 +44,7 @@ def test_there_is_a_file_for_each_plan_that_fits() -> None:
     assert files == {f"{model}/{name}.yaml" for model in MODELS for name in configs_of(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
     for name, config in configs_of(model).items():

@@ -46,6 +46,7 @@ def rows_of(model: Any, step: trace.TracedStep, family: Any) -> Rows:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux2", "ltx", "qwen-image-edit-2511"])
 def test_a_step_with_references_takes_what_is_planned(name: str, tiny_folder: Callable[[str], Path]) -> None:
     folder = str(tiny_folder(name))

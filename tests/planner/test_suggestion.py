@@ -195,6 +195,7 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
         assert shape.tokens == shape.samples * 64 * strips, "whole strips, as packs hold them"
 
 
+@pytest.mark.slow
 def test_runs_that_drop_many_rows_come_last(components: Components) -> None:
     rows = rows_of((17, 96, 128), (9, 64, 96), (1, 128, 96), (1, 1, 512))
     suggestion = suggest(components, rows)

@@ -46,6 +46,7 @@ def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
     return plan_components(components, config, StepShape.of(sizes, tokens=tokens, text_tokens=text)).flops.hardware
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -68,6 +69,7 @@ def test_three_traced_sizes_say_the_operations_of_all_others(name: str, config: 
     assert flops_of(components, config, other, other) == pytest.approx(2 * predicted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_attention_is_counted_by_its_formula_with_and_without_recomputation(tiny_folder) -> None:
     components = components_of(tiny_folder, "wan")
     config = components.transformer.config

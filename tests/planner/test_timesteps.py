@@ -23,6 +23,7 @@ CONFIG = PlanConfig.from_flat(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "condition"), [("wan-2.2-ti2v", None), ("wan-2.2-t2v-5b", "prefix"), ("ltx", "first_frame:0.5,none:0.5")]
 )

@@ -124,6 +124,7 @@ def test_nothing_is_said_where_no_usable_sample_has_references() -> None:
         assert measure_references(np.array([0, -1]), references, table=TABLE, spec=SPEC, config=CONFIG) is None
 
 
+@pytest.mark.slow
 def test_the_script_says_it_in_its_text_json_and_page(prepared_dir: Path, tmp_path: Path) -> None:
     prepared = PreparedDataset.load(prepared_dir)
     cells = [[1, 40, 72] if row % 2 else [] for row in range(len(prepared.dataset))]

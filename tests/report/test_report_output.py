@@ -89,6 +89,7 @@ def test_the_occupancy_figure_names_the_fullest_buckets_alone() -> None:
     assert f"the {MAX_BARS} fullest of {len(many.buckets.used)}" in occupancy(many).title
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (1, 64, 64), (0, 0, 0)], ids=["rejected", "one bucket", "unusable"])
 def test_figures_and_text_of_the_smallest_data_warn_of_nothing(
     sizes, tmp_path: Path, recwarn: pytest.WarningsRecorder

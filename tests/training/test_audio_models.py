@@ -204,6 +204,7 @@ def test_columns_say_which_rows_have_sound_and_plans_count_its_tokens(
     assert (data.num_tokens - own).tolist() == [0 if row == SILENT else heard for row in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["pack", "bucket"])
 def test_each_modality_is_generated_shown_or_absent_and_has_the_loss_by_hand(
     batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe

@@ -217,6 +217,7 @@ def test_each_modality_is_generated_shown_or_absent_by_sample(
     assert kinds == {"no_audio", "video", "audio", "none"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
 def test_base_predictions_are_targets_of_both_modalities(
     batches: dict[str, Any], prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe

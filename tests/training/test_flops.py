@@ -48,6 +48,7 @@ def test_samples_that_fill_a_batch_are_computed_but_not_trained() -> None:
     assert hardware == 10 + 120 + 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -128,6 +128,7 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(device: Device, batch
     check_step(device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conditions", [None, "video:0.4,audio:0.4,no_audio:0.2"], ids=["both", "shown"])
 @pytest.mark.parametrize("tokens", [(16, 0, 28), (16,), (0,)], ids=["pack", "stack", "silent stack"])
 @pytest.mark.parametrize(

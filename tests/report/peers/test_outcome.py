@@ -67,6 +67,7 @@ def test_a_trainer_that_takes_no_row_is_a_line_too() -> None:
     assert "peer skips 2 (videos)." in describe_peers([peer])
 
 
+@pytest.mark.slow
 def test_the_script_compares_in_text_json_and_page(prepared_dir: Path, tmp_path: Path) -> None:
     files = {"--json": tmp_path / "report.json", "--html": tmp_path / "report.html"}
     flags = [value for pair in files.items() for value in pair]
