@@ -277,7 +277,8 @@ def test_the_sequences_that_a_model_gets_have_the_counted_tokens(
         data = make_data(config, recipe.spec, COUNTING)
         loader = resume(accelerator, accelerator.prepare(data.loader))
         memory = plan_of_run(open_run(config, accelerator), data)
-        sizes, tokens, references, *_ = data.largest_step()
+        largest = data.largest_step()
+        sizes, tokens, references = largest.sizes, largest.tokens, largest.references
         assert memory.shape.tokens == tokens <= 640
         assert memory.shape.pixels == sum(math.prod(size) for size in itertools.chain(sizes, *references))
     else:
