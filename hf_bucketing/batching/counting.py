@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..conditions.condition import Condition, condition_named
-from ..conditions.names import KEYFRAMES, REFERENCE
-from ..conditions.references import ReferenceRule
+from ..conditions.names import KEYFRAMES
+from ..conditions.references import ReferenceRule, references_of
 from ..conditions.rows import ConditionRules
 from ..conditions.shares import appended_by
 from ..models.recipe import Recipe
@@ -47,8 +47,7 @@ class ModelTokens:
     @property
     def references(self) -> ReferenceRule:
         """Condition of references: where they enter the model, and what each adds to the text of its sample."""
-        declared = condition_named(self.conditions, REFERENCE)
-        return declared if isinstance(declared, ReferenceRule) else ReferenceRule()
+        return references_of(self.conditions)
 
     def rules_of(self, prepared: PreparedDataset | PreparedStream, *, condition: str | None = None) -> ConditionRules:
         """Return how the conditions of a data set are counted in a run with a `condition`.

@@ -127,7 +127,7 @@ def clean_latents(drawn: Drawn, latent: torch.Tensor, mask: torch.Tensor | None,
     part = to_device(torch.from_numpy(frames), latent.device).view(1, -1, 1, 1)
     if not drawn.masked:
         return part
-    assert mask is not None, "check_drawn asks for masks"
+    assert mask is not None, "check_conditions asks for masks"
     return part | black_tokens(mask, spec.patch)
 
 

@@ -62,7 +62,8 @@ class Condition(SizeRule):
     @property
     def settings(self) -> dict[str, Any]:
         """What manifests of prepared folders hold of a condition that is counted as tokens over its sample."""
-        return {"name": self.name, "enters": self.enters, "downscale_factor": self.downscale_factor}
+        names = ("name", "enters", "downscale_factor", "multiples", "text_tokens", "text_factor")
+        return {name: getattr(self, name) for name in names}
 
     def rows(self, columns: Mapping[str, Any], *, num_rows: int) -> Any:
         """Return the condition of rows, all of which have it; see [`ConditionRule`]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from ..buckets.arrays import IntArray
 from ..buckets.sizes import LatentSpec, Size
 from ..errors import explains_arguments
 from .audio import AUDIO_BITS
-from .condition import Condition, Enters, has_size
+from .condition import Condition, Enters, condition_named, has_size
 from .lists import Lists
 from .names import REFERENCE
 
@@ -163,6 +163,12 @@ class ReferenceRule(Condition):
             key >>= 3 * _SIDE
         tokens = int(_sides(np.array(numbers, np.int64)).prod(1).sum())
         return (1 + self.text_factor) * tokens + len(numbers) * self.text_tokens
+
+
+def references_of(conditions: Iterable[Condition]) -> ReferenceRule:
+    """Return the condition of references among those that a model takes; one of none where it takes none."""
+    declared = condition_named(conditions, REFERENCE)
+    return declared if isinstance(declared, ReferenceRule) else ReferenceRule(most=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

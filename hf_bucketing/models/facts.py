@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.audio import AUDIO, AudioRule
 from ..conditions.condition import Condition, condition_named
-from ..conditions.names import MASK, REFERENCE
-from ..conditions.references import ReferenceRule
+from ..conditions.names import MASK
+from ..conditions.references import ReferenceRule, references_of
 from ..packing.family import Family
 from .experts import TrainedComponent
 from .index import PipelineIndex
@@ -81,8 +81,7 @@ class RecipeFacts:
     @classmethod
     def reference_condition(cls) -> ReferenceRule:
         """Return the condition of references, whatever the pipeline's settings; one of none where it takes none."""
-        declared = cls.condition(REFERENCE)
-        return declared if isinstance(declared, ReferenceRule) else ReferenceRule(most=0)
+        return references_of(cls.conditions)
 
     @classmethod
     def required_conditions(cls) -> tuple[str, ...]:

@@ -290,14 +290,15 @@ def sample_shape(components: Components, config: PlanConfig, size: Size) -> Step
     if recipe.reference_condition().in_front:
         reference_sizes = (size._replace(frames=1),) * len(reference_sizes)
     other_rules = ConditionRules(rules=(_appended(components, config), *token_conditions(recipe.conditions)))
-    others = other_rules.rows({}, num_rows=1).sizes([size], spec=spec)[0]
+    other_rows = other_rules.rows({}, num_rows=1)
+    others = other_rows.sizes([size], spec=spec)[0]
     return StepShape.of(
         [size],
         # Raises if one does not divide into tokens.
         tokens=sum(map(spec.num_tokens, (size, *reference_sizes, *others))),
         text_tokens=recipe.text_tokens(config.run.max_sequence_length)
         + recipe.reference_text(reference_sizes, spec)
-        + keyframe_text(components, config, size),
+        + int(other_rows.text_tokens([size], spec=spec)[0]),
         audio_tokens=_audio_tokens(components, config, size),
         references=[(*reference_sizes, *others)],
     )

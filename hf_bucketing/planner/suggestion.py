@@ -18,7 +18,7 @@ import numpy as np
 from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.sizes import Size
-from ..conditions.appended import AppendedFrames
+from ..conditions.appended import NO_FRAMES, AppendedFrames
 from ..conditions.names import KEYFRAMES
 from ..conditions.parts import bucket_parts
 from ..conditions.shares import appended_by, read_conditions
@@ -427,7 +427,7 @@ class Suggester:
         conditions, sizes = self.rows.conditions, targets.assigned_sizes
         audio_tokens = sum(conditions.audio_tokens(sizes))
         pictures = self._cached_tokens(targets, config).sum() - audio_tokens
-        read = conditions.references.text_tokens(sizes, spec=components.spec).sum()
+        read = conditions.appending(NO_FRAMES).text_tokens(sizes, spec=components.spec).sum()
         latents = 4 * values * (pictures - read)
         most = config.run.max_sequence_length or recipe.default_sequence_length
         length = min(most, 1 + (self.rows.caption_characters or 0) / _CHARACTERS_PER_TOKEN)

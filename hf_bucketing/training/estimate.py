@@ -39,7 +39,6 @@ from ..planner.memory import (
     MemoryPlan,
     StepShape,
     fewest_checkpoints,
-    keyframe_text,
     largest_tokens,
     plan_components,
     verdict_on,
@@ -99,10 +98,8 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
         BucketingError: As [`planned_run`].
     """
     step = data.largest_step()
-    pictures = sum(opened.recipe.reference_text(sizes, data.spec) for sizes in step.references)
     components, config = components_of(opened), planned_run(opened)
-    pictures += sum(keyframe_text(components, config, size) for size in step.sizes)
-    text = data.text_tokens * len(step.sizes) + pictures
+    text = data.text_tokens * len(step.sizes) + int(step.conditions.text_tokens(step.sizes, spec=data.spec).sum())
     audio_tokens = sum(step.audio)
     shape = StepShape.of(
         step.sizes,

@@ -135,7 +135,9 @@ def test_a_condition_over_its_sample_counts_as_tokens_at_a_fraction_of_its_size(
     assert rows.sizes(samples, spec=VIDEOS)[:2] == [(Size(9, 32, 48),), (Size(1, 32, 32),)]
     assert rows.shares(samples, spec=VIDEOS) == {"control": 22}
     assert rules.tokens_of_key(rows.keys(samples, spec=VIDEOS)[0], Size(9, 64, 96), spec=VIDEOS) == 18
-    text = replace(depth, text_tokens=5, text_factor=1).rows({}, num_rows=3)
+    seen = replace(depth, text_tokens=5, text_factor=1)
+    assert Condition(**seen.settings).settings == seen.settings, "what a prepared folder holds of it counts it alike"
+    text = Condition(**seen.settings).rows({}, num_rows=3)
     assert text.text_tokens(samples, spec=VIDEOS).tolist() == [18 + 5, 4 + 5, 0]
     assert text.num_tokens(samples, spec=VIDEOS).tolist() == [2 * 18 + 5, 2 * 4 + 5, 0]
 
