@@ -183,8 +183,10 @@ def test_packs_of_other_families_need_no_graph_after_the_second(name: str) -> No
 
 
 @pytest.mark.usefixtures("any_device")
-def test_packs_share_one_graph_of_a_block() -> None:
-    assert graphs_of_packs(CASES["wan"], backend="varlen:fa4", packs=3, compiler=Graphs()) == [1, 1, 1]
+@pytest.mark.parametrize("backend", ["varlen:fa4", "auto"])
+def test_packs_share_one_graph_of_a_block(backend: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert graphs_of_packs(CASES["wan"], backend=backend, packs=3, compiler=Graphs()) == [1, 1, 1]
 
 
 @pytest.mark.slow
@@ -216,6 +218,7 @@ def test_twenty_stacks_share_a_graph_for_each_kind_of_block(name: str) -> None:
     [
         pytest.param("varlen:fa4", torch.float32, marks=pytest.mark.slow),
         ("varlen:fa4", torch.bfloat16),
+        ("auto", torch.bfloat16),
         pytest.param("segments", torch.float32, marks=pytest.mark.slow),
         pytest.param("segments", torch.bfloat16, marks=pytest.mark.slow),
     ],

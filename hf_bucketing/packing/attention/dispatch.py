@@ -143,7 +143,10 @@ def packed_attention(
         _check(query, key, segments, options)
     head_dim = value.shape[-1]  # which graphs of torch.compile know, as nothing rotates values
     if backend == "auto":
-        kind = Segments.of(segments, width=query.shape[1] * head_dim)
+        if torch.compiler.is_compiling():  # the graph holds one kernel for all packs, also of short segments
+            kind = Segments(two_spans=segments.more_keys is not None)
+        else:
+            kind = Segments.of(segments, width=query.shape[1] * head_dim)
         backend = _chosen(query.device, query.dtype, head_dim, dropout > 0, *kind)
     elif backend.startswith("varlen"):
         backend = _kernel_for(backend, query.device, query.dtype, head_dim, dropout > 0)
@@ -171,15 +174,11 @@ def prepare_segments(segments: SegmentSpans, backend: Backend, device: torch.dev
     elif backend == "flex":
         block_mask(segments, device)
     elif segments.more_keys is not None:
-        if backend == "auto" and device.type == "cuda":
+        if backend == "auto" and device_of(device).type == "cuda":
             block_mask(segments, device)
         prepare_segments(segments.joined(device)[1], backend, device)
-    elif backend.startswith("varlen"):
+    elif backend.startswith("varlen") or (backend == "auto" and device_of(device).type == "cuda"):
         segments.varlen(device)
-    elif backend == "auto":
-        _ = segments.pairs_of_a_call
-        if segments.suits_varlen and device.type == "cuda":
-            segments.varlen(device)
 
 
 def breaks_graphs(backend: Backend, tokens: torch.Tensor) -> bool:

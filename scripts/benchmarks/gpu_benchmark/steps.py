@@ -19,7 +19,7 @@ def lora(run: Run) -> Cases:
 
 def compiled(run: Run) -> Cases:
     """Yield steps of LoRA with compiled blocks, and packs of which each has another composition."""
-    yield from cases(run, frozen=True, backends=("auto",), compiling=True)
+    yield from cases(run, frozen=True, backends=("auto", "segments"), compiling=True)
 
 
 def wide(run: Run) -> Cases:
@@ -29,7 +29,7 @@ def wide(run: Run) -> Cases:
 
 def compiled_wide(run: Run) -> Cases:
     """Yield the same with compiled blocks."""
-    yield from cases(replace(run, scale=run.scale.widened()), frozen=False, backends=("auto",), compiling=True)
+    yield from cases(replace(run, scale=run.scale.widened()), frozen=False, backends=("auto", "segments"), compiling=True)
 
 
 def cases(run: Run, *, frozen: bool, backends: Sequence[str], compiling: bool = False) -> Cases:
