@@ -37,4 +37,4 @@ def test_every_file_names_machine_versions_and_date(path: Path) -> None:
     )
     assert all(described[name] for name in named)
     assert described["measured"]
-    assert {"1": 1, "2": 2}.get(path.stem.split("_fa4")[0].rstrip("abc")[-1], 2) == described["session"]
+    assert {"1": 1, "2": 2, "3": 3}.get(path.stem.split("_fa4")[0].rstrip("abc")[-1], 2) == described["session"]

@@ -246,6 +246,61 @@ def profiles() -> Iterator[Row]:
         }
 
 
+MEMORY = {
+    "LoRA": "LoRA",
+    "LoRA, 4 samples": "LoRA, four clips",
+    "LoRA, int8 base": "LoRA on a base in int8",
+    "LoRA, no checkpointing": "LoRA, a short clip without checkpointing",
+    "full": "all weights",
+    "full, bf16": "all weights, in bf16",
+    "full, no checkpointing": "all weights, a short clip without checkpointing",
+}
+
+
+def memory() -> Row:
+    cases = measured("benchmark_3")["memory"]
+    rows = [
+        {
+            "step": title,
+            "planned GiB": cases[name]["planned_gib"],
+            "measured GiB": cases[name]["measured_gib"],
+            "planned of measured": cases[name]["planned_of_measured"],
+        }
+        for name, title in MEMORY.items()
+    ]
+    return {"rows": rows, "least": min(row["planned of measured"] for row in rows)}
+
+
+COMPILED = {
+    "compiled_steps": {
+        "fixed, stock": ("Wan 2.1 1.3B, LoRA", "four of 8,190, stock model"),
+        "mixed, segments": ("Wan 2.1 1.3B, LoRA", "mixed pack, `segments`"),
+    },
+    "compiled_wide_steps": {
+        "fixed, stock": ("width of 14B, all weights", "one of 37,440, stock model"),
+        "mixed, segments": ("width of 14B, all weights", "six mixed, 41,168 in all, `segments`"),
+        "small, stock": ("width of 14B, all weights", "three images of 3,600, stock model"),
+    },
+}
+
+
+def compiled() -> Iterator[Row]:
+    parts = measured("compiled_3")
+    for part, cases in COMPILED.items():
+        for name, (model, step) in cases.items():
+            figures = parts[part][name]
+            yield {
+                "model": model,
+                "step": step,
+                "s": figures["s"],
+                "useful TFLOP/s": round(figures["useful_tflops"]),
+                "% of the peak": round(100 * figures["useful_tflops"] / PEAK_TFLOPS),
+                "peak GiB": figures["peak_gib"],
+                "first step, s": round(figures["first_s"]),
+                "graphs": figures["graphs"],
+            }
+
+
 def tables() -> Row:
     """Return all tables and figures of the page."""
     run = measured("training_script_1")
@@ -273,7 +328,11 @@ def tables() -> Row:
         "strategies": strategies(),
         "profiles": [*profiles()],
         "training_script": {name: {"first": run[name]["losses"][0], "last": run[name]["losses"][-1]} for name in run},
-        "tests": measured("tests_2"),
+        "tests": measured("tests_3"),
+        "memory": memory(),
+        "compiled_3": [*compiled()],
+        "options": measured("options_3"),
+        "resume": measured("benchmark_3")["resume"],
     }
 
 
