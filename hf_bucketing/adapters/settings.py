@@ -48,6 +48,9 @@ class AdapterConfig:
             `lora_alpha`, also those of another rank.
         init_from_adapters (`str`, *optional*): Adapters to start from, by default none: LoRA in a file of diffusers,
             ComfyUI or another trainer, or the folder of a run, which alone has the scales of other adapters.
+        frozen_adapters (`list` of `str`, *optional*): LoRA in files of any trainer, as `FILE` or `FILE=STRENGTH`, that
+            is on in training and off in what is rendered and saved, such as an adapter that undoes the distillation
+            of a few-step model. Of both experts, each has its file in a folder of its name. By default none.
         lora_format (`"diffusers"`, `"comfyui"` or `"both"`): Programs that the saved adapters are for; `both` writes
             diffusers' file alone for models whose names in ComfyUI are not proven.
 
@@ -65,6 +68,7 @@ class AdapterConfig:
     lora_rank_pattern: str | None = None
     lora_alpha_pattern: str | None = None
     init_from_adapters: str | None = setting(None, on_resume="free", planned=False)
+    frozen_adapters: list[str] | None = setting(None, on_resume="equal")
     lora_format: LoraFormat = setting("both", on_resume="free", planned=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +85,11 @@ class AdapterConfig:
             raise BucketingError(f"`lora_dropout` must be at least 0 and less than 1, got {self.lora_dropout}.")
         if self.lora_rslora and not self.has_pairs:
             raise BucketingError(f'Omit `lora_rslora`, a scale of LoRA and DoRA, or `adapter="{self.adapter}"`.')
+        if self.frozen_adapters and not self.has_pairs:
+            raise BucketingError(
+                f'Omit `frozen_adapters`, which are LoRA, or `adapter="{self.adapter}"`: a layer holds LoRA and DoRA '
+                "alone beside LoRA."
+            )
         ranks_by_pattern(self.lora_rank_pattern)
         alphas_by_pattern(self.lora_alpha_pattern)
 
@@ -88,6 +97,11 @@ class AdapterConfig:
     def has_pairs(self) -> bool:
         """Whether each layer has the two matrices of LoRA, so that diffusers loads the adapters."""
         return self.adapter in ("lora", "dora")
+
+    def frozen_in(self, folder: str) -> list[Adapter]:
+        """Return the frozen adapters of a transformer whose files lie in this folder; `""` if it is alone."""
+        adapters = [parse_adapter(text) for text in self.frozen_adapters or ()]
+        return [adapter._replace(path=str(Path(adapter.path) / folder)) for adapter in adapters]
 
     @property
     def plain(self) -> bool:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from ..adapters.experts import expert_folder
+from ..adapters.frozen import count_weights
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..conditions.appended import AppendedFrames
@@ -21,8 +23,10 @@ from ..conditions.rows import ConditionRules
 from ..conditions.shares import appended_by, draws_parts, most_appended
 from ..configuration.batches import BatchConfig
 from ..errors import BucketingError
+from ..models.experts import transformers_of
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
+from ..placement.sharding import HALF
 from ..plans.packs import strip_tokens
 from ..plans.ways import stacks
 from .components import Components, read_components
@@ -376,7 +380,7 @@ def _step(components: Components, config: PlanConfig, shape: StepShape) -> Trace
         text_length=-(-shape.text_tokens // shape.samples) or recipe.text_length(config.run.max_sequence_length),
         mixed_precision=config.precision,
         trained_dtype=memory.trained_dtype,
-        adapters=replace(config.run.adapters, lora_alpha=None, init_from_adapters=None),
+        adapters=replace(config.run.adapters, lora_alpha=None, init_from_adapters=None, frozen_adapters=None),
         quantize_base=memory.quantize_base,
         gradient_checkpointing=memory.gradient_checkpointing,
         offload_activations=memory.offload_activations,
@@ -415,7 +419,7 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
         pixels = 3 * 4 * shape.pixels
     resident = replace(
         _kept_of_trained(traced, config),
-        weights=_offloaded(traced, config),
+        weights=_offloaded(traced, config) + _frozen_adapters(config),
         activations=pixels,
         text_encoder=round(text.weights),
         vae=round(vae.weights),
@@ -444,6 +448,15 @@ def _phases(components: Components, config: PlanConfig, traced: Traced, shape: S
     if samples.cached == "nothing":
         phases["media encoding"] = replace(encoding, vae=round(vae.total))
     return phases
+
+
+def _frozen_adapters(config: PlanConfig) -> int:
+    """Return the bytes of frozen adapters, of the expert that takes most, in the precision of the frozen weights."""
+    trained = config.run.trained_component
+    folders = [expert_folder(component, trained=trained) for component in transformers_of(trained)]
+    adapters = config.run.adapters
+    counts = [sum(count_weights(frozen.path) for frozen in adapters.frozen_in(folder)) for folder in folders]
+    return round(max(counts) * HALF.get(config.precision, torch.float32).itemsize / config.shards)
 
 
 def _kept_of_trained(traced: Traced, config: PlanConfig) -> MemoryParts:

@@ -23,6 +23,8 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..adapters.experts import expert_folder
+from ..adapters.frozen import fingerprints
 from ..batching.checks import check_data
 from ..batching.counting import ModelTokens
 from ..batching.experts import make_experts
@@ -45,6 +47,7 @@ from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
 from ..losses.reduction import global_mean
 from ..models.caption_lengths import describe_caption_lengths
+from ..models.experts import transformers_of
 from ..models.loading import pipeline_folder
 from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
 from ..placement.shards import SHARDED
@@ -226,6 +229,10 @@ class Trainer:
             references=most_appended(config.objective.condition) > 0,
         )
         self.weights = fingerprints_of(self.recipe, self.accelerator)
+        for component in transformers_of(config.trained_component):
+            folder = expert_folder(component, trained=config.trained_component)
+            frozen = fingerprints(config.adapters.frozen_in(folder))
+            self.weights |= {f"{component} {name}": digest for name, digest in frozen.items()}
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
             check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)

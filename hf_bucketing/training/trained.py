@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 
 from ..adapters.experts import expert_folder
+from ..adapters.frozen import add_frozen, switch_on
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..batching import way_of
 from ..batching.run_data import RunData
@@ -61,9 +62,11 @@ def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Acce
         adapters, folder = config.adapters, expert_folder(recipe.trained, trained=config.trained_component)
         if adapters.init_from_adapters is not None:
             adapters = replace(adapters, init_from_adapters=str(Path(adapters.init_from_adapters) / folder))
+        add_frozen(recipe.pipeline, adapters.frozen_in(folder), component=recipe.trained)
         adapters = start_adapters(
             recipe.pipeline, adapters, component=recipe.trained, dtype=trained_dtype(config), audio=recipe.audio
         )
+        switch_on(recipe.transformer)
         config = changed(
             config,
             lora_alpha=adapters.lora_alpha,

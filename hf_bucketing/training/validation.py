@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from ..adapters.frozen import without_frozen
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.names import REFERENCE
 from ..conditions.references import ReferenceRule
@@ -57,7 +59,10 @@ class Validation:
         for transformer in transformers:
             transformer.eval()
         recipe.pipeline.set_progress_bar_config(disable=True)
-        try:
+        with ExitStack() as stack:
+            for transformer, was_training in zip(transformers, training, strict=True):
+                stack.callback(transformer.train, was_training)
+                stack.enter_context(without_frozen(transformer))
             for size, number in product(self.sizes, range(len(self.config.validation_prompts or []))):
                 with torch.no_grad(), accelerator.autocast():
                     frames, sound = self._sample(recipe, size, number)
@@ -71,9 +76,6 @@ class Validation:
                     write_video(file, frames, fps=self.config.validation_fps, sound=sound)
                 for tracker in accelerator.trackers:
                     track_rendering(tracker, file, frames, fps=self.config.validation_fps, step=step)
-        finally:
-            for transformer, was_training in zip(transformers, training, strict=True):
-                transformer.train(was_training)
 
     def describe(self) -> str:
         """Return what is rendered, in words."""
