@@ -34,6 +34,7 @@ PATHS = frozenset(
     {
         "pretrained_model_name_or_path",
         "init_from_adapters",
+        "frozen_adapters",
         "cost_model",
         "validation_images",
         "validation_references",
@@ -179,6 +180,9 @@ def _as_texts(value: Any, name: str = "") -> Any:
         return [_as_texts(item, name) for item in value]
     if value and name in PATHS and (name.endswith(_FOLDER) or os.path.exists(value)):
         return os.path.abspath(value)
+    path, _, strength = value.rpartition("=") if isinstance(value, str) else ("", "", "")
+    if path and name == "frozen_adapters" and os.path.exists(path):
+        return f"{os.path.abspath(path)}={strength}"
     if isinstance(value, bool):
         return "true" if value else "false"
     return None if value is None else str(value)

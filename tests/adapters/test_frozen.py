@@ -18,6 +18,7 @@ from hf_bucketing.adapters.frozen import add_frozen, base_model, count_weights, 
 from hf_bucketing.adapters.kinds import merge_adapters
 from hf_bucketing.adapters.lora import adapters_of, save_lora, start_adapters
 from hf_bucketing.adapters.settings import Adapter, AdapterConfig
+from hf_bucketing.command_line.config_file import _as_texts as as_texts
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.runs.review import losses_of
@@ -210,3 +211,9 @@ def test_what_cannot_be_is_refused_by_name(wan, tmp_path: Path) -> None:
     save_file(pair, tmp_path / "other.safetensors")
     with pytest.raises(BucketingError, match=r"other\.safetensors must hold plain LoRA"):
         add_frozen(wan(), [Adapter(str(tmp_path / "other.safetensors"))])
+
+
+def test_files_of_settings_name_them_by_their_whole_path(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(frozen.parent)
+    written = as_texts({"frozen_adapters": [frozen.name, f"{frozen.name}=0.5", "nothing=2"]})
+    assert written == {"frozen_adapters": [str(frozen), f"{frozen}=0.5", "nothing=2"]}
