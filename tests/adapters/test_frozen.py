@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +19,7 @@ from hf_bucketing.adapters.frozen import add_frozen, base_model, count_weights, 
 from hf_bucketing.adapters.kinds import merge_adapters
 from hf_bucketing.adapters.lora import adapters_of, save_lora, start_adapters
 from hf_bucketing.adapters.settings import Adapter, AdapterConfig
-from hf_bucketing.command_line.config_file import _as_texts as as_texts
+from hf_bucketing.command_line.config_file import write_config
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig
 from hf_bucketing.runs.review import losses_of
@@ -195,9 +196,9 @@ def test_plans_count_their_weights(pipeline_dir: Path, frozen: Path) -> None:
     common = {"lora_rank": 2, "sample_size": [1, 32, 64], "cached": "all", "mixed_precision": "bf16"}
     without = plan_memory(str(pipeline_dir), PlanConfig.from_flat(**common))
     beside = plan_memory(str(pipeline_dir), PlanConfig.from_flat(**common, frozen_adapters=[f"{frozen}=0.5"]))
-    assert {name: beside.phases[name].weights - phase.weights for name, phase in without.phases.items()} == {
-        name: 2 * numbers for name in without.phases
-    }
+    assert {
+        name: beside.phases[name].weights - phase.weights for name, phase in without.phases.items()
+    } == dict.fromkeys(without.phases, 2 * numbers)
 
 
 def test_what_cannot_be_is_refused_by_name(wan, tmp_path: Path) -> None:
@@ -215,5 +216,5 @@ def test_what_cannot_be_is_refused_by_name(wan, tmp_path: Path) -> None:
 
 def test_files_of_settings_name_them_by_their_whole_path(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(frozen.parent)
-    written = as_texts({"frozen_adapters": [frozen.name, f"{frozen.name}=0.5", "nothing=2"]})
-    assert written == {"frozen_adapters": [str(frozen), f"{frozen}=0.5", "nothing=2"]}
+    settings = {"frozen_adapters": [frozen.name, f"{frozen.name}=0.5", "nothing=2"]}
+    assert yaml.safe_load(write_config(settings)) == {"frozen_adapters": [str(frozen), f"{frozen}=0.5", "nothing=2"]}
