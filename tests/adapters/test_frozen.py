@@ -196,7 +196,7 @@ def test_plans_count_their_weights(pipeline_dir: Path, frozen: Path) -> None:
     common = {"lora_rank": 2, "sample_size": [1, 32, 64], "cached": "all", "mixed_precision": "bf16"}
     without = plan_memory(str(pipeline_dir), PlanConfig.from_flat(**common))
     beside = plan_memory(str(pipeline_dir), PlanConfig.from_flat(**common, frozen_adapters=[f"{frozen}=0.5"]))
-X
+    assert {
         name: beside.phases[name].weights - phase.weights for name, phase in without.phases.items()
     } == dict.fromkeys(without.phases, 2 * numbers)
 
