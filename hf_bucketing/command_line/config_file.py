@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..errors import FlagError
+from ..errors import FlagError, did_you_mean
 from ..files import existing_places
+
+PRESETS = Path(__file__).parents[1] / "presets"
+"""Folder of the runs that fit a model and a GPU, `MODEL/GPU-TRAINED.yaml`, which `--config MODEL/GPU-TRAINED` names."""
 
 CONFIG_FILE = "config.yaml"
 """File in a folder that a script wrote with the settings by which it did."""
@@ -96,7 +99,7 @@ def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
     """Read a file of settings.
 
     Args:
-        path (`str`): The file.
+        path (`str`): The file, or the name of a preset.
         find_paths (`bool`): Whether a relative path that exists beside the file, and not in the working directory, is
             made whole; others stay as they are.
 
@@ -104,8 +107,14 @@ def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
         FlagError: If the file does not exist, is empty, is not YAML, is not a mapping of names, or names a setting
             twice, or if a path that is to be found exists in both places.
     """
+    presets = {name_of_preset(file): file for file in PRESETS.glob("*/*.yaml")}
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = (Path(path) if os.path.exists(path) else presets.get(path, Path(path))).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        near = did_you_mean(path, presets)
+        raise FlagError(
+            f"--config {path}: there is no such file, and no such preset of a model and a GPU{near}"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise FlagError(f"--config {path} cannot be read: {reason}.") from error
@@ -121,6 +130,16 @@ def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
         raise FlagError(f"{path} must be a mapping of settings, `name: value` on each line, not a {_kind(node)}.")
     entries = _read_node(node, path, ())
     return ConfigFile(path, _with_full_paths(entries, path) if find_paths else entries)
+
+
+def name_of_preset(file: Path) -> str:
+    """Return how `--config` names a file of [`PRESETS`].
+
+    Example:
+        >>> name_of_preset(PRESETS / "wan-14b" / "24gb-lora.yaml")
+        'wan-14b/24gb-lora'
+    """
+    return f"{file.parent.name}/{file.stem}"
 
 
 def write_config(values: Mapping[str, Any], *, comment: str = "") -> str:

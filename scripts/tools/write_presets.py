@@ -1,4 +1,4 @@
-r"""Write configs/MODEL/GPU-TRAINED.yaml, runs that fit, for models whose published configurations are known.
+r"""Write hf_bucketing/presets/MODEL/GPU-TRAINED.yaml, runs that fit, for models whose published configurations are known.
 
 python scripts/tools/write_presets.py
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters import AdapterConfig
-from hf_bucketing.command_line.config_file import write_config
+from hf_bucketing.command_line.config_file import PRESETS, name_of_preset, write_config
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.commands.script_settings import launcher
@@ -37,7 +37,7 @@ from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[2]
-CONFIGS, RECORD = ROOT / "configs", ROOT / "scripts" / "benchmarks" / "results" / "presets.json"
+RECORD = ROOT / "scripts" / "benchmarks" / "results" / "presets.json"
 
 MODELS = {
     "wan-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -103,7 +103,7 @@ def write_preset(path: Path, suggestion: Suggestion, *, model: str, machine: Mac
     table = run.way.settings
     assert table is not None, "the table is one of those that are made here"
     assert run.once is not None, "several epochs are worth a cache"
-    file = f"--config {path.relative_to(ROOT)}"
+    file = f"--config {name_of_preset(path)}"
     time, launch = run.time, launcher(run.config.launch)
     comment = [
         f"hf_bucketing prepare {file} --dataset clips --output_dir prepared",
@@ -148,7 +148,7 @@ def plan_model(name: str) -> dict[str, Any]:
     plans: dict[str, Any] = {}
     for gpu, machine in GPUS.items():
         for trained, adapters in TRAINED.items():
-            path = CONFIGS / name / f"{gpu}-{trained}.yaml"
+            path = PRESETS / name / f"{gpu}-{trained}.yaml"
             try:
                 suggestion = suggest(components, rows, machine, adapters)
             except BucketingError as error:

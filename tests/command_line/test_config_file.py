@@ -188,7 +188,7 @@ def test_errors_name_the_line(text: str, message: str, tmp_path: Path) -> None:
         (b"- a\n- b\n", "must be a mapping of settings, .* not a list"),
         (b"text", "must be a mapping of settings, .* not a single value"),
         (b"a: \xff", "it is not UTF-8 text"),
-        (None, "cannot be read: No such file"),
+        (None, "there is no such file, and no such preset of a model and a GPU"),
     ],
     ids=str,
 )
@@ -197,6 +197,17 @@ def test_a_file_without_settings_is_refused(content: bytes | None, message: str,
         (tmp_path / "run.yaml").write_bytes(content)
     with pytest.raises(FlagError, match=message):
         read_config_file(str(tmp_path / "run.yaml"))
+
+
+def test_a_preset_is_named_by_model_and_gpu_wherever_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_preset = read_config_file("wan-14b/24gb-lora").plain()
+    assert of_preset["pretrained_model_name_or_path"] == "Wan-AI/Wan2.1-T2V-14B-Diffusers"
+    with pytest.raises(FlagError, match=r"no such preset of a model and a GPU; did you mean wan-14b/24gb-lora\?"):
+        read_config_file("wan-14b/24gb_lora")
+    (tmp_path / "wan-14b").mkdir()
+    (tmp_path / "wan-14b" / "24gb-lora").write_text("lora_rank: 3\n")
+    assert read_config_file("wan-14b/24gb-lora").plain() == {"lora_rank": "3"}, "a file of that name goes first"
 
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(

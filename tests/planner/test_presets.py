@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_bucketing.columns.source_lists import sources_from
+from hf_bucketing.command_line.config_file import PRESETS
 from hf_bucketing.command_line.flags import from_flags
 from hf_bucketing.commands.script_settings import launcher
 from hf_bucketing.planner.components import read_components
@@ -20,7 +21,6 @@ from hf_bucketing.synthetic.published import write_published_configs
 from hf_bucketing.training import TrainingConfig
 from tests.conftest import ROOT
 
-CONFIGS = ROOT / "configs"
 MODELS: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts/benchmarks/results/presets.json").read_text())[
     "models"
 ]
@@ -40,7 +40,7 @@ def parsed(command: str, *flags: object) -> Any:
 
 
 def test_there_is_a_file_for_each_plan_that_fits() -> None:
-    files = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    files = {path.relative_to(PRESETS).as_posix() for path in PRESETS.rglob("*.yaml")}
     assert files == {f"{model}/{name}.yaml" for model in MODELS for name in configs_of(model)}
 
 
@@ -48,7 +48,7 @@ def test_there_is_a_file_for_each_plan_that_fits() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
     for name, config in configs_of(model).items():
-        file = CONFIGS / model / f"{name}.yaml"
+        file = PRESETS / model / f"{name}.yaml"
         args = parsed("train", "--config", file, "--dataset_dir", "cached", "--output_dir", "trained")
         training = flatten(from_flags(TrainingConfig, args))
         planned = changed_settings(config.run)
@@ -59,7 +59,7 @@ def test_the_scripts_accept_each_file_and_train_as_planned(model: str) -> None:
         assert source.table.bucket_frames
         folders = ("--dataset_dir", "prepared", "--cache_dir", "cache", "--output_dir", "cached")
         parsed("cache", "--config", file, *folders)
-        assert f"# {launcher(config.launch)} train --config configs/{model}/" in file.read_text()
+        assert f"# {launcher(config.launch)} train --config {model}/{name}" in file.read_text()
 
 
 def planned_again() -> dict[str, list[str]]:
