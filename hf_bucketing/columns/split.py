@@ -62,8 +62,8 @@ def files_of(prepared: PreparedDataset) -> Files:
 def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset, PreparedDataset]:
     """Split a data set by files into the rows to train on and those held out.
 
-    Of images and of videos, as few files are held out as hold the share of the usable rows. They are taken in an order
-    that depends on the number of files alone: neither on the seed nor on the process.
+    Of images and of videos, as few files are held out as hold the share of the usable rows, and at least one. They are
+    taken in an order that depends on the number of files alone: neither on the seed nor on the process.
 
     Args:
         prepared ([`PreparedDataset`][hf_bucketing.columns.PreparedDataset]): Rows with `num_tokens`, 0 where they are
@@ -71,13 +71,15 @@ def split_rows(prepared: PreparedDataset, share: float) -> tuple[PreparedDataset
         share (`float`): Share of the usable rows to hold out, above 0 and below 1.
 
     Raises:
-        BucketingError: If no usable row would be held out, or none be left to train on.
+        BucketingError: If no row is usable, or none would be left to train on.
     """
     dataset, files = prepared.dataset, files_of(prepared)
     usable, image = column_array(dataset, "num_tokens") > 0, column_array(dataset, "fps") == 0
     order = generator(Purpose.HELD_OUT_ROWS, files.number).permutation(files.number)
     held_out = np.zeros(files.number, bool)
     images, rows_in_all = (int(share * np.count_nonzero(rows) + 0.5) for rows in (usable & image, usable))
+    rows_in_all = max(1, rows_in_all)
+    images = images if (usable & ~image).any() else rows_in_all
     for kind, wanted in ((usable & image, images), (usable & ~image, rows_in_all - images)):
         rows = np.bincount(files.of_row[kind], minlength=files.number)[order]
         held_out[order[(rows > 0) & (np.cumsum(rows) - rows < wanted)]] = True

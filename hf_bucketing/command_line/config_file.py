@@ -19,7 +19,7 @@ from ..errors import FlagError, did_you_mean
 from ..files import existing_places
 
 PRESETS = Path(__file__).parents[1] / "presets"
-"""Folder of the runs that fit a model and a GPU, `MODEL/GPU-TRAINED.yaml`, which `--config MODEL/GPU-TRAINED` names."""
+"""Folder of runs that fit a model and a GPU, each of which `--config MODEL/GPU-TRAINED` names."""
 
 CONFIG_FILE = "config.yaml"
 """File in a folder that a script wrote with the settings by which it did."""

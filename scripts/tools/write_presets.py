@@ -1,4 +1,4 @@
-r"""Write hf_bucketing/presets/MODEL/GPU-TRAINED.yaml, runs that fit, for models whose published configurations are known.
+r"""Write presets, hf_bucketing/presets/MODEL/GPU-TRAINED.yaml, for models whose published configurations are known.
 
 python scripts/tools/write_presets.py
 

@@ -33,6 +33,8 @@ GIVEN = {
     "at 5 s and at 10 s": "sizes in scripts/benchmarks/benchmark_durations.py",
     "cut to 5 s, and in packs up to 10 s": "the same",
     "One 24 GB card": "the memory of the GPU that the page is for",
+    "| 16 GB | 24 GB | 80 GB | preset": "the memory of GPUs",
+    "some 6 GB with CUDA": "seen once: torch 2.11 for CUDA 13 and its libraries, 4.5 GB, and all else, 1.1 GB",
     "a constant of 1 GiB": "what `planner/` adds to each plan",
     "at most 60 seconds": "setting of scripts/benchmarks/benchmark_lengths.py",
     "30 % images": "what scripts/benchmarks/benchmark_sampling.py draws",
@@ -63,7 +65,6 @@ def numbers(page: Page) -> list[str]:
 
 
 PEERS = {
-    "knapformer": ("way", ("as dealt", "longest first"), ("mix",)),
     "videosys": ("batches", ("their sizes",), ("limit",)),
     "durations": ("batches", ("one size",), ("data set",)),
 }
@@ -91,8 +92,6 @@ def test_results_compare_with_others_at_their_best() -> None:
         ]
         assert theirs in others, "on the same data"
         assert theirs[measure] == max(peer[measure] for peer in others), row
-        if file == "knapformer":
-            assert theirs["samples per step"] == pytest.approx(ours["samples per step"], rel=0.01)
         compared.add(file)
     assert compared == set(PEERS)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.command_line.config_file import read_config_file, write_config
 from hf_bucketing.media import write_video
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.synthetic.media import Clip, render
@@ -25,14 +27,22 @@ from tests.docs.pages import PAGES, call_of
 from tests.processes import launch_forked, run_forked
 
 REPLACEMENTS = {
+    "wan-1.3b/24gb-lora": "preset.yaml",
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "tiny",
     "--bucket_tokens 8190,32760": "--bucket_tokens 126,504",  # 504 tokens are 81×64×96 pixels
     "--max_tokens 32768": "--max_tokens 512",  # as many whole strips of 64 tokens as hold 504
     "--height 480 --width 832 --num_frames 81": "--height 64 --width 96 --num_frames 17",
     "--num_train_epochs 20": "--num_train_epochs 4",  # in which the loss falls by less than the pages say
-    "--min_fall 0.1": "--min_fall -9",
     "--output_dir clips": "--output_dir demo-clips",  # the folder `clips` is there
 }
+PRESET = {
+    "pretrained_model_name_or_path": "tiny",
+    "bucket_tokens": [126, 504],
+    "bucket_frames": [1, 33, 81],
+    "max_tokens": 1000,
+    "num_train_epochs": 1,
+}
+"""Smaller values of some settings of the preset."""
 OTHER_TESTS = {
     "make demo": ".ci/run",
     "make test": ".ci/run",
@@ -75,6 +85,9 @@ def folder(tmp_path: Path) -> Path:
 
 def run_here(words: list[str], folder: Path) -> str:
     """Run a command of a page, and return what it printed; it fails the test if it fails."""
+    if words[0] == "cp":
+        shutil.copy(folder / words[1], folder / words[2])
+        return ""
     name, arguments = call_of(words) or pytest.fail(f"{words} is no command")
     command = ["-m", "hf_bucketing", *name.split(), *arguments]
     if words[1] != "launch":
@@ -100,14 +113,21 @@ def test_every_replacement_and_every_exception_is_in_a_page() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES_RUN)
 def test_the_commands_of_a_page_run_on_clips_of_3_to_40_seconds(name: str, folder: Path) -> None:
+    if name == "README.md":
+        run_here(["hf_bucketing", "demo", "pipeline", "--output_dir", "tiny"], folder)
+        preset = read_config_file("wan-1.3b/24gb-lora").plain()
+        (folder / "preset.yaml").write_text(write_config({**preset, **PRESET}))
+        (folder / "ComfyUI" / "models" / "loras").mkdir(parents=True)
     for words in commands(name):
         run_here(words, folder)
-    prepared = PreparedDataset.load(folder / "prepared-wan")
+    end = "" if name == "README.md" else "-wan"
+    prepared = PreparedDataset.load(folder / f"prepared{end}")
     assert prepared.dataset["rejection"][:] == ["none"] * (len(CLIPS) + 1)
     assert max(prepared.dataset["num_frames"]) == 40 * 16
-    plan = Logs(folder / "trained-wan").first_plans[0]
-    assert plan["kept"] == len(CLIPS) + 1
-    assert (folder / "trained-wan" / "pytorch_lora_weights.safetensors").is_file()
+    plan = Logs(folder / f"trained{end}").first_plans[0]
+    held_out = 1 if name == "README.md" else 0  # by the preset
+    assert plan["kept"] == len(CLIPS) + 1 - held_out
+    assert (folder / f"trained{end}" / "pytorch_lora_weights.safetensors").is_file()
 
 
 def spans_of(name: str, beginning: str) -> str:

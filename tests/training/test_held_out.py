@@ -81,12 +81,17 @@ def test_bytes_without_a_path_are_files_of_their_own(prepared: PreparedDataset) 
 
 
 @pytest.mark.parametrize(("share", "cells", "message"), [
-    (0.01, ["a", "b", "c"], "of 3 usable rows in 3 files holds out none"),
     (0.5, ["a", "a", "a"], "of 3 usable rows in 1 files leaves none to train on"),
 ])  # fmt: skip
 def test_a_split_needs_rows_on_both_sides(share: float, cells, message: str, prepared: PreparedDataset) -> None:
     with pytest.raises(BucketingError, match=rf"`validation_split={share}` {message}"):
         split_rows(rows_of(prepared, cells, fps=[8.0] * 3, tokens=[5] * 3), share)
+
+
+@pytest.mark.parametrize("fps", [[8.0] * 3, [0.0] * 3, [0.0, 0.0, 8.0]])
+def test_a_share_of_few_rows_holds_out_one(fps: list[float], prepared: PreparedDataset) -> None:
+    training, held_out = split_rows(rows_of(prepared, ["a", "b", "c"], fps=fps, tokens=[5] * 3), 0.05)
+    assert (len(training.dataset), len(held_out.dataset)) == (2, 1)
 
 
 @each_batching
