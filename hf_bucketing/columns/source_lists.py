@@ -44,7 +44,7 @@ def sources_from(values: Mapping[str, Any], file: ConfigFile | None = None) -> l
 
 
 def read_listed(file: ConfigFile) -> list[dict[str, Any]]:
-    """Return the settings by name of each source that a file of settings lists; none if it has no list.
+    """Return the settings by name of each source that a config file lists; none if it has no list.
 
     Raises:
         FlagError: If the list is none, or has a wrong setting or a source without a dataset.

@@ -28,7 +28,7 @@ SOURCES = "sources"
 """Name in a file under which sources of data are listed, each with settings of its own."""
 
 PREPARE, CACHE, TRAIN = "prepare_dataset", "cache_latents", "train_text_to_video"
-"""Names of the sections in a file of settings that the commands prepare, cache and train have to themselves."""
+"""Names of the sections in a config file that the commands prepare, cache and train have to themselves."""
 
 CACHED_DIR = "cached_dir"
 """Name in a file of the folder that hf_bucketing cache writes, and that training then reads."""
@@ -96,7 +96,7 @@ class ConfigFile:
 
 
 def read_config_file(path: str, *, find_paths: bool = False) -> ConfigFile:
-    """Read a file of settings.
+    """Read a config file.
 
     Args:
         path (`str`): The file, or the name of a preset.

@@ -46,7 +46,7 @@ class _Several(argparse.Action):
 
 
 class _ConfigRule(NamedTuple):
-    """What a script takes of a file of settings; the arguments of [`FlagParser.add_config`]."""
+    """What a script takes of a config file; the arguments of [`FlagParser.add_config`]."""
 
     script: str
     others: Callable[[], Mapping[str, Collection[str]]]
@@ -168,7 +168,7 @@ class FlagParser(argparse.ArgumentParser):
             "--config",
             metavar="FILE",
             common=True,
-            help="YAML file of settings, as flags are named; flags override it.",
+            help="YAML config file, as flags are named; flags override it.",
         )
 
     @property

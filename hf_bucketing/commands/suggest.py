@@ -3,7 +3,7 @@ r"""Suggest runs that fit: bucket table, buckets or packs, tokens per step, memo
 %(prog)s --dataset demo/media --pretrained_model_name_or_path demo/tiny-wan --target_fps 8 \
     --gpu_memory 24 --output_dir demo/suggested
 
-Headers are read once, no weight is loaded, and no GPU is needed. The best three runs are written as files of settings,
+Headers are read once, no weight is loaded, and no GPU is needed. The best three runs are written as config files,
 which the commands prepare, cache and train take with --config.
 """
 
@@ -47,7 +47,7 @@ def make_parser() -> FlagParser:
         "--cost_model",
         help="Seconds of tokens as a run measured them: its cost_model.json, in place of a GPU's speed.",
     )
-    parser.add_argument("--output_dir", type=Path, required=True, help="Folder for the files of settings.")
+    parser.add_argument("--output_dir", type=Path, required=True, help="Folder for the config files.")
     parser.add_argument("--html", type=Path, help="HTML file for the runs as a page that holds everything itself.")
     parser.add_settings(MachineConfig)
     parser.add_settings(TimeConfig)

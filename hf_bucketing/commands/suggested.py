@@ -1,4 +1,4 @@
-"""Suggested runs as text, and as files of settings that prepare, cache and train."""
+"""Suggested runs as text, and as config files that prepare, cache and train."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def suggestion_page(
             for rank, (run, values) in enumerate(zip(runs, cells, strict=True), start=1)
         ],
         texts=range(1, 3 + len(cells[0])),
-        note="The files of settings of the first ones are numbered so.",
+        note="The config files of the first ones are numbered so.",
     )
     refused = Table(
         title="Ways that are not possible",

@@ -29,7 +29,7 @@ COMMANDS = {
     "demo data": Command("demo_data", "write a small data set of generated clips, to try the others"),
     "demo pipeline": Command("demo_pipeline", "write a pipeline of small random weights"),
     "demo trained": Command("demo_trained", "write the demo's pipeline, which was trained on such clips"),
-    "suggest": Command("suggest", "suggest runs that fit a machine, as files of settings"),
+    "suggest": Command("suggest", "suggest runs that fit a machine, as config files"),
     "plan": Command("plan", "plan the memory of a run, and say what makes it fit a GPU"),
     "prepare": Command("prepare", "read the sizes of a data set, and assign buckets"),
     "report buckets": Command("report_buckets", "compare padding, buckets and packs on prepared rows"),

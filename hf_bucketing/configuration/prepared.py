@@ -168,7 +168,7 @@ def _differences_of_cache(file: ConfigFile, settings: Mapping[str, Any]) -> Iter
 
 
 def _commands(file: ConfigFile | None, folder: str, settings: Mapping[str, Any], *, rows: bool) -> list[str]:
-    """Return the commands that make a folder again by a file of settings: its rows, and its cache if it has one."""
+    """Return the commands that make a folder again by a config file: its rows, and its cache if it has one."""
     cache, prepared = settings.get(CACHE) or {}, settings.get(PREPARE) or {}
     source = cache.get("dataset_dir") or folder
     names = {} if file is None else file.entries

@@ -87,7 +87,7 @@ logger = get_logger(__name__)
 
 
 Kept = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Function that returns what the file of settings of a run says about other commands, for the file that repeats it.
+"""Function that returns what the config file of a run says about other commands, for the file that repeats it.
 
 Its argument are the settings by which the rows were prepared and cached."""
 

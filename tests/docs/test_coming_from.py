@@ -43,7 +43,7 @@ def keys_without_effect() -> list[str]:
 
 def test_the_keys_without_effect_are_those_of_the_reader() -> None:
     rows = keys_without_effect()
-    assert PAGE.table("## Keys without effect") == rows, "\n".join(rows)
+    assert PAGE.table("## Keys that are not used") == rows, "\n".join(rows)
 
 
 def test_every_key_that_is_read_is_in_the_table() -> None:

@@ -1,4 +1,4 @@
-"""Every command, flag and file of settings that README.md and docs/ show is understood by the scripts."""
+"""Every command, flag and config file that README.md and docs/ show is understood by the scripts."""
 
 from __future__ import annotations
 

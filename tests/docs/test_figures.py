@@ -32,6 +32,7 @@ GIVEN = {
     "a frame and 10 seconds": "setting of scripts/benchmarks/benchmark_durations.py",
     "at 5 s and at 10 s": "sizes in scripts/benchmarks/benchmark_durations.py",
     "cut to 5 s, and in packs up to 10 s": "the same",
+    "for one 24 GB card": "the memory of the GPU that a recipe is for",
     "One 24 GB card": "the memory of the GPU that the page is for",
     "| 16 GB | 24 GB | 80 GB | preset": "the memory of GPUs",
     "some 6 GB with CUDA": "seen once: torch 2.11 for CUDA 13 and its libraries, 4.5 GB, and all else, 1.1 GB",

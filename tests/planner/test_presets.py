@@ -1,4 +1,4 @@
-"""Presets: files of settings that the scripts accept, and that fit as their plans say."""
+"""Presets: config files that the scripts accept, and that fit as their plans say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of settings means the same to the planner and to the trainer."""
+"""One config file means the same to the planner and to the trainer."""
 
 from __future__ import annotations
 
