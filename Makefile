@@ -21,12 +21,12 @@ demo: $(VENV)/installed
 		--bucket_tokens 100,150,260 --bucket_frames 1,5,9
 	$(TRAIN) --output_dir $(DEMO)/bucket --batching bucket --train_batch_size 3
 	$(TRAIN) --output_dir $(DEMO)/pack --batching pack --max_tokens 1000 --strip_length 16
-	$(BIN)/python scripts/tools/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
-		--figure $(DEMO)/before_after.png --min_recognised 2
 	$(BIN)/hf_bucketing report buckets $(DEMO)/prepared --batch_size 3 --num_processes 2 --max_tokens 1000 \
 		--strip_length 16 --html $(DEMO)/report.html
 	$(BIN)/hf_bucketing report run $(DEMO)/bucket $(DEMO)/pack --min_fall 0.1 --figure $(DEMO)/loss.png \
 		--html $(DEMO)/run.html
+	$(BIN)/python scripts/tools/show_demo.py --before $(DEMO)/tiny-wan --after $(DEMO)/bucket $(DEMO)/pack \
+		--figure $(DEMO)/before_after.png --min_recognised 2
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not every"

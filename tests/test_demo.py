@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from hf_bucketing.synthetic.scenes import demo_clip, scene
 from tests.conftest import run_script_here
 
 
-def clip_of(clip: Clip, *, shape: str, color: str, direction: str) -> np.ndarray:
-    return np.stack(list(render(clip, shape=shape, color=color, direction=direction)))
+def clip_of(clip: Clip, **shown: Any) -> np.ndarray:
+    return np.stack(list(render(clip, **shown)))
 
 
 @pytest.mark.parametrize("clip", [Clip(5, 64, 112), Clip(9, 112, 64)])
@@ -33,6 +34,9 @@ def test_clips_are_recognised(clip: Clip, shape: str, color: str, direction: str
     assert seen.overlap > 0.9
     assert seen.agrees(f"a {color} {shape} moving {direction} on a dark background")
     assert not seen.agrees(f"a green {shape} moving {direction} on a dark background")
+    before = look_at(clip_of(clip, shape=shape, color=color, direction=direction, brightness=110.0))
+    assert before.background == "bright"
+    assert not before.agrees(f"a {color} {shape} moving {direction} on a dark background")
 
 
 def test_noise_and_empty_clips_are_not_recognised() -> None:

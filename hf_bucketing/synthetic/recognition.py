@@ -13,6 +13,8 @@ _CONTRAST = 60.0
 """Distance of levels from the background's, from 0 to 441, from which a pixel belongs to a shape."""
 _FEWEST, _MOST = 0.02, 0.5
 """Shares of a frame's pixels that a shape covers at least and at most."""
+_BRIGHT = 95.0
+"""Mean level of a background from which it is a bright one: half way between those of the demo and of its pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class Seen:
         overlap (`float`): Intersection over union with that shape, from 0 to 1.
         direction (`str`, *optional*): Where the shape moves from the first to the last frame.
         distance (`float`): How far it moves that way, as a share of the frame's height or width.
+        background (`"dark"` or `"bright"`, *optional*): What it moves before.
     """
 
     color: str | None = None
@@ -32,19 +35,20 @@ class Seen:
     overlap: float = 0.0
     direction: str | None = None
     distance: float = 0.0
+    background: str | None = None
 
     def agrees(self, prompt: str) -> bool:
-        """Return whether a prompt in the demo's style names this colour, shape and direction."""
-        return {self.color, self.shape, self.direction} <= set(prompt.split())
+        """Return whether a prompt in the demo's style names this colour, shape, direction and background."""
+        return {self.color, self.shape, self.direction, self.background} <= set(prompt.split())
 
     def __str__(self) -> str:
         if self.color is None:
             return "no shape"
         if self.direction is None:
-            return f"a {self.color} {self.shape} (overlap {self.overlap:.0%}) in few frames or at rest"
-        return (
-            f"a {self.color} {self.shape} (overlap {self.overlap:.0%}) moving {self.direction} by {self.distance:.0%}"
-        )
+            what = "in few frames or at rest"
+        else:
+            what = f"moving {self.direction} by {self.distance:.0%}"
+        return f"a {self.color} {self.shape} (overlap {self.overlap:.0%}) {what} on a {self.background} background"
 
 
 def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
@@ -58,7 +62,8 @@ def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
         than a tenth of the frame, or if the first or the last frame has none.
     """
     levels = frames.astype(np.float32)
-    masks = np.stack([np.linalg.norm(picture - _background(picture), axis=-1) > _CONTRAST for picture in levels])
+    backgrounds = np.stack([_background(picture) for picture in levels])
+    masks = np.linalg.norm(levels - backgrounds, axis=-1) > _CONTRAST
     middle = masks[len(masks) // 2]
     if not _FEWEST <= middle.mean() <= _MOST:
         return Seen()
@@ -67,7 +72,14 @@ def look_at(frames: npt.NDArray[np.uint8]) -> Seen:
     overlaps = {shape: _overlap(middle, shape) for shape in SHAPES}
     shape = max(overlaps, key=lambda known: overlaps[known])
     direction, distance = _motion(masks)
-    return Seen(color=name, shape=shape, overlap=overlaps[shape], direction=direction, distance=distance)
+    return Seen(
+        color=name,
+        shape=shape,
+        overlap=overlaps[shape],
+        direction=direction,
+        distance=distance,
+        background="bright" if backgrounds.mean() >= _BRIGHT else "dark",
+    )
 
 
 def _background(picture: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -61,13 +61,14 @@ def main(args: argparse.Namespace) -> None:
             verdict = "as the prompt says" if measures[number].agrees(prompt) else "not what the prompt says"
             print(f"  {name:16} {measures[number]}: {verdict}")
     draw(rows, args.figure)
-    print(f"Figure: {args.figure}")
     trained = [measures for name, measures in seen.items() if name.startswith("after")]
     count = sum(
         measure.agrees(prompt) for clips in trained for measure, (prompt, _) in zip(clips, PROMPTS, strict=True)
     )
     if count < args.min_recognised:
         sys.exit(f"{count} clips after training show what their prompt says, fewer than {args.min_recognised}.")
+    of = sum(map(len, trained))
+    print(f"{count} of {of} clips after training show what their prompt says. Look at them: {args.figure}")
 
 
 def drawn(prompt: str, clip: Clip) -> np.ndarray:
