@@ -17,6 +17,8 @@ import pytest
 
 from tests.conftest import ROOT, as_flags, made_once, run
 from tests.docs.pages import PAGES, call_of
+from tests.messy import write_messy
+from tests.test_messy_files import ANIMATIONS, COMMANDS, check_results
 
 pytestmark = pytest.mark.slow
 
@@ -298,6 +300,14 @@ def test_the_newest_versions_prepare_and_train(
 
 def test_a_wheel_alone_trains_and_samples_by_its_commands(newest: Path, tmp_path: Path) -> None:
     run_getting_started(newest, tmp_path)
+
+
+def test_a_wheel_alone_takes_messy_files_to_both_pages_and_a_lora(newest: Path, tmp_path: Path) -> None:
+    env = {**ALONE, "ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    write_messy(tmp_path / "clips")
+    for text in ("demo pipeline --output_dir tiny", *COMMANDS):
+        run([newest, newest.with_name("hf_bucketing"), *text.split()], cwd=tmp_path, env=env)
+    check_results(tmp_path, unread=(*ANIMATIONS, "phone.heic"))  # which needs the extra `heic`
 
 
 @pytest.mark.every

@@ -19,12 +19,14 @@ from ..media.source import MediaSource
 from ..settings import check_literals
 from .apply import map_columns, undecoded, with_columns
 from .arrays import column_array, column_batches, column_table, is_text, numbers, whole_numbers
-from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, raise_error
+from .faults import NAMED_ROWS, OF_BATCH, Report, listed, path_of, paths_of, raise_error
 from .layouts import STILL_IMAGES
 from .settings import SIDES, TIMES, OnFileError, SizesFrom
 
 _UNREADABLE = FileHeader(MediaInfo(-1, -1, -1, 0.0), False)
 _SAMPLED_FILES = 16
+_NAMED_FILES = 30
+"""Files that cannot be read that a message names, the first few with what is wrong."""
 SIZES = (*SIDES, *TIMES)
 """Columns of the size of each row."""
 
@@ -364,7 +366,10 @@ def _check_readable(sized: Dataset, metadata: MediaMetadata, report: Report) -> 
         header = metadata.read(cell)
         can_be_now = f"{path_of(cell)} could not be read before, and can be now"
         faults[row] = str(header) if isinstance(header, MediaError) else can_be_now
-    report(_unreadable_files(faults, count=len(rows), total=len(sized)))
+    others = paths_of(sized, rows[NAMED_ROWS:_NAMED_FILES].tolist(), metadata.column)
+    named = listed([name or "a row without a path" for name in others], total=len(rows) - NAMED_ROWS, separator=", ")
+    sentence = f" The others are {named}." if named else ""
+    report(_unreadable_files(faults, count=len(rows), total=len(sized), sentence=sentence))
 
 
 def _unreadable_files(faults: Mapping[int, str], *, count: int, total: int, sentence: str = "") -> MediaError:
