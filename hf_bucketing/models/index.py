@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BucketingError
+from ..formats import is_weight_file
 from ..hub import from_hub
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
-
-GGUF = ".gguf"
-WEIGHT_FILES = (".safetensors", GGUF)
-"""Ends of the names of files that hold the weights of one model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +77,7 @@ class PipelineIndex:
 
 def check_is_no_file(name_or_path: str) -> None:
     """Raise BucketingError if a file of weights is named where a pipeline is expected."""
-    if Path(name_or_path).suffix in WEIGHT_FILES:
+    if is_weight_file(name_or_path):
         raise BucketingError(
             f"{name_or_path} is a file of weights, which has no configurations. Name the pipeline of its model, on the "
             "hub or in a folder, and this file as `transformer_file`: it replaces the weights of the transformer."

@@ -16,9 +16,10 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..errors import BucketingError
+from ..formats import is_gguf
 from ..hub import from_hub
 from .index import read_index, read_json
-from .weight_files import TransformerFile, is_gguf, load_transformer
+from .weight_files import TransformerFile, load_transformer
 
 ModelPart: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
@@ -63,9 +64,8 @@ class Loading:
     @property
     def is_quantized(self) -> bool:
         """Whether the weights of the transformers to train are quantised, so that they cannot be trained."""
-        return self.quantization is not None or (
-            self.transformer_file is not None and is_gguf(self.transformer_file.path)
-        )
+        file = self.transformer_file
+        return self.quantization is not None or (file is not None and is_gguf(file.path))
 
     def widened(self, parts: Collection[ModelPart]) -> Loading:
         """Return the loading of further parts; a transformer to train that was not asked for is left without weights.

@@ -8,7 +8,9 @@ weight is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import BucketingError
-from .index import GGUF, WEIGHT_FILES, IndexEntry
+from ..formats import WEIGHT_FILES, is_gguf, is_weight_file
+from .index import IndexEntry
 
 State: TypeAlias = dict[str, torch.Tensor]
 
@@ -99,6 +102,15 @@ def read_weights_of(file: str, empty: Any) -> FileWeights:
     return FileWeights(float8=float8, packed=frozenset(packed), packed_bytes=stored / max(numbers, 1))
 
 
+def check_weights_can_train(weights: FileWeights | None, *, adapters: bool) -> None:
+    """Raise BucketingError if a whole transformer is to be trained whose file holds float8; GGUF is refused earlier."""
+    if weights is not None and weights.float8 and not adapters:
+        raise BucketingError(
+            "The `transformer_file` holds weights of float8, which have three bits of precision; train adapters "
+            "(`lora_rank=16`), or give the file of bfloat16 or float32 to train the whole transformer."
+        )
+
+
 def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.dtype, quantization: Any = None) -> Any:
     """Load a transformer from a file, as its `from_pretrained` would from the same weights.
 
@@ -122,23 +134,31 @@ def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.d
         from diffusers import GGUFQuantizationConfig
 
         quantization = GGUFQuantizationConfig(compute_dtype=dtype)
-    model = type(empty).from_single_file(
-        dict(state),
-        config=place.name_or_path,
-        subfolder=place.subfolder,
-        config_revision=place.revision,
-        torch_dtype=dtype,
-        quantization_config=quantization,
-    )
+    with _without_advice():
+        model = type(empty).from_single_file(
+            dict(state),
+            config=place.name_or_path,
+            subfolder=place.subfolder,
+            config_revision=place.revision,
+            torch_dtype=dtype,
+            quantization_config=quantization,
+        )
     for name, value in state.items():  # of which `from_pretrained` loses no digit, as `from_single_file` does
         if _is_kept(name, empty):
             set_module_tensor_to_device(model, name, "cpu", value=value.float(), dtype=torch.float32)
     return model
 
 
-def is_gguf(file: str | None) -> bool:
-    """Return whether a file is GGUF, by its name."""
-    return file is not None and Path(file).suffix == GGUF
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silence diffusers, which warns that its own cast changes modules kept in float32, inside a `with` block."""
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _read(file: str, empty: Any, *, values: bool) -> State:
@@ -152,7 +172,7 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
             f"Omit `transformer_file`: diffusers reads no {type(empty).__name__} from one file ({file}), only "
             f"{', '.join(sorted(loadable_classes()))}."
         )
-    if Path(file).suffix not in WEIGHT_FILES:
+    if not is_weight_file(file):
         raise BucketingError(f"`transformer_file` must be a file of {' or '.join(WEIGHT_FILES)}, got {file}.")
     if not Path(file).is_file():
         raise BucketingError(f"There is no file {file} (`transformer_file`).")

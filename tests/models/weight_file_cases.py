@@ -111,7 +111,7 @@ def original_state(family: str, state: Mapping[str, torch.Tensor]) -> State:
 
 def write_file(file: Path, state: Mapping[str, torch.Tensor], *, prefix: str = PREFIX) -> Path:
     """Write a file of safetensors, and return it."""
-    save_file({prefix + name: value.contiguous() for name, value in state.items()}, file)
+    save_file({prefix + name: value.clone().contiguous() for name, value in state.items()}, file)
     return file
 
 
