@@ -79,8 +79,8 @@ def check_is_no_file(name_or_path: str) -> None:
     """Raise BucketingError if a file of weights is named where a pipeline is expected."""
     if is_weight_file(name_or_path):
         raise BucketingError(
-            f"{name_or_path} is a file of weights, which has no configurations. Name the pipeline of its model, on the "
-            "hub or in a folder, and this file as `transformer_file`: it replaces the weights of the transformer."
+            f"{name_or_path} is a file of weights, which has no configurations. Name the pipeline of its model, on "
+            "the hub or in a folder, and this file as `transformer_file`: it replaces the weights of the transformer."
         )
 
 

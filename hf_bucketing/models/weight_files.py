@@ -90,8 +90,8 @@ def read_weights_of(file: str, empty: Any) -> FileWeights:
             [`empty_transformer`][hf_bucketing.models.loading.empty_transformer].
 
     Raises:
-        BucketingError: If there is no such file, it is cut off, diffusers does not read such a transformer from a file,
-            or its weights do not fit.
+        BucketingError: If there is no such file, it is cut off, its weights do not fit, or diffusers does not read
+            such a transformer from a file.
     """
     raw = _read(file, empty, values=False)
     float8 = any(value.dtype in _FLOAT8 for value in raw.values())
@@ -103,7 +103,10 @@ def read_weights_of(file: str, empty: Any) -> FileWeights:
 
 
 def check_weights_can_train(weights: FileWeights | None, *, adapters: bool) -> None:
-    """Raise BucketingError if a whole transformer is to be trained whose file holds float8; GGUF is refused earlier."""
+    """Raise BucketingError if a whole transformer is to be trained whose file holds float8.
+
+    GGUF is refused with the settings, by its name.
+    """
     if weights is not None and weights.float8 and not adapters:
         raise BucketingError(
             "The `transformer_file` holds weights of float8, which have three bits of precision; train adapters "
@@ -177,10 +180,8 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     if not Path(file).is_file():
         raise BucketingError(f"There is no file {file} (`transformer_file`).")
     try:
-        if is_gguf(file):
-            state = _read_gguf(file, values=values)
-        else:
-            state = load_file(file)  # mapped: no value is read yet
+        # Files of safetensors are mapped: no value is read yet.
+        state = _read_gguf(file, values=values) if is_gguf(file) else load_file(file)
     except ImportError as error:
         raise BucketingError(f'{file} needs the package gguf: pip install "hf_bucketing[gguf]".') from error
     except (SafetensorError, ValueError, IndexError, KeyError, OverflowError) as error:

@@ -331,6 +331,12 @@ CONFLICTS = (
         "compiled.",
     ),
     Conflict(
+        ("quantize_base", "compile"),
+        lambda run: run.memory.compile and run.memory.quantize_base == "nf4",
+        'Omit `compile`, or use `quantize_base="int8"` or `"float8"`: blocks of weights of bitsandbytes '
+        '(`quantize_base="nf4"`) are not compiled.',
+    ),
+    Conflict(
         ("transformer_file", "trained_component"),
         lambda run: run.file is not None and run.experts,
         "`transformer_file` holds the weights of one transformer ({run.file}); train that one "
@@ -369,12 +375,6 @@ CONFLICTS = (
         lambda run: run.packed and run.memory.compile,
         "Omit `compile`, or use a `transformer_file` of safetensors: blocks with the packed weights of {run.file} are "
         "not compiled.",
-    ),
-    Conflict(
-        ("quantize_base", "compile"),
-        lambda run: run.memory.compile and run.memory.quantize_base == "nf4",
-        'Omit `compile`, or use `quantize_base="int8"` or `"float8"`: blocks of weights of bitsandbytes '
-        '(`quantize_base="nf4"`) are not compiled.',
     ),
 )
 """What cannot be combined, in the order in which it is reported."""

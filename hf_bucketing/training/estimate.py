@@ -115,7 +115,9 @@ def components_of(opened: OpenedRun) -> Components:
     """Return the configurations of a run's pipeline."""
     config = opened.config
     return read_components(
-        config.pretrained_model_name_or_path, trained=config.trained_component, transformer_file=config.transformer_file
+        config.pretrained_model_name_or_path,
+        trained=config.trained_component,
+        transformer_file=config.transformer_file,
     )
 
 

@@ -59,7 +59,10 @@ ORIGINAL_NAMES: dict[str, list[tuple[str, str]]] = {
         (r"^single_transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
         (r"^transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
         (r"^transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
-        (r"^transformer_blocks\.(\d+)\.attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
+        (
+            r"^transformer_blocks\.(\d+)\.attn\.norm_added_q\.weight",
+            r"double_blocks.\1.txt_attn.norm.query_norm.scale",
+        ),
         (r"^transformer_blocks\.(\d+)\.attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
         (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
         (r"^transformer_blocks\.(\d+)\.attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
@@ -80,7 +83,10 @@ ORIGINAL_NAMES: dict[str, list[tuple[str, str]]] = {
 }
 """Names in diffusers, and what the original checkpoint calls them, as expressions to replace in turn."""
 
-_FUSED = {"flux2": {"to_qkv": _QKV, "add_qkv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}, "z-image": {"to_qkv": _QKV}}
+_FUSED = {
+    "flux2": {"to_qkv": _QKV, "add_qkv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")},
+    "z-image": {"to_qkv": _QKV},
+}
 """Layers that the original checkpoint fuses, and their parts in diffusers."""
 
 PREFIX = "model.diffusion_model."

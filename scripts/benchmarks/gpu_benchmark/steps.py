@@ -29,7 +29,9 @@ def wide(run: Run) -> Cases:
 
 def compiled_wide(run: Run) -> Cases:
     """Yield the same with compiled blocks."""
-    yield from cases(replace(run, scale=run.scale.widened()), frozen=False, backends=("auto", "segments"), compiling=True)
+    yield from cases(
+        replace(run, scale=run.scale.widened()), frozen=False, backends=("auto", "segments"), compiling=True
+    )
 
 
 def cases(run: Run, *, frozen: bool, backends: Sequence[str], compiling: bool = False) -> Cases:
