@@ -262,7 +262,7 @@ def _converted(file: str, state: State, empty: Any) -> State:
     expected, kind = empty.state_dict(), type(empty).__name__
     if not expected.keys() <= state.keys():  # they are not diffusers' own names
         try:
-            state = loadable_classes()[kind](checkpoint=dict(state), config=empty.config)
+            state = loadable_classes()[kind](checkpoint=state, config=empty.config)
         except (KeyError, IndexError, ValueError, RuntimeError, AttributeError) as error:
             raise BucketingError(f"{file} does not hold the weights of a {kind}: {error!r}.") from error
     shapes = {name: tuple(_shape(value)) for name, value in state.items()}
