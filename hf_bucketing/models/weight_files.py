@@ -133,6 +133,8 @@ def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.d
     read_weights_of(file, empty)
     state = _converted(file, _dequantized(file, _read(file, empty, values=True), dtype), empty)
     state = {name: value if _is_packed(name, value, empty) else _plain(value) for name, value in state.items()}
+    if quantization is not None:
+        return _quantized(empty, state, dtype=dtype, quantization=quantization)
     if is_gguf(file):
         from diffusers import GGUFQuantizationConfig
 
@@ -150,6 +152,34 @@ def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.d
         if _is_kept(name, empty):
             set_module_tensor_to_device(model, name, "cpu", value=value.float(), dtype=torch.float32)
     return model
+
+
+def _quantized(model: Any, state: State, *, dtype: torch.dtype, quantization: Any) -> Any:
+    """Return a transformer without values with those of a state, quantised one after the other.
+
+    These are the steps of `from_pretrained`; `from_single_file` takes all weights for quantised ones.
+    """
+    from diffusers.models.model_loading_utils import load_model_dict_into_meta
+    from diffusers.quantizers import DiffusersAutoQuantizer
+
+    quantizer = DiffusersAutoQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer.validate_environment(torch_dtype=dtype, device_map=None)
+    dtype, device_map = quantizer.update_torch_dtype(dtype), quantizer.update_device_map(None)
+    keeps = getattr(quantizer, "use_keep_in_fp32_modules", False)
+    kept = [*(model._keep_in_fp32_modules or ())] if keeps else []
+    quantizer.preprocess_model(model=model, device_map=device_map, keep_in_fp32_modules=kept)
+    load_model_dict_into_meta(
+        model,
+        state,
+        dtype=dtype,
+        device_map=device_map or {"": "cpu"},
+        hf_quantizer=quantizer,
+        keep_in_fp32_modules=kept,
+        unexpected_keys=[],
+    )
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    return model.eval()
 
 
 @contextmanager

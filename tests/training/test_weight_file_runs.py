@@ -170,12 +170,6 @@ PLANNED = {
     "device": "cpu",
     "gradient_checkpointing": True,
 }
-    "lora_rank": 2,
-    "sample_size": [9, 64, 64],
-    "cached": "all",
-    "device": "cpu",
-    "gradient_checkpointing": True,
-}
 
 
 @pytest.mark.slow
