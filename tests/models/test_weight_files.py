@@ -8,17 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import numpy as np
 import pytest
 import torch
 
 from hf_bucketing import BucketingError
+from hf_bucketing.models import weight_files
 from hf_bucketing.models.loading import Loading, empty_transformer
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.models.weight_files import TransformerFile, read_weights_of
 from tests.models.weight_file_cases import (
+    LARGE,
     ORIGINAL_NAMES,
     PREFIX,
     matrices,
+    original_shapes,
     original_state,
     scaled_float8,
     weights_of,
@@ -149,6 +154,47 @@ def test_gguf_equals_the_dequantised_weights(kind: str, pipeline_dir: Path, tmp_
         layer, rows = model.get_submodule(name), plain.get_submodule(name).weight
         eye = torch.eye(layer.in_features)
         torch.testing.assert_close(layer(eye) - layer.bias, rows.T, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_packed_blocks_of_256_numbers_are_read_as_gguf_reads_them(
+    kind: str, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    number = gguf.GGMLQuantizationType[kind]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 256, (96, block_bytes), np.uint8)
+    half = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    scales = {"Q4_K": (0, 2), "Q6_K": (block_bytes - 2,)}[kind]  # their scales are no numbers in most random bytes
+    for begin in scales:
+        blocks[:, begin : begin + 2] = half
+    state, name = original_state("wan", weights_of(pipeline_dir)), "blocks.0.ffn.2.weight"
+    file = write_gguf(tmp_path / "model.gguf", state, {name: kind}, packed={name: blocks})
+    layer = load(pipeline_dir, file).blocks[0].ffn.net[2]
+    rows = torch.from_numpy(gguf.quants.dequantize(blocks, number).copy())
+    torch.testing.assert_close(layer(torch.eye(256)) - layer.bias, rows.T, rtol=2e-3, atol=2e-3)
+
+
+def test_types_of_gguf_that_diffusers_does_not_read_are_named(pipeline_dir: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    name, number = "blocks.0.ffn.2.weight", gguf.GGMLQuantizationType.IQ2_S
+    blocks = np.zeros((96, gguf.GGML_QUANT_SIZES[number][1]), np.uint8)
+    state = original_state("wan", weights_of(pipeline_dir))
+    file = write_gguf(tmp_path / "model.gguf", state, {name: "IQ2_S"}, packed={name: blocks})
+    with pytest.raises(BucketingError, match=r"model\.gguf holds weights of GGUF's type IQ2_S"):
+        load(pipeline_dir, file)
+
+
+@pytest.mark.parametrize(("kind", "name"), LARGE)
+def test_names_and_shapes_of_large_models_are_converted_without_values(kind: str, name: str, monkeypatch) -> None:
+    """The converters of these models know their width, so that no small one can be written."""
+    with torch.device("meta"):
+        empty = getattr(diffusers, kind)()
+    state = {layer: torch.empty(*shape, device="meta") for layer, shape in original_shapes(kind, empty).items()}
+    monkeypatch.setattr(weight_files, "_read", lambda *_, **__: state)
+    weights = read_weights_of("model.safetensors", empty)
+    assert not weights.float8
+    assert name in state
 
 
 def faults(folder: Path, tmp_path: Path) -> dict[str, tuple[Path, str]]:
