@@ -389,7 +389,7 @@ def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapter
         pipeline_class (type): Class of the pipeline.
         transformer (`torch.nn.Module`): Its transformer, also without values, or with adapters.
         adapters ([`Adapters`]): Adapters, with the path to write.
-        base_model (`str`): What they were trained on, see [`base_name`], for the header.
+        base_model (`str`): Pipeline that they were trained on, or its [`base_name`], for the header.
 
     Raises:
         BucketingError: If the names of its layers are not known, or the file is read back differently.
@@ -397,7 +397,7 @@ def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapter
     state, ranks = comfyui_state(transformer, adapters)
     header = {
         "format": "pt",
-        "base_model": base_model,
+        "base_model": base_name(base_model),
         "hf_bucketing": __version__,
         _RANKS: json.dumps(ranks),
     }

@@ -29,7 +29,7 @@ def make_parser() -> FlagParser:
 def main(args: argparse.Namespace) -> None:
     from dataclasses import replace
 
-    from ..adapters.files import base_name, difference, read_lora, strength, write_comfyui, write_diffusers
+    from ..adapters.files import difference, read_lora, strength, write_comfyui, write_diffusers
     from ..adapters.kinds import check_file
     from ..models.loading import empty_transformer
     from ..models.registry import recipe_of
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
     renamed = replace(adapters, path=output)
     try:
         if args.to == "comfyui":
-            write_comfyui(pipeline_class, transformer, renamed, base_model=base_name(base))
+            write_comfyui(pipeline_class, transformer, renamed, base_model=base)
         else:
             write_diffusers(pipeline_class, renamed)
             check_file(transformer, renamed)

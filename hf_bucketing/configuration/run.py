@@ -96,7 +96,7 @@ class RunConfig:
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
-    transformer_file: str | None = setting(None, on_resume="weights", common=True)
+    transformer_file: str | None = setting(None, on_resume="weights")
     max_sequence_length: int | None = setting(None, on_resume="equal", left_open=None)
     trust_cache: bool = setting(False, on_resume="free", planned=False)
     ema_decay: float | None = setting(None, on_resume="equal")
