@@ -60,8 +60,8 @@ class FileWeights:
 
     Attributes:
         float8 (`bool`): Whether some have eight bits, and are dequantised when they are loaded.
-        packed (frozenset of `str`): Linear layers whose weights stay quantised as in the file, by their names in
-            diffusers; of GGUF alone.
+        packed (frozenset of `str`): Linear layers of blocks whose weights stay quantised as in the file, by their
+            names in diffusers; of GGUF alone.
         packed_bytes (`float`): Bytes of such a weight per number, in mean.
     """
 
@@ -117,7 +117,8 @@ def check_weights_can_train(weights: FileWeights | None, *, adapters: bool) -> N
 def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.dtype, quantization: Any = None) -> Any:
     """Load a transformer from a file, as its `from_pretrained` would from the same weights.
 
-    Weights of eight bits become those of `dtype`, each multiplied by its scale in float32; GGUF stays as it is.
+    Weights of float8 become those of `dtype`, each multiplied by its scale in float32. Those of GGUF stay as they are in
+    the linear layers of the blocks, and are dequantised elsewhere.
 
     Args:
         file (`str`): File of safetensors, or GGUF.
@@ -321,10 +322,15 @@ def _shape(value: torch.Tensor) -> torch.Size:
 
 
 def _is_packed(name: str, value: torch.Tensor, empty: Any) -> bool:
-    """Return whether a weight stays quantised: one of a linear layer of GGUF, which computes with such weights."""
-    kind, module = getattr(value, "quant_type", None), empty.get_submodule(name.rpartition(".")[0])
-    is_linear = isinstance(module, torch.nn.Linear) and name.endswith(".weight")
-    return kind is not None and kind.name != "BF16" and is_linear and not _is_kept(name, empty)
+    """Return whether a weight stays quantised: of GGUF, one of a linear layer of a block.
+
+    Of layers outside of the blocks, which are small, some models read the dtype.
+    """
+    kind = getattr(value, "quant_type", None)
+    if kind is None or kind.name == "BF16" or _is_kept(name, empty) or not name.endswith(".weight"):
+        return False
+    in_blocks = isinstance(getattr(empty, name.partition(".")[0], None), torch.nn.ModuleList)
+    return in_blocks and isinstance(empty.get_submodule(name.removesuffix(".weight")), torch.nn.Linear)
 
 
 def _is_kept(name: str, empty: Any) -> bool:

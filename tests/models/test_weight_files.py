@@ -66,6 +66,26 @@ def test_a_file_of_original_names_equals_the_folder(
         assert_equal(load(without, file, dtype=dtype), load(folder, dtype=dtype))
 
 
+def test_the_file_is_that_of_the_transformer_which_is_trained(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny_folder("wan-2.2-i2v")
+    state = {name: value + 1 for name, value in weights_of(folder, "transformer_2").items()}
+    file = write_file(tmp_path / "low.safetensors", original_state("wan", state))
+    loading = Loading(transformer_file=TransformerFile(path=str(file), component="transformer_2"))
+    recipe = recipe_of(str(folder)).load(str(folder), trained="transformer_2", loading=loading)
+    assert all(torch.equal(value, state[name]) for name, value in recipe.transformer.state_dict().items())
+    whole = load(folder)
+    assert_equal(recipe.pipeline.transformer, whole)
+
+
+def test_a_modular_pipeline_takes_a_file(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tiny_folder("flux3")
+    without = configurations_of(folder, tmp_path / "configs")
+    file = write_file(tmp_path / "model.safetensors", weights_of(folder))
+    assert_equal(load(without, file), load(folder))
+
+
 @pytest.mark.parametrize("prefix", ["", PREFIX, "diffusion_model."])
 def test_prefixes_and_diffusers_own_names_are_read(prefix: str, pipeline_dir: Path, tmp_path: Path) -> None:
     state, whole = weights_of(pipeline_dir), load(pipeline_dir)

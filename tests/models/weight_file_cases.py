@@ -92,9 +92,9 @@ _FUSED = {
 PREFIX = "model.diffusion_model."
 
 
-def weights_of(folder: Path) -> State:
-    """Return the weights of the transformer of a pipeline in a folder."""
-    (file,) = (folder / "transformer").glob("*.safetensors")
+def weights_of(folder: Path, component: str = "transformer") -> State:
+    """Return the weights of a transformer of a pipeline in a folder."""
+    (file,) = (folder / component).glob("*.safetensors")
     return load_file(file)
 
 
