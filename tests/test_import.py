@@ -16,7 +16,7 @@ PACKAGE = Path(hf_bucketing.__file__).parent
 SLOW_TO_IMPORT = {"torch", "datasets", "accelerate", "diffusers", "transformers", "peft", "ray", "matplotlib"}
 HEAVY = {"torch", "datasets", "accelerate", "diffusers", "transformers", "av", "PIL", "torchcodec"}
 LEVELS = {
-    **dict.fromkeys(["errors", "marks", "units"], -2),
+    **dict.fromkeys(["errors", "formats", "marks", "units"], -2),
     "lock": -1,
     **dict.fromkeys(["buckets", "files", "hub", "randomness", "settings"], 0),
     "devices": 0.5,

@@ -364,6 +364,21 @@ def _writer(pipeline_class: type[Any]) -> Any:
     return WanLoraLoaderMixin if only_reads else pipeline_class
 
 
+def base_name(name_or_path: str, transformer_file: str | None = None) -> str:
+    """Return what adapters were trained on: a pipeline without its folders, and the file of its weights, if any.
+
+    Args:
+        name_or_path (`str`): Pipeline on the hub or in a folder.
+        transformer_file (`str`, *optional*): File of the weights of its transformer.
+
+    Example:
+        >>> base_name("Wan-AI/Wan2.1-T2V-14B-Diffusers", "models/wan2.1_t2v_14B_fp8_scaled.safetensors")
+        'Wan-AI/Wan2.1-T2V-14B-Diffusers with wan2.1_t2v_14B_fp8_scaled.safetensors'
+    """
+    pipeline = Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
+    return pipeline if transformer_file is None else f"{pipeline} with {Path(transformer_file).name}"
+
+
 def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapters, *, base_model: str) -> None:
     """Write adapters as ComfyUI reads them, and prove that the pipeline's own reader returns the same change.
 
@@ -374,7 +389,7 @@ def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapter
         pipeline_class (type): Class of the pipeline.
         transformer (`torch.nn.Module`): Its transformer, also without values, or with adapters.
         adapters ([`Adapters`]): Adapters, with the path to write.
-        base_model (`str`): Name of the pipeline that they were trained on, for the header.
+        base_model (`str`): Pipeline that they were trained on, or its [`base_name`], for the header.
 
     Raises:
         BucketingError: If the names of its layers are not known, or the file is read back differently.
@@ -382,7 +397,7 @@ def write_comfyui(pipeline_class: type[Any], transformer: Any, adapters: Adapter
     state, ranks = comfyui_state(transformer, adapters)
     header = {
         "format": "pt",
-        "base_model": Path(base_model).name if Path(base_model).exists() else base_model,
+        "base_model": base_name(base_model),
         "hf_bucketing": __version__,
         _RANKS: json.dumps(ranks),
     }

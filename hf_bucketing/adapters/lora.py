@@ -24,6 +24,7 @@ from .files import (
     COMFYUI_WEIGHTS,
     LORA_WEIGHTS,
     Adapters,
+    base_name,
     check_loads_lora,
     prove_names,
     read_lora,
@@ -238,6 +239,7 @@ def checkpoint_adapters_only(
     *,
     component: str = "transformer",
     lora_format: LoraFormat = "diffusers",
+    transformer_file: str | None = None,
     subfolder: str = "",
 ) -> None:
     """Make accelerate's checkpoints hold a model's adapters, in a folder of their own if named, not all its weights.
@@ -248,7 +250,13 @@ def checkpoint_adapters_only(
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         weights.clear()  # accelerate saves what is left here
         formats: LoraFormat = "diffusers" if lora_format == "diffusers" else "both"
-        save_lora(pipeline, os.path.join(folder, subfolder), component=component, lora_format=formats)
+        save_lora(
+            pipeline,
+            os.path.join(folder, subfolder),
+            component=component,
+            lora_format=formats,
+            transformer_file=transformer_file,
+        )
 
     def load(models: list[Any], folder: str) -> None:
         models.clear()
@@ -264,12 +272,15 @@ def save_lora(
     *,
     component: str = "transformer",
     lora_format: LoraFormat = "diffusers",
+    transformer_file: str | None = None,
 ) -> None:
     """Write a transformer's adapters for diffusers, `pytorch_lora_weights.safetensors`, for ComfyUI, or for both.
 
     LoHa and LoKr, which pipelines of diffusers do not load, become files of peft. Call it on every process; the main
     one writes. `pipeline.load_lora_weights(folder)` loads LoRA and DoRA; those of `transformer_2` need
     `load_into_transformer_2=True`.
+
+    Files name the pipeline that was trained, and the `transformer_file` that its weights came from, if any.
 
     Raises:
         BucketingError: If diffusers reads what was written for ComfyUI back differently; nothing is saved then.
@@ -278,18 +289,19 @@ def save_lora(
     weights = {name: gather(value.detach()) for name, value in adapters_of(transformer).items()}
     if not PartialState().is_main_process:
         return
-    config = transformer.peft_config[ADAPTER]
+    config, base = transformer.peft_config[ADAPTER], base_name(pipeline.name_or_path, transformer_file)
     with complete_parts(folder) as partial:
         if config.peft_type != "LORA":
-            write_peft(Path(partial), weights, config, base_model=pipeline.name_or_path)
+            base_model = pipeline.name_or_path if transformer_file is None else base
+            write_peft(Path(partial), weights, config, base_model=base_model)
         elif lora_format != "comfyui":
             adapters = Adapters(path=Path(partial) / LORA_WEIGHTS, weights=weights, alpha=config.lora_alpha)
-            write_diffusers(type(pipeline), adapters, config)
+            write_diffusers(type(pipeline), adapters, replace(config, base_model_name_or_path=base))
         if config.peft_type == "LORA" and lora_format != "diffusers":
             adapters = Adapters(
                 path=Path(partial) / COMFYUI_WEIGHTS, weights=with_scales_of_layers(transformer, weights), alpha=None
             )
-            write_comfyui(type(pipeline), transformer, adapters, base_model=pipeline.name_or_path)
+            write_comfyui(type(pipeline), transformer, adapters, base_model=base)
         written = {file.name for file in Path(partial).iterdir()}
     for file in set(ADAPTER_FILES) - written:  # what an earlier run left is another adapter
         (Path(folder) / file).unlink(missing_ok=True)

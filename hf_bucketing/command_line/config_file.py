@@ -38,6 +38,7 @@ PATHS = frozenset(
         "pretrained_model_name_or_path",
         "init_from_adapters",
         "frozen_adapters",
+        "transformer_file",
         "cost_model",
         "validation_images",
         "validation_references",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from ..models.recipe import Recipe
+    from ..models.weight_files import TransformerFile
 
 DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -157,7 +158,11 @@ def _add_prompts(parser: FlagParser) -> None:
 
 
 def _add_loading(parser: FlagParser) -> None:
-    """Add the flags of precision and memory."""
+    """Add the flags of weights, precision and memory."""
+    parser.add_argument(
+        "--transformer_file",
+        help="File with the weights of the transformer, as in training (default: those of the pipeline).",
+    )
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
@@ -206,7 +211,7 @@ def main(args: argparse.Namespace) -> None:
     arguments |= recipe.sound_arguments(args.fps) if args.with_audio else {}
     arguments |= guidance_of(args, parameters, pipeline_class.__name__)
     arguments |= length_of(args, parameters, pipeline_class.__name__)
-    loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]))
+    loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]), transformer_file=transformer_file_of(args))
     pipeline = load_pipeline(pipeline_class, args.pipeline, trained=(), loading=loading, replaced={}, blocks=blocks)
     load_adapters(pipeline, args.adapter, trained=args.trained_component)
     if args.vae_tiling:
@@ -226,6 +231,21 @@ def main(args: argparse.Namespace) -> None:
             cell: rendered(args, cell, pipeline, arguments) for cell in grid.cells if cell.strength == strength
         }
     write(args, grid, results, pipeline, recipe)
+
+
+def transformer_file_of(args: argparse.Namespace) -> TransformerFile | None:
+    """Return the file of the transformer's weights, if one is named."""
+    from ..formats import is_gguf
+    from ..models.weight_files import TransformerFile
+
+    file = args.transformer_file
+    if file is None:
+        return None
+    if args.trained_component == "both":
+        raise FlagError("--transformer_file holds one transformer; name it by --trained_component transformer.")
+    if is_gguf(file) and args.offload == "sequential":
+        raise FlagError(f"Give --offload model in place of sequential: the packed weights of {file} move as a whole.")
+    return TransformerFile(path=file, component=args.trained_component)
 
 
 def grid_of(args: argparse.Namespace) -> RenderGrid:

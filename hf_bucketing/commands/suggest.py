@@ -164,7 +164,11 @@ def suggest(args: argparse.Namespace) -> Suggested:
     machine = from_flags(MachineConfig, args, cpus=args.cpus or os.cpu_count())
     base = plan_of_flags(args, mixed_precision=args.mixed_precision or "bf16")
     speed = Speed.of(from_flags(TimeConfig, args), gpu_memory=machine.gpu_memory)
-    components = read_components(args.pretrained_model_name_or_path, trained=base.run.trained_component)
+    components = read_components(
+        args.pretrained_model_name_or_path,
+        trained=base.run.trained_component,
+        transformer_file=base.run.transformer_file,
+    )
     data: Any
     if args.dataset and len(args.dataset) == 1 and (Path(args.dataset[0]) / MANIFEST).is_file():
         data = args.dataset[0]

@@ -78,6 +78,7 @@ def check_run(run: RunConfig, launch: LaunchConfig, *, precision: str, planned: 
             num_processes=launch.num_processes,
             on_cpu=launch.device == "cpu" and not planned,
             experts=run.trained_component == "both",
+            file=run.transformer_file,
             joined=tuple(name for name in READ_FULL_WEIGHTS if flat[name] is not None),
             searches=batches.max_tokens == "auto",
             loads_once=launch.loads_once,

@@ -56,6 +56,10 @@ class RunConfig:
             where a pipeline has two: the second one of Wan 2.2 A14B serves low noise levels. With `"both"`, each
             optimizer step trains one of them at its noise levels; they take turns as often as these are drawn.
             `"transformer_ref"` is that of MiniMax-H3 for samples with references.
+        transformer_file (`str`, *optional*): File with the weights of that transformer, of safetensors or GGUF, with
+            diffusers' names, the original ones or those of ComfyUI; by default they are those of the pipeline. Its
+            configurations and its other parts come from the pipeline all the same. Weights of float8 are dequantised
+            when they are loaded, GGUF stays as it is and needs LoRA.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default those of cached texts, or else the
             pipeline's own number.
         trust_cache (`bool`): Whether a cache is trained although it seems to be of another model, or does not say of
@@ -92,6 +96,7 @@ class RunConfig:
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
+    transformer_file: str | None = setting(None, on_resume="weights")
     max_sequence_length: int | None = setting(None, on_resume="equal", left_open=None)
     trust_cache: bool = setting(False, on_resume="free", planned=False)
     ema_decay: float | None = setting(None, on_resume="equal")

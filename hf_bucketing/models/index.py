@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BucketingError
+from ..formats import is_weight_file
 from ..hub import from_hub
 
 INDEX = "model_index.json"
@@ -74,12 +75,22 @@ class PipelineIndex:
             raise BucketingError(f"{self.name_or_path} has no {trained} to train; name another `trained_component`.")
 
 
+def check_is_no_file(name_or_path: str) -> None:
+    """Raise BucketingError if a file of weights is named where a pipeline is expected."""
+    if is_weight_file(name_or_path):
+        raise BucketingError(
+            f"{name_or_path} is a file of weights, which has no configurations. Name the pipeline of its model, on "
+            "the hub or in a folder, and this file as `transformer_file`: it replaces the weights of the transformer."
+        )
+
+
 def read_index(name_or_path: str) -> PipelineIndex:
     """Read the index of a pipeline on the hub or in a folder; a `model_index.json` comes first.
 
     Raises:
         BucketingError: If there is no pipeline.
     """
+    check_is_no_file(name_or_path)
     with from_hub(name_or_path):
         try:
             values = _values(name_or_path)

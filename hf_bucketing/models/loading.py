@@ -16,8 +16,10 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..errors import BucketingError
+from ..formats import is_gguf
 from ..hub import from_hub
 from .index import read_index, read_json
+from .weight_files import TransformerFile, load_transformer
 
 ModelPart: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
@@ -43,6 +45,8 @@ class Loading:
             modules that a model keeps in float32.
         trained_dtype (`torch.dtype`): Precision of the transformers to train, with the same exception.
         quantization (any, *optional*): Quantisation of these transformers, one of diffusers' configurations.
+        transformer_file ([`TransformerFile`][hf_bucketing.models.weight_files.TransformerFile], *optional*): File with
+            the weights of one transformer, in place of those of the pipeline.
         empty (`bool`): Whether the transformers to train are built without weights, on the meta device, as another
             process sends them.
         vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
@@ -53,8 +57,15 @@ class Loading:
     dtype: torch.dtype = torch.float32
     trained_dtype: torch.dtype = torch.float32
     quantization: Any = None
+    transformer_file: TransformerFile | None = None
     empty: bool = False
     vae_tiling: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights of the transformers to train are quantised, so that they cannot be trained."""
+        file = self.transformer_file
+        return self.quantization is not None or (file is not None and is_gguf(file.path))
 
     def widened(self, parts: Collection[ModelPart]) -> Loading:
         """Return the loading of further parts; a transformer to train that was not asked for is left without weights.
@@ -97,13 +108,15 @@ def load_pipeline(
     index = read_index(name_or_path)
     for name in trained:
         index.check_has(name)
+    omitted = {name for name in index.components if not _is_loaded(name, trained, loading)}
     replaced = {
         **replaced,
+        **_read_from_file(name_or_path, trained=trained, loading=loading, omitted=omitted),
         **({name: empty_transformer(name_or_path, name) for name in trained} if loading.empty else {}),
     }
-    omitted = {name for name in index.components if not _is_loaded(name, trained, loading)}
     options = dtypes(loading.dtype, **dict.fromkeys(trained, loading.trained_dtype))
-    quantized = {} if loading.quantization is None else dict.fromkeys(trained, loading.quantization)
+    asked = {} if loading.quantization is None else dict.fromkeys(trained, loading.quantization)
+    quantized = {name: quantization for name, quantization in asked.items() if name not in replaced}
     with from_hub(name_or_path):
         if index.is_modular:
             pipeline = pipeline_class(blocks=blocks, pretrained_model_name_or_path=name_or_path)
@@ -120,7 +133,7 @@ def load_pipeline(
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
-            component.requires_grad_(name in trained and loading.quantization is None)
+            component.requires_grad_(name in trained and not loading.is_quantized)
     if loading.quantization is not None:
         for name in trained:
             _release_mapped_files(getattr(pipeline, name))
@@ -131,6 +144,25 @@ def load_pipeline(
         if isinstance(layer, torch.nn.Module):
             layer.register_forward_pre_hook(_cast_latents)
     return pipeline
+
+
+def _read_from_file(
+    name_or_path: str, *, trained: Sequence[str], loading: Loading, omitted: Collection[str]
+) -> dict[str, Any]:
+    """Return the transformer of a pipeline whose weights lie in a file, by its name; nothing if none is loaded."""
+    file = loading.transformer_file
+    if file is None or file.component in omitted or (loading.empty and file.component in trained):
+        return {}
+    is_trained = file.component in trained
+    with from_hub(file.path):
+        transformer = load_transformer(
+            file.path,
+            empty_transformer(name_or_path, file.component),
+            place=read_index(name_or_path).components[file.component],
+            dtype=loading.trained_dtype if is_trained else loading.dtype,
+            quantization=loading.quantization if is_trained else None,
+        )
+    return {file.component: transformer}
 
 
 def _cast_latents(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

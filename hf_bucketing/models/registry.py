@@ -21,7 +21,7 @@ from ..errors import BucketingError, HubError, PackingError
 from ..packing.family import Family
 from ..packing.unchanged import replaced_forward
 from . import families as families_package
-from .index import read_index
+from .index import check_is_no_file, read_index
 from .unpackable import OTHER_KINDS, UNPACKABLE, UNTRAINED
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def recipe_of(name_or_path: str) -> type[Recipe]:
     Raises:
         BucketingError: If there is no pipeline, or no recipe for it.
     """
+    check_is_no_file(name_or_path)
     try:
         index = read_index(name_or_path)
     except HubError:

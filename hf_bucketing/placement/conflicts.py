@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..errors import BucketingError, quoted
+from ..formats import is_gguf
 from .settings import MemoryConfig
 
 Sharding: TypeAlias = Literal["ddp", "fsdp", "fsdp2", "deepspeed", "deepspeed stage 3"]
@@ -37,6 +38,7 @@ class Combination:
         num_processes (`int`): Processes of the run.
         on_cpu (`bool`): Whether the run computes on a CPU; a plan for one is made for GPUs all the same.
         experts (`bool`): Whether both transformers of a pipeline are trained.
+        file (`str`, *optional*): File with the weights of the transformer.
         joined (tuple of `str`): Settings that are given and that read whole weights: of adapters, averages, rendering.
         searches (`bool`): Whether the run searches the largest `max_tokens`.
         loads_once (`bool`): Whether one process loads the weights and sends the others their shares.
@@ -61,6 +63,7 @@ class Combination:
     num_processes: int = 1
     on_cpu: bool = False
     experts: bool = False
+    file: str | None = None
     joined: tuple[str, ...] = ()
     searches: bool = False
     loads_once: bool = False
@@ -71,6 +74,11 @@ class Combination:
     weighs_late: bool = False
     wraps_blocks: bool = False
     planned: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weights of the transformer stay quantised as its file has them."""
+        return is_gguf(self.file)
 
     @property
     def texts(self) -> dict[str, object]:
@@ -327,6 +335,46 @@ CONFLICTS = (
         lambda run: run.memory.compile and run.memory.quantize_base == "nf4",
         'Omit `compile`, or use `quantize_base="int8"` or `"float8"`: blocks of weights of bitsandbytes '
         '(`quantize_base="nf4"`) are not compiled.',
+    ),
+    Conflict(
+        ("transformer_file", "trained_component"),
+        lambda run: run.file is not None and run.experts,
+        "`transformer_file` holds the weights of one transformer ({run.file}); train that one "
+        '(`trained_component="transformer"` or `"transformer_2"`), or omit it.',
+    ),
+    Conflict(
+        ("transformer_file", "lora_rank"),
+        lambda run: run.packed and not run.adapters,
+        "{run.file} holds quantised weights, which cannot be trained; train adapters (`lora_rank=16`), or give a "
+        "`transformer_file` of bfloat16 or float32.",
+    ),
+    Conflict(
+        ("transformer_file", "quantize_base"),
+        lambda run: run.packed and run.memory.quantize_base is not None,
+        "Omit {quantized}: the weights of {run.file} are quantised already.",
+    ),
+    Conflict(
+        ("transformer_file", "adapter"),
+        lambda run: run.packed and run.kind != "lora",
+        "{adapter} computes with the weights of its layers, and those of {run.file} are packed; use "
+        '`adapter="lora"`, or a `transformer_file` of safetensors.',
+    ),
+    Conflict(
+        ("transformer_file", "offload_blocks"),
+        lambda run: run.packed and run.memory.offload_blocks > 0,
+        "Omit {offloaded}: the packed weights of {run.file} cannot wait on the CPU. With a `transformer_file` of "
+        'safetensors, `quantize_base="int8"` and it go together.',
+    ),
+    Conflict(
+        ("transformer_file", "sharding"),
+        lambda run: run.packed and run.sharding != "ddp",
+        "Use DDP, or a `transformer_file` of safetensors: {kind} cannot split the packed weights of {run.file}.",
+    ),
+    Conflict(
+        ("transformer_file", "compile"),
+        lambda run: run.packed and run.memory.compile,
+        "Omit `compile`, or use a `transformer_file` of safetensors: blocks with the packed weights of {run.file} are "
+        "not compiled.",
     ),
 )
 """What cannot be combined, in the order in which it is reported."""

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..models.index import IndexEntry, read_index
 from ..models.loading import part_of
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
+from ..models.weight_files import FileWeights, read_weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,14 @@ class Component:
         library (`str`): `"diffusers"`, `"transformers"`, or a module of these.
         class_name (`str`): Name of the class in it.
         config_json (`str`): Configuration, as JSON.
+        weights ([`FileWeights`][hf_bucketing.models.weight_files.FileWeights], *optional*): What the file says that
+            its weights come from, if they do not come from the pipeline.
     """
 
     library: str
     class_name: str
     config_json: str
+    weights: FileWeights | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -106,11 +110,19 @@ class Components:
         return all(map(recipe.can_cache, read_conditions(condition).all))
 
 
-def read_components(name_or_path: str, *, trained: TrainedComponent = "transformer") -> Components:
+def read_components(
+    name_or_path: str, *, trained: TrainedComponent = "transformer", transformer_file: str | None = None
+) -> Components:
     """Read the configurations of a pipeline on the hub or in a folder, never its weights.
 
+    Args:
+        name_or_path (`str`): The pipeline.
+        trained (`"transformer"`, `"transformer_2"`, `"both"` or `"transformer_ref"`): Transformers to train.
+        transformer_file (`str`, *optional*): File of the transformer's weights, of which the header is read.
+
     Raises:
-        BucketingError: If there is no such pipeline, no recipe to train it, or it has no transformer of that name.
+        BucketingError: If there is no such pipeline, no recipe to train it, it has no transformer of that name, or the
+            file does not fit.
     """
     recipe, index, names = recipe_of(name_or_path), read_index(name_or_path), transformers_of(trained)
     for name in names:
@@ -119,6 +131,9 @@ def read_components(name_or_path: str, *, trained: TrainedComponent = "transform
     encoding = [name for name in called if part_of(name, trained=names) in ("text_encoders", "vae")]
     with from_hub(name_or_path):
         read = {name: _read_component(name_or_path, name, index.components[name]) for name in (*names, *encoding)}
+        if transformer_file is not None:
+            weights = read_weights_of(transformer_file, read[names[0]].build())
+            read[names[0]] = replace(read[names[0]], weights=weights)
         of_text = tuple(name for name in encoding if name.startswith("text_encoder"))
         return Components(
             recipe=recipe,

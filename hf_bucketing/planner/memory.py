@@ -24,6 +24,7 @@ from ..conditions.shares import appended_by, draws_parts, most_appended
 from ..configuration.batches import BatchConfig
 from ..errors import BucketingError
 from ..models.experts import transformers_of
+from ..models.weight_files import check_weights_can_train
 from ..optimizers.optimizer import state_bytes
 from ..placement.offload import check_blocks
 from ..placement.sharding import HALF
@@ -145,7 +146,9 @@ def plan_memory(name_or_path: str, config: PlanConfig) -> MemoryPlan:
     Raises:
         BucketingError: If there is no such pipeline, no recipe to train it, or it cannot take such samples.
     """
-    components = read_components(name_or_path, trained=config.run.trained_component)
+    components = read_components(
+        name_or_path, trained=config.run.trained_component, transformer_file=config.run.transformer_file
+    )
     return plan_components(components, config)
 
 
@@ -222,6 +225,7 @@ def plan_components(components: Components, config: PlanConfig, shape: StepShape
     """
     if config.run.adapters.lora_rank is not None and config.run.adapters.has_pairs:
         check_loads_lora(components.recipe.pipeline_type())
+    check_weights_can_train(components.transformer.weights, adapters=config.run.adapters.lora_rank is not None)
     shape = shape or step_shape(components, config)
     traced, *idle = sorted(trace_experts(components, config, shape), key=lambda expert: -expert.weights)
     check_blocks(config.run.memory.offload_blocks, blocks=round(traced.blocks))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import BucketingError
+from ..formats import is_gguf
 from ..report.charts import Chart, bar_chart
 from ..settings import changed, flatten
 from ..units import format_bytes
@@ -71,7 +72,9 @@ def plan_options(
     """
     if not 0 < gpu_memory < math.inf:
         raise BucketingError(f"`gpu_memory` must be above 0 GiB, got {gpu_memory}.")
-    components = read_components(name_or_path, trained=config.run.trained_component)
+    components = read_components(
+        name_or_path, trained=config.run.trained_component, transformer_file=config.run.transformer_file
+    )
     rows: list[MemoryOption] = []
     for name, settings, plan in iter_plans(components, config, memory=gpu_memory * 2**30):
         row = MemoryOption(
@@ -179,12 +182,15 @@ def _steps(config: PlanConfig, blocks: int, *, can_cache: bool) -> list[tuple[st
         ("--mixed_precision bf16", {"mixed_precision": "bf16"} if config.precision == "no" else {}),
         ("--gradient_checkpointing", _CHECKPOINTS),
     ]
-    if config.launch.num_processes > 1 and config.run.trained_component != "both":
+    can_shard = config.run.trained_component != "both" and not is_gguf(config.run.transformer_file)
+    if config.launch.num_processes > 1 and can_shard:
         steps.append((f"FSDP2 over {config.launch.num_processes} processes (fsdp2.yaml)", _FSDP))
     if config.run.adapters.lora_rank is None:
         steps += [("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"})]
         if config.precision != "fp16" and config.launch.num_processes == 1:  # FSDP2 trains in float32
             steps += [("--trained_dtype bf16", {"trained_dtype": "bf16"})]
+        return [*steps, ("--offload_activations", {"offload_activations": True})]
+    if is_gguf(config.run.transformer_file):  # which is quantised, and stays on the device
         return [*steps, ("--offload_activations", {"offload_activations": True})]
     quantized = {"sharding": "ddp", "gradient_checkpointing": True}
     waits, stays = (

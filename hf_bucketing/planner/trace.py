@@ -32,6 +32,7 @@ from ..adapters.lora import add_adapters
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
 from ..models.registry import find_family
+from ..models.weight_files import FileWeights
 from ..packing.audio import Audio
 from ..packing.batch import Rows, has_latent_size
 from ..packing.context import bind_checkpoints
@@ -247,6 +248,8 @@ def _traced(step: TracedStep, layers: tuple[tuple[str, int], ...]) -> Traced:
     freeze_unused(family, model, audio=audio, references=step.references)
     if step.quantize_base is not None:
         _quantize(model, step.quantize_base)
+    if (weights := step.transformer.weights) is not None:
+        _pack(model, weights)
     if step.adapters.lora_rank is not None:
         with torch.device("meta"):
             add_adapters(model, step.adapters, audio=audio)
@@ -539,6 +542,26 @@ def _quantize(model: torch.nn.Module, kind: Quantization) -> None:
             scales = torch.empty(rows, 1, device="meta")
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.register_buffer("scale", scales, persistent=False)
+
+
+class _Packed(torch.nn.Linear):
+    """A linear layer that makes the tensors which diffusers' layer of GGUF makes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        half = torch.empty(self.out_features, self.in_features, dtype=torch.float16)
+        weight = half if torch.is_autocast_enabled("cpu") else half.to(input.dtype)  # autocast casts as the layer does
+        return F.linear(input, weight, self.bias)
+
+
+def _pack(model: torch.nn.Module, weights: FileWeights) -> None:
+    """Give the linear layers that a file has quantised weights of as many bytes as they have there."""
+    for name, layer in model.named_modules():
+        if name in weights.packed:
+            assert isinstance(layer, torch.nn.Linear)
+            layer.__class__ = _Packed
+            columns = round(layer.in_features * weights.packed_bytes)
+            packed = torch.empty(layer.out_features, columns, dtype=torch.uint8, device="meta")
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
 
 
 @contextmanager

@@ -124,6 +124,7 @@ def _card(logs: Logs, run: Run, *, figure: str | None) -> ModelCard:
         ours=_OURS,
         name=run.repository or logs.folder.resolve().name,
         base=without_folders(config.pretrained_model_name_or_path),
+        file=None if config.transformer_file is None else Path(config.transformer_file).name,
         adapters=config.adapters,
         kind=ADAPTER_NAMES[config.adapters.adapter],
         adapted={name: expert_folder(name, trained=config.trained_component) for name in _adapted(config)},

@@ -113,7 +113,12 @@ def plan_of_run(opened: OpenedRun, data: RunData) -> MemoryPlan:
 
 def components_of(opened: OpenedRun) -> Components:
     """Return the configurations of a run's pipeline."""
-    return read_components(opened.config.pretrained_model_name_or_path, trained=opened.config.trained_component)
+    config = opened.config
+    return read_components(
+        config.pretrained_model_name_or_path,
+        trained=config.trained_component,
+        transformer_file=config.transformer_file,
+    )
 
 
 def planned_run(opened: OpenedRun, **changes: Any) -> PlanConfig:

@@ -235,7 +235,9 @@ class Trainer:
             self.weights |= {f"{component} {name}": digest for name, digest in frozen.items()}
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
-            check_weights(saved, self.weights, source=config.pretrained_model_name_or_path)
+            source = config.pretrained_model_name_or_path
+            source += "" if config.transformer_file is None else f" with {config.transformer_file}"
+            check_weights(saved, self.weights, source=source)
         if self.accelerator.is_main_process and opened.prepared is not None:
             model, length = config.pretrained_model_name_or_path, self.recipe.max_sequence_length
             for line in describe_caption_lengths(

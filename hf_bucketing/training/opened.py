@@ -33,6 +33,7 @@ from ..models.experts import transformers_of
 from ..models.loading import MODEL_PARTS, Loading, ModelPart, empty_transformer, read_configs
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
+from ..models.weight_files import TransformerFile, check_weights_can_train, read_weights_of
 from ..optimizers.classes import check_optimizer
 from ..placement.blocks import blocks_of
 from ..placement.context_parallel import check_audio, check_model, check_sizes
@@ -74,6 +75,14 @@ class OpenedRun:
         return empty_transformer(config.pretrained_model_name_or_path, transformers_of(config.trained_component)[0])
 
     @property
+    def transformer_file(self) -> TransformerFile | None:
+        """The file of the weights of the transformer to train, if they do not come from the pipeline."""
+        config = self.config
+        if config.transformer_file is None:
+            return None
+        return TransformerFile(path=config.transformer_file, component=transformers_of(config.trained_component)[0])
+
+    @property
     def loading(self) -> Loading:
         """What is loaded: what is trained, what steps call, and for validation everything where it renders.
 
@@ -90,6 +99,7 @@ class OpenedRun:
             trained_dtype=trained_dtype(config) if config.adapters.lora_rank is None else dtype,
             quantization=quantization,
             empty=loads_empty(accelerator),
+            transformer_file=self.transformer_file,
             vae_tiling=memory.vae_tiling and (self.renders or "vae" in self.called),
         )
 
@@ -146,6 +156,9 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
             check_reference_views(config, data, recipe, views=views)
     check_package(config.memory.quantize_base)
     check_optimizer(config.optimizer)
+    if config.transformer_file is not None:
+        weights = read_weights_of(config.transformer_file, opened.empty_transformer)
+        check_weights_can_train(weights, adapters=config.adapters.lora_rank is not None)
     memory = config.memory
     offloads = memory.offload_blocks or memory.offload_idle_expert or memory.offload_activations
     if accelerator.device.type == "cpu" and offloads:

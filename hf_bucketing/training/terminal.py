@@ -27,9 +27,11 @@ _KINDS = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 def describe_run(config: TrainingConfig, accelerator: Accelerator, *, planned: StepCount, finished: int) -> str:
     """Return what a run does and where it writes, in one line."""
     processes = accelerator.num_processes
+    weights = "" if config.transformer_file is None else f", with the weights of {config.transformer_file},"
     done = f", {finished:,} of them done," if finished else ""
     return (
-        f"Trains {_trained(config.adapters)} of {config.pretrained_model_name_or_path} on {config.dataset_dir}: "
+        f"Trains {_trained(config.adapters)} of {config.pretrained_model_name_or_path}{weights} on "
+        f"{config.dataset_dir}: "
         f"{planned} optimizer steps{done} on {processes} {'process' if processes == 1 else 'processes'}, in "
         f"{'float32' if accelerator.mixed_precision == 'no' else accelerator.mixed_precision}. "
         f"Writes to {config.output_dir}; after {TIMED_STEPS} steps it says how long it takes."
@@ -71,6 +73,8 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     names = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required_conditions()]
     names += [REFERENCE] if recipe.needs_reference else []
     sample: list[object] = [config.pretrained_model_name_or_path if adapted else folder]
+    if adapted and config.transformer_file is not None:
+        sample += ["--transformer_file", config.transformer_file]
     sample += ["--adapter", folder] if adapted else []
     if config.trained_component != "transformer":
         sample += ["--trained_component", config.trained_component]

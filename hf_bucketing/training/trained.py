@@ -78,6 +78,7 @@ def _add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Acce
             recipe.pipeline,
             component=recipe.trained,
             lora_format=adapters.lora_format,
+            transformer_file=config.transformer_file,
             subfolder=folder,
         )
     if config.memory.gradient_checkpointing != "auto":  # or else `fill_checkpointing` chooses, after the data is read
@@ -260,8 +261,13 @@ class TrainedModel:
         with self.averages():
             for name in self.transformers:
                 subfolder = expert_folder(name, trained=self.config.trained_component)
-                lora_format = self.config.adapters.lora_format
-                save_lora(self.recipe.pipeline, folder / subfolder, component=name, lora_format=lora_format)
+                save_lora(
+                    self.recipe.pipeline,
+                    folder / subfolder,
+                    component=name,
+                    lora_format=self.config.adapters.lora_format,
+                    transformer_file=self.config.transformer_file,
+                )
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Save the result of the run, averaged if there are averages; call it on every process.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from hf_bucketing.models.compilation import compile_blocks
 from hf_bucketing.models.loading import Loading, empty_transformer
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.weight_files import TransformerFile
 from hf_bucketing.placement.blocks import blocks_of
 from hf_bucketing.placement.offload import offload_blocks
 from hf_bucketing.placement.quantization import quantization_of, quantized_linears
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.settings import changed
+from tests.models.weight_file_cases import original_state, weights_of, write_file
 from tests.placement.test_offload import gradients, run_once
 from tests.training.test_kinds_and_optimizers import check_resume
 from tests.training.training_cases import BATCHING, in_process, run, train
@@ -37,11 +40,18 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 LORA = {"lora_rank": 4, "gradient_checkpointing": True, "mixed_precision": "bf16"}
 
 
-def load(folder: Path, kind: str | None, *, dtype: torch.dtype = torch.bfloat16) -> Recipe:
+def load(
+    folder: Path, kind: str | None, *, dtype: torch.dtype = torch.bfloat16, file: TransformerFile | None = None
+) -> Recipe:
     recipe = recipe_of(str(folder))
     empty = empty_transformer(str(folder), "transformer")
-    loading = Loading(trained_dtype=dtype, quantization=quantization_of(kind, empty, dtype=dtype))
+    quantization = quantization_of(kind, empty, dtype=dtype)
+    loading = Loading(trained_dtype=dtype, quantization=quantization, transformer_file=file)
     return recipe.load(str(folder), loading=loading)
+
+
+def fingerprint(transformer: Any) -> str:
+    return weights_fingerprints(SimpleNamespace(components={"transformer": transformer}))["transformer"]
 
 
 def with_adapters(folder: Path, kind: str | None) -> Any:
@@ -61,6 +71,15 @@ def step(model: Any) -> tuple[float, torch.Tensor]:
         loss = run_once(model)
     loss.backward()
     return loss.item(), torch.cat([gradient.flatten() for gradient in gradients(model)])
+
+
+@kinds
+def test_weights_of_a_file_are_quantised_as_those_of_the_folder(kind: str, pipeline_dir: Path, tmp_path: Path) -> None:
+    file = write_file(tmp_path / "model.safetensors", original_state("wan", weights_of(pipeline_dir)))
+    whole = load(pipeline_dir, kind).transformer
+    model = load(pipeline_dir, kind, file=TransformerFile(path=str(file))).transformer
+    assert any(type(value).__name__ == KINDS[kind][0] for value in model.parameters())
+    assert fingerprint(model) == fingerprint(whole)
 
 
 @kinds

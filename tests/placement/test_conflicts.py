@@ -60,6 +60,13 @@ BROKEN = [
     ({"compile": True}, {"sharding": "deepspeed"}),
     ({"compile": True, "context_parallel_degree": 2}, {}),
     ({"compile": True, "quantize_base": "nf4"}, {}),
+    ({}, {"file": "model.safetensors", "experts": True}),
+    ({}, {"file": "model.gguf", "adapters": False}),
+    ({"quantize_base": "int8"}, {"file": "model.gguf"}),
+    ({}, {"file": "model.gguf", "kind": "dora"}),
+    ({"offload_blocks": 1}, {"file": "model.gguf"}),
+    ({}, {"file": "model.gguf", "sharding": "fsdp2"}),
+    ({"compile": True}, {"file": "model.gguf"}),
 ]
 
 
@@ -99,7 +106,7 @@ def test_settings_that_may_conflict_name_each_other() -> None:
         (
             "train",
             "It may conflict with fsdp_version, zero_stage, --quantize_base, --offload_blocks, --lora_plus_ratio, "
-            "--offload_idle_expert.",
+            "--offload_idle_expert, --transformer_file.",
         ),
         ("plan", "It may conflict with --quantize_base, --offload_blocks, --sharding."),
     ],

@@ -22,6 +22,7 @@ from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.loading import Loading, empty_transformer
 from hf_bucketing.models.registry import recipe_of
+from hf_bucketing.models.weight_files import TransformerFile
 from hf_bucketing.packing import Packing, packed_forward
 from hf_bucketing.placement.quantization import (
     kept_linears,
@@ -29,6 +30,7 @@ from hf_bucketing.placement.quantization import (
     quantized_linears,
 )
 from tests.conftest import ROOT, run
+from tests.models.weight_file_cases import original_state, weights_of, write_file
 from tests.training.training_cases import in_process, run as train_here
 
 CASES = "tests/placement/quantization_cases.py"
@@ -99,14 +101,35 @@ def test_what_cannot_be_quantised_is_refused_before_weights_load(
         train_here(in_process(pipeline_dir, prepared_dir, tmp_path, **{**common, **settings}))
 
 
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let diffusers load weights of bitsandbytes without a GPU, which it refuses; they compute on the CPU too."""
+    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda *_: {"": "cpu"})
+
+
+def test_nf4_weights_of_a_file_are_those_of_the_folder(pipeline_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    without_gpu(monkeypatch)
+    file = write_file(tmp_path / "model.safetensors", original_state("wan", weights_of(pipeline_dir)))
+    quantization = quantization_of("nf4", empty_transformer(str(pipeline_dir), "transformer"), dtype=torch.float32)
+    states = []
+    for transformer_file in (None, TransformerFile(path=str(file))):
+        loading = Loading(quantization=quantization, transformer_file=transformer_file)
+        model = recipe_of(str(pipeline_dir)).load(str(pipeline_dir), loading=loading).transformer
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        states.append(model.state_dict())
+    whole, of_file = states
+    assert whole.keys() == of_file.keys()
+    assert any(value.dtype == torch.uint8 for value in whole.values())
+    assert all(torch.equal(value, of_file[name]) for name, value in whole.items())
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_nf4_layers_take_steps_on_a_transformer_that_packs(pipeline_dir: Path, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("bitsandbytes")
     from bitsandbytes.nn import Linear4bit
 
-    # diffusers refuses bitsandbytes without a GPU; its layers take steps on the CPU all the same.
-    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
-    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "update_device_map", lambda *_: {"": "cpu"})
+    without_gpu(monkeypatch)
     empty = empty_transformer(str(pipeline_dir), "transformer")
     quantization = quantization_of("nf4", empty, dtype=torch.float32)
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)

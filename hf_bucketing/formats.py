@@ -1,0 +1,26 @@
+"""Formats of files that hold the weights of one model, by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+GGUF = ".gguf"
+"""End of the name of a GGUF file."""
+
+WEIGHT_FILES = (".safetensors", GGUF)
+"""Ends of the names of files of weights."""
+
+
+def is_weight_file(name_or_path: str) -> bool:
+    """Return whether a name is that of a file of weights, and not of a pipeline.
+
+    Example:
+        >>> is_weight_file("wan2.1_t2v_14B_fp8.safetensors"), is_weight_file("Wan-AI/Wan2.1-T2V-14B-Diffusers")
+        (True, False)
+    """
+    return Path(name_or_path).suffix in WEIGHT_FILES
+
+
+def is_gguf(file: str | None) -> bool:
+    """Return whether a file is GGUF; None is none."""
+    return file is not None and Path(file).suffix == GGUF
