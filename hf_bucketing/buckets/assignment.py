@@ -127,7 +127,7 @@ class AssignmentRule:
         return np.sqrt(left * right) if self.metric == "log" else (left + right) / 2
 
     def least_sides(self, sides: IntArray) -> IntArray:
-        """Return the fewest pixels of a sample's side that fill a bucket's without too much enlargement; shape as given."""
+        """Return the fewest pixels that fill sides of buckets without too much enlargement; shape as given."""
         return np.ceil(sides / self.max_upscale).astype(np.int64)
 
 

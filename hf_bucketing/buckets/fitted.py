@@ -1,16 +1,16 @@
 """Bucket tables chosen from the sizes of samples, so that the most of their frames is kept.
 
-Each sample belongs to the most frames, and there to the largest budget of tokens, of which it fills a size: such samples
-and sizes are a group. Within a group the choice of k sizes is exact: by rising aspect ratio, the samples of a size lie
-between two boundaries, which depend on its two neighbours alone, so that a dynamic programme over pairs of neighbours
-finds the best choice. A second one shares the buckets out among groups.
+Each sample belongs to the most frames, and there to the largest budget of tokens, of which it fills a size: such
+samples and sizes are a group. Within a group the choice of k sizes is exact: by rising aspect ratio, the samples of a
+size lie between two boundaries, which depend on its two neighbours alone, so that a dynamic programme over pairs of
+neighbours finds the best choice. A second one shares the buckets out among groups.
 
-A sample counts with its kept area, or with nothing where its bucket would enlarge it too much. Such a sample may still
-find a bucket, in its group or a lower one ([`BucketTable.assign`]), so that a table keeps at least what was counted,
-unless a sample takes a bucket of a higher group, which it fills only at a ratio far from its own.
+A sample counts with its kept area, or with nothing where its bucket would enlarge it too much. Such a sample may
+still find a bucket, in its group or a lower one ([`BucketTable.assign`]), so that a table keeps at least what was
+counted, unless a sample takes a bucket of a higher group, which it fills only at a ratio far from its own.
 
-Time and memory depend on sizes, not on samples: samples of one size are counted once, and of m sizes to choose from and
-u sizes of samples, a group takes m·u operations for its sums, m² for each bucket, and memory of m² numbers.
+Samples of one size are counted once, in one sort; all else depends on sizes. Of m sizes to choose from and u sizes of
+samples, a group takes m·u operations for its sums, m² for each bucket, and memory of m² + u numbers.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def fitted_ladder(
             pixels of the samples. Those without a valid size are omitted.
         num_buckets (`int`): Most buckets of the table. It has fewer if more would keep nothing more.
         frames (sequence of `int`): Valid frame counts (`k * temporal_stride + 1`).
-        sizes (sequence of `(height, width)`): The model's own sizes in pixels, which may be chosen, and make budgets of
-            their own as in [`token_ladder`].
+        sizes (sequence of `(height, width)`): The model's own sizes in pixels, which may be chosen, and make budgets
+            of their own as in [`token_ladder`].
         max_aspect_ratio (`float`): Largest ratio of the longer to the shorter side, at least 1, except of `sizes`.
         tolerance (`float`): Largest relative distance of a bucket's token count from its budget.
         own_budgets (`bool`): Whether one of `sizes` that no budget matches makes a budget of its own, or is omitted.
@@ -96,8 +96,8 @@ def fitted_ladder(
     groups = _groups_of(every, distances, _count_samples(samples, frames), rule)
     if not groups:
         raise BucketingError(
-            "No sample fills a bucket of these budgets and numbers of frames, so that `num_buckets` has none to choose "
-            "from.",
+            "No sample fills a bucket of these budgets and numbers of frames, so that `num_buckets` has none to "
+            "choose from.",
             advice=["lower `bucket_tokens`", "add smaller numbers to `bucket_frames`", "raise `max_upscale`"],
         )
     if num_buckets < len(groups):
@@ -123,7 +123,7 @@ class _Counts(NamedTuple):
 
 
 def _count_samples(samples: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], frames: Sequence[int]) -> _Counts:
-    """Return the sizes of samples with the largest of these numbers of frames that each has; too short ones are omitted."""
+    """Return the sizes of samples with the largest of `frames` that each has; too short ones are omitted."""
     columns = as_columns(*samples)
     counts = np.array(sorted(set(frames)), np.int64)
     position = np.searchsorted(counts, columns[0], side="right") - 1
@@ -137,10 +137,11 @@ def _count_samples(samples: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], 
 
 
 class _Group(NamedTuple):
-    """Sizes of one number of frames and one budget, and the sizes of the samples that fill one of them, by aspect ratio.
+    """Sizes of one number of frames and one budget, and the sizes of its samples, both by rising aspect ratio.
 
     Attributes:
-        ids: Positions of the sizes in the table of all, of shape `(m,)`; of equal ratios, the nearest to the budget first.
+        ids: Positions of the sizes in the table of all, of shape `(m,)`; of equal ratios, the nearest to the budget
+            first.
         shapes: Heights and widths of these sizes, `(m, 2)`.
         heights: Heights of the sizes of samples, `(u,)`.
         widths: Widths of the sizes of samples, `(u,)`.

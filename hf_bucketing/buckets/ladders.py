@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -142,9 +142,9 @@ def token_ladder(
         raise BucketingError(f"token_ladder needs an aspect_step above 0, got {aspect_step}.")
     goals = _aspect_goals(max(max_aspect_ratio, 1), aspect_step)
     reach = max(aspect_step / 2 if math.isfinite(aspect_step) else 0, math.log(1.1))
-    limits = {"max_aspect_ratio": max_aspect_ratio, "tolerance": tolerance, "own_budgets": own_budgets}
+    limits: dict[str, Any] = {"max_aspect_ratio": max_aspect_ratio, "tolerance": tolerance}
     buckets: dict[Size, int] = {}
-    for tier in _ladder_tiers(spec, tokens, frames=frames, sizes=sizes, **limits):
+    for tier in _ladder_tiers(spec, tokens, frames=frames, sizes=sizes, own_budgets=own_budgets, **limits):
         free = [shape for shape in tier.candidates if Size(tier.frames, *shape) not in buckets]
         shapes = tier.own | _nearest_shapes(free, goals, reach=reach, area=tier.area)
         for shape in sorted(_with_mirrored(shapes, spec), key=lambda shape: (shape[1] / shape[0], shape)):
@@ -162,20 +162,20 @@ def all_ladder_sizes(
     tolerance: float,
     own_budgets: bool,
 ) -> tuple[BucketTable, FloatArray]:
-    """Return all sizes that [`token_ladder`] chooses from, whose arguments these are, and their distances from a budget.
+    """Return all sizes that [`token_ladder`], whose arguments these are, chooses from, and their distances.
 
     A size within the tolerance of two budgets belongs to the nearer one.
 
     Returns:
         The table, ordered by frames, budget and aspect ratio, of equal ratios the smallest first; and
-        |ln(area ÷ area of the budget)| of each size, of shape `(n,)`.
+        the distance of each size from its budget, |ln(area ÷ area of the budget)|, of shape `(n,)`.
 
     Raises:
         BucketingError: As [`token_ladder`].
     """
     nearest: dict[Size, tuple[float, int]] = {}
-    limits = {"max_aspect_ratio": max_aspect_ratio, "tolerance": tolerance, "own_budgets": own_budgets}
-    for tier in _ladder_tiers(spec, tokens, frames=frames, sizes=sizes, **limits):
+    limits: dict[str, Any] = {"max_aspect_ratio": max_aspect_ratio, "tolerance": tolerance}
+    for tier in _ladder_tiers(spec, tokens, frames=frames, sizes=sizes, own_budgets=own_budgets, **limits):
         for shape in _with_mirrored(tier.own | {*tier.candidates}, spec):
             found = abs(math.log(math.prod(shape) / tier.area)), tier.rank
             nearest[Size(tier.frames, *shape)] = min(found, nearest.get(Size(tier.frames, *shape), found))
@@ -212,7 +212,7 @@ def _ladder_tiers(
     tolerance: float,
     own_budgets: bool,
 ) -> Iterator[_LadderTier]:
-    """Iterate over the budgets of a ladder by frames and tokens; arguments and errors are those of [`token_ladder`]."""
+    """Iterate over the budgets of a ladder by frames and tokens; arguments and errors are [`token_ladder`]'s."""
     if max_aspect_ratio < 1:
         raise BucketingError(f"max_aspect_ratio must be at least 1, got {max_aspect_ratio}.")
     if not tokens or not frames or not 0 <= tolerance < 1:

@@ -307,7 +307,8 @@ def kept_area(
         array([0.5])
     """
     across, down = widths * target_heights, heights * target_widths
-    return np.minimum(across, down) / np.maximum(np.maximum(across, down), 1)
+    kept: FloatArray = np.minimum(across, down) / np.maximum(np.maximum(across, down), 1)
+    return kept
 
 
 def crop_box(height: int, width: int, *, target: Size, y: float = 0.5, x: float = 0.5) -> CropBox:

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
 
     def table_of_frames(frames: int) -> BucketTable:
-        return replace(sources[0].table, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
+        return replace(sources[0].table.ladder, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
 
     audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
     of_model: dict[str, Any] = {

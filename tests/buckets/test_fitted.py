@@ -27,7 +27,7 @@ def kept(table: BucketTable, samples, rule: AssignmentRule | None = None) -> flo
 
 
 def best_count(every: BucketTable, samples, most: int) -> dict[tuple[int, ...], float]:
-    """Return what each choice of up to `most` sizes counts: the kept area in the nearest, 0 where that is too large."""
+    """Return what each choice of up to `most` sizes counts: the kept area in the nearest, 0 where it enlarges."""
     sizes = np.array(every.sizes)[:, 1:]
     heights, widths = (np.asarray(column)[:, None] for column in samples[1:])
     distances = np.abs(np.log(sizes[:, 1] / sizes[:, 0]) - np.log(widths / heights))
