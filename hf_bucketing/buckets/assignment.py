@@ -117,10 +117,11 @@ class AssignmentRule:
         """Return whether aspect errors, in the rule's metric, are within its limit; shape as given."""
         return error <= self.aspect_limit if self.metric == "log" else error < self.aspect_limit
 
-    def aspect_errors(self, ratios: FloatArray, ratio: float) -> npt.NDArray[np.float32]:
-        """Return the distances of aspect ratios from one, in the rule's metric; shape as given."""
-        errors = np.log(ratios) - np.log(ratio) if self.metric == "log" else ratios - ratio
-        return np.abs(errors).astype(np.float32)
+    def near_ratios(self, ratio: float) -> tuple[float, float]:
+        """Return the lowest and the highest aspect ratio that the rule takes for near to one."""
+        if self.metric == "linear":
+            return ratio - self.aspect_limit, ratio + self.aspect_limit
+        return ratio * math.exp(-self.aspect_limit), ratio * math.exp(min(self.aspect_limit, 700))  # no overflow
 
     def boundaries(self, left: FloatArray | float, right: FloatArray) -> FloatArray:
         """Return the aspect ratios that are as near to a ratio as to another; shape as given."""

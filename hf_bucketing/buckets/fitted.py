@@ -31,6 +31,9 @@ from .table import BucketTable
 _TIE = 1e-9
 """Kept area, as a share of all samples, that is not worth a bucket: it may be rounding."""
 
+_BLOCK = 64
+"""Sizes whose choices are extended together, in a processor's cache."""
+
 
 def fitted_ladder(
     spec: LatentSpec,
@@ -202,15 +205,25 @@ def _best_choices(group: _Group, rule: AssignmentRule, *, most: int) -> _Choices
     values, kept, last, before = np.zeros(len(ends)), [], [], []
     for number in range(min(most, len(ends))):
         if number:
-            steps = values[:, None] + gains
-            before.append(steps.argmax(axis=0))
-            values = steps.max(axis=0)
+            values, position = _with_one_more(values, gains)
+            before.append(position)
         totals = values + ends
         last.append(int(totals.argmax()))
         kept.append(float(totals[last[-1]]))
         if kept[-1] >= largest * (1 - _TIE) or kept[-1] == -np.inf:  # of equal ratios, one is chosen
             break
     return _Choices(np.array(kept), last, before, group.ids)
+
+
+def _with_one_more(values: FloatArray, gains: FloatArray) -> tuple[FloatArray, IntArray]:
+    """Return what choices keep at best, by their last size, and the positions of the sizes before; both `(m,)`."""
+    best, position = np.empty_like(values), np.zeros(len(values), np.int64)
+    for start in range(0, len(values), _BLOCK):  # only sizes of lower ratios come before
+        rows = slice(start, start + _BLOCK)
+        steps = gains[rows, : rows.stop] + values[: rows.stop]
+        position[rows] = steps.argmax(axis=1)
+        best[rows] = np.take_along_axis(steps, position[rows, None], axis=1)[:, 0]
+    return best, position
 
 
 def _gains(group: _Group, rule: AssignmentRule) -> tuple[FloatArray, FloatArray, float]:
@@ -221,25 +234,30 @@ def _gains(group: _Group, rule: AssignmentRule) -> tuple[FloatArray, FloatArray,
     the last size adds S(j, ∞).
 
     Returns:
-        The sums that pairs add, `(m, m)`, −inf where the second ratio is not above the first; those that the last size
-        adds, `(m,)`; and the sum if each sample had its best size.
+        The sums that pairs add, `(m, m)` by the second and the first of them, −inf where the second ratio is not above
+        the first; those that the last size adds, `(m,)`; and the sum if each sample had its best size.
     """
     ratios = group.shapes[:, 1] / group.shapes[:, 0]
     of_samples = group.widths / group.heights
     least = rule.least_sides(group.shapes)
-    gains = np.where(ratios[:, None] < ratios[None], 0.0, -np.inf)
+    gains = np.where(ratios[:, None] > ratios, 0.0, -np.inf)
     ends, best = np.zeros(len(ratios)), np.zeros(len(of_samples))
     for number, (height, width) in enumerate(group.shapes.tolist()):
-        fills = (group.heights >= least[number, 0]) & (group.widths >= least[number, 1])
-        kept = kept_area(group.heights, group.widths, height, width) * fills
-        kept *= rule.is_near(rule.aspect_errors(of_samples, ratios[number]))
-        sums = np.append(0, np.cumsum(kept * group.counts))
+        low, high = rule.near_ratios(ratios[number])
+        near = slice(np.searchsorted(of_samples, low), np.searchsorted(of_samples, high, side="right"))
+        heights, widths = group.heights[near], group.widths[near]
+        kept = kept_area(heights, widths, height, width)
+        kept *= (heights >= least[number, 0]) & (widths >= least[number, 1])
+        sums = np.zeros(len(of_samples) + 1)
+        sums[near.start + 1 : near.stop + 1] = np.cumsum(kept * group.counts[near])
+        sums[near.stop + 1 :] = sums[near.stop]
         boundaries = rule.boundaries(ratios[number], ratios)
-        starts = np.searchsorted(of_samples, boundaries, side="right")  # one on a boundary belongs to the left
-        gains[:number, number] -= sums[starts[:number]]
-        gains[number, number + 1 :] += sums[starts[number + 1 :]]
+        # A sample on a boundary belongs to the left size.
+        kept_below = sums[np.searchsorted(of_samples, boundaries, side="right")]
+        gains[number, :number] -= kept_below[:number]
+        gains[number + 1 :, number] += kept_below[number + 1 :]
         ends[number] = sums[-1]
-        np.maximum(best, kept, out=best)
+        best[near] = np.maximum(best[near], kept)
     return gains, ends, float((best * group.counts).sum())
 
 
