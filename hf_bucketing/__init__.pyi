@@ -11,6 +11,7 @@ from .buckets import (
     Size as Size,
     cover_resize as cover_resize,
     crop_box as crop_box,
+    fitted_ladder as fitted_ladder,
     novelai_ladder as novelai_ladder,
     open_table as open_table,
     token_ladder as token_ladder,

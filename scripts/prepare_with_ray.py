@@ -49,7 +49,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--num_workers", type=int, help="Workers of a cluster on this machine (default: as many as it has cores)."
     )
-    parser.add_settings(TableConfig, skip=["each_budget"])
+    parser.add_settings(TableConfig, skip=["each_budget", "num_buckets"])
     parser.add_settings(AssignmentRule)
     return parser
 

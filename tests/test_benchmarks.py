@@ -50,6 +50,19 @@ def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_chosen_tables_keep_no_less_than_those_of_k_means(tmp_path: Path) -> None:
+    run_script_here("benchmarks/benchmark_tables.py", "--samples", 300, "--output", tmp_path / "figures.json")
+    reported, figures = (json.loads(file.read_text()) for file in (RESULTS / "tables.json", tmp_path / "figures.json"))
+    assert list(figures) == list(reported)
+    for table in ("few_buckets", "beside_ladders"):
+        assert [list(row) for row in figures[table]] == [list(figures[table][0])] * len(figures[table])
+        assert list(figures[table][0]) == list(reported[table][0])
+        for row in (*figures[table], *reported[table]):
+            assert row["chosen, %"] >= row["k-means, %"] - 1e-9
+            assert row["chosen, %"] >= row.get("ladder, %", 0) - 1e-9
+
+
 def test_drawn_clips_last_as_long_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
     data_sets = importlib.import_module("published_data_sets").DATA_SETS

@@ -99,6 +99,19 @@ def test_flags_of_preparing_have_an_effect(flags, media_dir, pipeline_dir, tmp_p
     assert data.caption_column == ("file_name" if "--caption_column" in flags else "caption")
 
 
+def test_a_chosen_table_is_printed_beside_the_ladder_and_kept(media_dir, pipeline_dir, tmp_path: Path) -> None:
+    flags = ("--bucket_tokens", "60,110", "--bucket_frames", "1,9,17", "--target_fps", 8)
+    ladder = prepare(media_dir, pipeline_dir, tmp_path / "ladder", *flags).stdout.splitlines()
+    chosen = prepare(media_dir, pipeline_dir, tmp_path / "chosen", *flags, "--num_buckets", 8).stdout.splitlines()
+    (line,) = [line for line in ladder if "rows assigned to" in line]
+    mine, other = [line for line in chosen if "rows assigned to" in line]
+    assert other == f"without --num_buckets: {line}"
+    said = run_script_here("report_buckets.py", tmp_path / "chosen", "--batch_size", 1, "--num_processes", 1).stdout
+    (area,) = re.findall(r"kept area (.*) on average", mine)
+    assert f"kept area {area} (mean)" in said
+    assert len(PreparedDataset.load(tmp_path / "chosen").table) <= 8
+
+
 def test_a_table_file_and_the_limits_of_assignment_are_used(media_dir, pipeline_dir, tmp_path: Path) -> None:
     table = BucketTable(sizes=(Size(1, 256, 128), Size(1, 224, 224)))
     (tmp_path / "table.json").write_text(table.to_json())
@@ -124,6 +137,9 @@ def test_mistakes_in_preparing_end_in_one_line(media_dir, pipeline_dir, tmp_path
         (tmp_path / "nowhere", ladder, "does not exist"),
         (media_dir, ("--bucket_tokens", "60", "--buckets", "64,64"), "one of --bucket_tokens"),
         (media_dir, ("--buckets", "64x64"), "'64x64'"),
+        (media_dir, (*ladder, "--num_buckets", 1), "--num_buckets must be at least 2, got 1"),
+        (media_dir, (*ladder, "--num_buckets", 4, "--aspect_step", 0.1), "Omit --aspect_step"),
+        (media_dir, (*ladder, "--num_buckets", 4, "--bucket_sizes", "64,96"), "--bucket_sizes names some"),
         (media_dir, (*ladder, "--media_column", "clip"), "no media column 'clip'"),
         (media_dir, (*ladder, "--caption_column", "text"), "no caption column 'text'"),
         (broken, ladder, "0001.mp4"),

@@ -3,6 +3,7 @@
 from .assignment import REJECTED_BUCKET, Assignment, AssignmentRule, Rejection
 from .calibration import CostFit, fit_costs, read_cost_model
 from .cost import CostModel
+from .fitted import fitted_ladder
 from .ladders import novelai_ladder, token_ladder
 from .open_table import ImageSizes, OpenTable, open_table
 from .sizes import CropBox, LatentSpec, Size, cover_resize, crop_box
@@ -24,6 +25,7 @@ __all__ = [
     "cover_resize",
     "crop_box",
     "fit_costs",
+    "fitted_ladder",
     "novelai_ladder",
     "open_table",
     "read_cost_model",

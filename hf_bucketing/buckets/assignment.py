@@ -117,6 +117,20 @@ class AssignmentRule:
         """Return whether aspect errors, in the rule's metric, are within its limit; shape as given."""
         return error <= self.aspect_limit if self.metric == "log" else error < self.aspect_limit
 
+    def near_ratios(self, ratio: float) -> tuple[float, float]:
+        """Return the lowest and the highest aspect ratio that the rule takes for near to one."""
+        if self.metric == "linear":
+            return ratio - self.aspect_limit, ratio + self.aspect_limit
+        return ratio * math.exp(-self.aspect_limit), ratio * math.exp(min(self.aspect_limit, 700))  # no overflow
+
+    def boundaries(self, left: FloatArray | float, right: FloatArray) -> FloatArray:
+        """Return the aspect ratios that are as near to a ratio as to another; shape as given."""
+        return np.sqrt(left * right) if self.metric == "log" else (left + right) / 2
+
+    def least_sides(self, sides: IntArray) -> IntArray:
+        """Return the fewest pixels that fill sides of buckets without too much enlargement; shape as given."""
+        return np.ceil(sides / self.max_upscale).astype(np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -263,10 +277,10 @@ class BucketSearch:
         ratios, first = np.unique(table[members, 2] / table[members, 1], return_index=True)
         ids = members[first]
         left, right = ratios[:-1], ratios[1:]
-        boundaries = np.sqrt(left * right) if self.rule.metric == "log" else (left + right) / 2
+        boundaries = self.rule.boundaries(left, right)
         right_is_first = ids[1:] < ids[:-1]
         boundaries[right_is_first] = np.nextafter(boundaries[right_is_first], 0)
-        least_heights, least_widths = np.ceil(table[ids, 1:] / self.rule.max_upscale).astype(np.int64).T.copy()
+        least_heights, least_widths = self.rule.least_sides(table[ids, 1:]).T.copy()
         logarithms = np.log(ratios)
         # The sample lies up to half a gap beyond the nearest bucket, and another one up to DETOUR beyond the sample.
         reach = logarithms + np.append(np.diff(logarithms) / 2, 0) + DETOUR

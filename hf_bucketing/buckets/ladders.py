@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import BucketingError
+from .arrays import FloatArray
 from .sizes import LatentSpec, Size
 from .table import BucketTable
 
@@ -136,16 +138,86 @@ def token_ladder(
         >>> Size(81, 480, 832) in token_ladder(spec, [8190, 32760], frames=[81], sizes=[(480, 832)]).sizes
         True
     """
-    if max_aspect_ratio < 1 or not aspect_step > 0:
-        raise BucketingError(
-            f"max_aspect_ratio must be at least 1 and aspect_step above 0, got {max_aspect_ratio} and {aspect_step}."
-        )
-    if not tokens or not frames or not 0 <= tolerance < 1:
-        raise BucketingError("token_ladder needs a budget, a number of frames, and a tolerance from 0 to below 1.")
-    goals = _aspect_goals(max_aspect_ratio, aspect_step)
+    if not aspect_step > 0:
+        raise BucketingError(f"token_ladder needs an aspect_step above 0, got {aspect_step}.")
+    goals = _aspect_goals(max(max_aspect_ratio, 1), aspect_step)
     reach = max(aspect_step / 2 if math.isfinite(aspect_step) else 0, math.log(1.1))
-    native, largest = _on_grid(sizes, spec), max(tokens)
+    limits: dict[str, Any] = {"max_aspect_ratio": max_aspect_ratio, "tolerance": tolerance}
     buckets: dict[Size, int] = {}
+    for tier in _ladder_tiers(spec, tokens, frames=frames, sizes=sizes, own_budgets=own_budgets, **limits):
+        free = [shape for shape in tier.candidates if Size(tier.frames, *shape) not in buckets]
+        shapes = tier.own | _nearest_shapes(free, goals, reach=reach, area=tier.area)
+        for shape in sorted(_with_mirrored(shapes, spec), key=lambda shape: (shape[1] / shape[0], shape)):
+            buckets.setdefault(Size(tier.frames, *shape), tier.rank)
+    return BucketTable(sizes=tuple(buckets), tiers=tuple(buckets.values()))
+
+
+def all_ladder_sizes(
+    spec: LatentSpec,
+    tokens: Sequence[int],
+    *,
+    frames: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
+    max_aspect_ratio: float,
+    tolerance: float,
+    own_budgets: bool,
+) -> tuple[BucketTable, FloatArray]:
+    """Return all sizes that [`token_ladder`], whose arguments these are, chooses from, and their distances.
+
+    A size within the tolerance of two budgets belongs to the nearer one.
+
+    Returns:
+        The table, ordered by frames, budget and aspect ratio, of equal ratios the smallest first; and
+        the distance of each size from its budget, |ln(area ÷ area of the budget)|, of shape `(n,)`.
+
+    Raises:
+        BucketingError: As [`token_ladder`].
+    """
+    nearest: dict[Size, tuple[float, int]] = {}
+    limits: dict[str, Any] = {"max_aspect_ratio": max_aspect_ratio, "tolerance": tolerance}
+    for tier in _ladder_tiers(spec, tokens, frames=frames, sizes=sizes, own_budgets=own_budgets, **limits):
+        for shape in _with_mirrored(tier.own | {*tier.candidates}, spec):
+            found = abs(math.log(math.prod(shape) / tier.area)), tier.rank
+            nearest[Size(tier.frames, *shape)] = min(found, nearest.get(Size(tier.frames, *shape), found))
+    ordered = sorted(nearest, key=lambda size: (size.frames, nearest[size][1], size.width / size.height, size))
+    distances, tiers = zip(*(nearest[size] for size in ordered), strict=True)
+    return BucketTable(sizes=tuple(ordered), tiers=tiers), np.array(distances)
+
+
+class _LadderTier(NamedTuple):
+    """A budget of tokens at a number of frames.
+
+    Attributes:
+        frames: Number of frames.
+        rank: Rank of the budget among those of this number of frames.
+        area: Pixels of a frame that takes all of the budget.
+        own: The model's own sizes within the tolerance, `(height, width)` in pixels.
+        candidates: All landscapes and squares of whole tokens within the tolerance, `(height, width)` in pixels.
+    """
+
+    frames: int
+    rank: int
+    area: float
+    own: set[tuple[int, int]]
+    candidates: list[tuple[int, int]]
+
+
+def _ladder_tiers(
+    spec: LatentSpec,
+    tokens: Sequence[int],
+    *,
+    frames: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
+    max_aspect_ratio: float,
+    tolerance: float,
+    own_budgets: bool,
+) -> Iterator[_LadderTier]:
+    """Iterate over the budgets of a ladder by frames and tokens; arguments and errors are [`token_ladder`]'s."""
+    if max_aspect_ratio < 1:
+        raise BucketingError(f"max_aspect_ratio must be at least 1, got {max_aspect_ratio}.")
+    if not tokens or not frames or not 0 <= tolerance < 1:
+        raise BucketingError("A ladder needs a budget, a number of frames, and a tolerance from 0 to below 1.")
+    native, largest = _on_grid(sizes, spec), max(tokens)
     for count in sorted(set(frames)):
         per_frame, _, _ = spec.grid(Size(count, *spec.multiples))
         admitted = {shape: spec.num_tokens(Size(count, *shape)) for shape in native}
@@ -154,11 +226,10 @@ def token_ladder(
         for number in admitted.values():  # the first of like sizes makes the budget of the others
             if own_budgets and not any(abs(number - budget) <= tolerance * budget for budget in budgets):
                 budgets.append(number)
-        for tier, budget in enumerate(sorted(budgets)):
-            shapes = {shape for shape, n in admitted.items() if abs(n - budget) <= tolerance * budget}
+        for rank, budget in enumerate(sorted(budgets)):
+            own = {shape for shape, n in admitted.items() if abs(n - budget) <= tolerance * budget}
             limits = (budget * (1 - tolerance), min(budget * (1 + tolerance), largest))
             candidates = _candidates(limits[0] / per_frame, limits[1] / per_frame, spec, max_aspect_ratio)
-            free = [shape for shape in candidates if Size(count, *shape) not in buckets]
             if not candidates:
                 raise BucketingError(
                     f"No frame of {limits[0] / per_frame:.1f} to {limits[1] / per_frame:.1f} tokens exists with an "
@@ -166,12 +237,13 @@ def token_ladder(
                     f"({per_frame} token frames) is too small.",
                     advice=["raise `tokens`", "raise `tolerance`", f"leave {count} out of `frames`"],
                 )
-            shapes |= _nearest_shapes(free, goals, reach=reach, area=budget / per_frame * math.prod(spec.multiples))
-            mirrored = {(width, height) for height, width in shapes}
-            shapes |= mirrored & set(_on_grid(list(mirrored), spec))
-            for shape in sorted(shapes, key=lambda shape: (shape[1] / shape[0], shape)):
-                buckets.setdefault(Size(count, *shape), tier)
-    return BucketTable(sizes=tuple(buckets), tiers=tuple(buckets.values()))
+            yield _LadderTier(count, rank, budget / per_frame * math.prod(spec.multiples), own, candidates)
+
+
+def _with_mirrored(shapes: set[tuple[int, int]], spec: LatentSpec) -> set[tuple[int, int]]:
+    """Return shapes with their transposes that are whole tokens."""
+    mirrored = {(width, height) for height, width in shapes}
+    return shapes | (mirrored & set(_on_grid(list(mirrored), spec)))
 
 
 def _on_grid(sizes: Sequence[tuple[int, int]], spec: LatentSpec) -> list[tuple[int, int]]:

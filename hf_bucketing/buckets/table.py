@@ -47,11 +47,13 @@ class BucketTable:
         object.__setattr__(self, "tiers", tuple(map(int, self.tiers)) or (0,) * len(sizes))
         if not sizes:
             raise BucketingError("A bucket table needs at least one size.")
+        before: set[Size] = set()
         for position, size in enumerate(sizes):
             if min(size) < 1:
                 raise BucketingError(f"Bucket {position} is {size}; every side must be at least 1.")
-            if size in sizes[:position]:
+            if size in before:
                 raise BucketingError(f"The table holds bucket {size} twice; name each size once.")
+            before.add(size)
         if len(self.tiers) != len(sizes):
             raise BucketingError(f"A table of {len(sizes)} buckets needs as many tiers, got {len(self.tiers)}.")
         if self.base is not None and not 0 <= self.base < len(sizes):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, Features, Value
 
 from ..buckets.sizes import LatentSpec
@@ -32,7 +33,7 @@ from .merge import merge_sources, with_sources
 from .metadata import MediaMetadata, add_sizes
 from .nested import nested_names, with_nested
 from .prepared import ROW_WEIGHT, PreparedDataset
-from .settings import ClipRule, RowsConfig, SourceConfig, read_size_columns
+from .settings import ClipRule, RowsConfig, SourceConfig, TableConfig, read_size_columns
 from .shares import name_sources, row_weights
 from .sources import MediaDataset, load_rows
 
@@ -97,29 +98,59 @@ def check_sources(
     _check_alike(configs)
     shared_rule(configs, spec, taken)
     checked: dict[str, CheckedSource] = {}
+    settings: dict[str, TableConfig] = {}
     with Faults() as faults:
         for name, config in zip(names, configs, strict=True):
-            tables = {
-                name + end: table.make(spec, native_sizes=native_sizes) for end, table in config.table.of_rows.items()
-            }
+            of_source = {name + end: table for end, table in config.table.of_rows.items()}
+            tables = {part: table.ladder.make(spec, native_sizes=native_sizes) for part, table in of_source.items()}
+            settings |= of_source
             named = replace(config, name=name) if several else config
-            first = next(iter(tables.values()))
+            longest = next(iter(tables.values())).max_frames
             try:
-                source = _check_source(named, first, taken=taken, streaming=streaming, num_proc=num_proc, say=say)
+                loaded, rows, of_rows = _check_source(
+                    named, longest, taken=taken, streaming=streaming, num_proc=num_proc, say=say
+                )
             except BucketingError as error:
                 faults.report(error, source=name if several else None)
                 continue
             for part, table in tables.items():
                 weight = None if config.weight is None else config.weight / len(tables)
-                of_part = replace(source.config, name=part if several else config.name, weight=weight)
-                checked[part] = source._replace(config=of_part, table=table)
+                of_part = replace(of_rows, name=part if several else config.name, weight=weight)
+                checked[part] = CheckedSource(loaded, rows, of_part, table)
     for name, source in checked.items():
         if not len(source.rows.dataset):
             raise ColumnError(f"The source {name} has no rows; correct its `dataset` and `split`, or remove it.")
+    for name, source in _with_chosen_tables(checked, settings, spec, native_sizes=native_sizes).items():
         columns = BucketColumns(source.table, spec, rule=source.config.rule)
         mapped = map_columns(source.rows.dataset, columns, overwrite=overwrite)  # processes would start for longer
         checked[name] = source._replace(rows=replace(source.rows, dataset=mapped))
     return checked
+
+
+def _with_chosen_tables(
+    checked: Mapping[str, CheckedSource],
+    settings: Mapping[str, TableConfig],
+    spec: LatentSpec,
+    *,
+    native_sizes: Sequence[tuple[int, int]],
+) -> dict[str, CheckedSource]:
+    """Return the sources with tables that `num_buckets` chooses, one from all rows of those with equal settings."""
+    chosen = dict(checked)
+    waiting = [name for name in checked if settings[name].num_buckets is not None]
+    while waiting:
+        table, rule = settings[waiting[0]], checked[waiting[0]].config.rule
+        alike = [name for name in waiting if (settings[name], checked[name].config.rule) == (table, rule)]
+        columns = zip(*(_sizes_of(checked[name].rows.dataset) for name in alike), strict=True)
+        frames, heights, widths = map(np.concatenate, columns)
+        made = table.make(spec, native_sizes=native_sizes, samples=(frames, heights, widths), rule=rule)
+        chosen |= {name: checked[name]._replace(table=made) for name in alike}
+        waiting = [name for name in waiting if name not in alike]
+    return chosen
+
+
+def _sizes_of(dataset: Dataset) -> list[npt.NDArray[Any]]:
+    """Return the frames, heights and widths of rows."""
+    return [column_array(dataset, name) for name in ("num_frames", "height", "width")]
 
 
 def _load_described(source: SourceConfig, *, streaming: bool, say: Callable[[str], None]) -> MediaDataset:
@@ -146,19 +177,24 @@ def _load_described(source: SourceConfig, *, streaming: bool, say: Callable[[str
 
 def _check_source(
     source: SourceConfig,
-    table: BucketTable,
+    longest: int,
     *,
     taken: ReferenceRule | None,
     streaming: bool,
     num_proc: int | None,
     say: Callable[[str], None],
-) -> CheckedSource:
-    """Load a source, check its rows or the first rows of its stream, and add the columns of their sizes."""
+) -> tuple[MediaDataset, MediaDataset, RowsConfig]:
+    """Load a source, check its rows or the first rows of its stream, and add the columns of their sizes.
+
+    Returns:
+        The source as it was found, its rows, and how the columns of all rows are computed; clips have `longest` frames
+        where the source does not say how many.
+    """
     loaded = _load_described(source, streaming=streaming, say=say)
-    clips = source.clip_rule(table.max_frames)
+    clips = source.clip_rule(longest)
     with Faults() as faults:
         rows, config = _check_rows(source, loaded, faults, taken=taken, clips=clips, num_proc=num_proc, say=say)
-    return CheckedSource(loaded, rows, config, table)
+    return loaded, rows, config
 
 
 def _check_rows(
@@ -384,8 +420,7 @@ def prepare(
         say(f"{usable.sum()} usable rows occur {weights[usable].sum():.10g} times per epoch, by their weights.")
     packed = configs[0].table.make_open(spec, table)
     if configs[0].table.image_sizes == "video":
-        sizes = (column_array(dataset, name) for name in ("num_frames", "height", "width"))
-        packed = packed.images_at_video_sizes(*sizes, rule=configs[0].rule)
+        packed = packed.images_at_video_sizes(*_sizes_of(dataset), rule=configs[0].rule)
     return PreparedDataset(
         dataset=dataset,
         table=table,

@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy.typing as npt
 
 from ..buckets.assignment import AssignmentRule
+from ..buckets.fitted import fitted_ladder
 from ..buckets.ladders import BUCKET_FRAMES, token_ladder
 from ..buckets.open_table import OpenTable, open_table
 from ..buckets.sizes import LatentSpec
@@ -16,8 +19,8 @@ from ..buckets.table import BucketTable
 from ..command_line.flags import numbers
 from ..conditions.names import CONDITIONS, REFERENCE
 from ..conditions.references import ReferenceRule
-from ..errors import BucketingError, ColumnError, FlagError
-from ..settings import check_literals, marked, setting
+from ..errors import BucketingError, ColumnError, FlagError, quoted
+from ..settings import check_at_least, check_literals, marked, not_default, setting
 
 OnFileError = Literal["raise", "reject"]
 
@@ -79,6 +82,9 @@ class TableConfig:
         table (`Path`, *optional*): File that BucketTable.to_json wrote, in place of `bucket_tokens` (default: none).
         each_budget (`bool`): Whether each sample is trained at every one of `bucket_tokens` that does not enlarge it,
             as a row of a source of its own, such as clips-4096; by default it is one row, at the largest.
+        num_buckets (`int`, *optional*): Most buckets of the table, whose sizes are chosen from those of all rows so
+            that these keep the largest area, within `bucket_tokens` and `bucket_frames`; with `each_budget`, those of
+            each budget (default: sizes at all aspect ratios, see `aspect_step`).
         bucket_frames (`list` of `int`, *optional*): Numbers of frames that buckets have (default: 1 for models of
             images, else 1,17,49,81).
         bucket_sizes (list of pairs, *optional*): Sizes in pixels that token buckets always contain, such as
@@ -92,14 +98,19 @@ class TableConfig:
             longest bucket, or all that it has.
 
     Raises:
-        FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given, and with `each_budget` the first.
-        BucketingError: If `max_frames` is not as described.
+        FlagError: Unless one of `bucket_tokens`, `buckets` and `table` is given, and with `each_budget` or
+            `num_buckets` the first.
+        BucketingError: If `max_frames` is not as described, `num_buckets` is below 1, or given with what it cannot
+            be combined with.
     """
 
     bucket_tokens: list[int] | None = setting(None, parse=numbers, argument="tokens", one_of="table", common=True)
     buckets: str | None = setting(None, one_of="table", common=True)
     table: Path | None = setting(None, one_of="table")
     each_budget: bool = False
+    num_buckets: int | None = setting(
+        None, common=True, needs_rows="a stream does not know the sizes of its rows before they come"
+    )
     bucket_frames: list[int] | None = setting(None, parse=numbers, argument="frames", common=True)
     bucket_sizes: list[tuple[int, int]] | None = setting(None, parse=heights_and_widths)
     aspect_step: float = setting(0.08, infinite=True)
@@ -120,6 +131,24 @@ class TableConfig:
             raise FlagError(f"Give one of --{options[0]}, --{options[1]} and --{options[2]}.")
         if self.each_budget and self.bucket_tokens is None:
             raise FlagError("--each_budget goes with --bucket_tokens, each of which is a size that samples have.")
+        self._check_num_buckets()
+
+    def _check_num_buckets(self) -> None:
+        """Raise BucketingError if `num_buckets` is below 1, or given with a setting that says what it chooses."""
+        if self.num_buckets is None:
+            return
+        check_at_least(1, self, "num_buckets")
+        if self.bucket_tokens is None:
+            raise FlagError("--num_buckets goes with --bucket_tokens, within which it chooses sizes.")
+        if self.bucket_sizes:
+            raise BucketingError(
+                "`num_buckets` chooses sizes from those of the rows, and `bucket_sizes` names some that a table "
+                "always contains; give one of them."
+            )
+        if unused := not_default(self, "aspect_step", "image_sizes"):
+            raise BucketingError(
+                f"Omit {quoted(unused)}: with `num_buckets`, sizes of videos and of images follow from the rows."
+            )
 
     @property
     def of_rows(self) -> dict[str, TableConfig]:
@@ -127,6 +156,11 @@ class TableConfig:
         if not self.each_budget:
             return {"": self}
         return {f"-{budget}": replace(self, bucket_tokens=[budget]) for budget in self.bucket_tokens or []}
+
+    @property
+    def ladder(self) -> TableConfig:
+        """Settings of the table that does not depend on rows; its buckets have these frames and budgets."""
+        return replace(self, num_buckets=None)
 
     @property
     def frames(self) -> list[int]:
@@ -137,22 +171,44 @@ class TableConfig:
         """Return these settings for a model: where it takes images alone, buckets have one frame by default."""
         return replace(self, bucket_frames=[1]) if images_only and self.bucket_frames is None else self
 
-    def make(self, spec: LatentSpec, *, native_sizes: Sequence[tuple[int, int]] = ()) -> BucketTable:
-        """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels."""
+    def make(
+        self,
+        spec: LatentSpec,
+        *,
+        native_sizes: Sequence[tuple[int, int]] = (),
+        samples: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike] | None = None,
+        rule: AssignmentRule | None = None,
+    ) -> BucketTable:
+        """Return the table for a model of these strides and of these own sizes, `(height, width)` in pixels.
+
+        Args:
+            spec ([`LatentSpec`][hf_bucketing.LatentSpec]): Strides and patch of the model.
+            native_sizes (sequence of pairs): The model's own sizes, `(height, width)` in pixels.
+            samples (three arrays of `int`, shape `(n,)`, *optional*): Frames, heights and widths of all rows, which
+                `num_buckets` chooses from.
+            rule ([`AssignmentRule`][hf_bucketing.AssignmentRule], *optional*): How these are assigned to buckets.
+
+        Raises:
+            BucketingError: If the settings make no table, or `num_buckets` is given and `samples` are not.
+        """
         if self.buckets is not None:
             table = BucketTable.parse(self.buckets, frames=self.frames)
         elif self.table is not None:
             table = BucketTable.from_json(self.table.read_text())
         else:
-            table = token_ladder(
-                spec,
-                self.bucket_tokens or [],
-                frames=self.frames,
-                sizes=native_sizes if self.bucket_sizes is None else self.bucket_sizes,
-                max_aspect_ratio=self.max_aspect_ratio,
-                aspect_step=self.aspect_step,
-                own_budgets=not self.each_budget,
-            )
+            limits: dict[str, Any] = {
+                "frames": self.frames,
+                "sizes": native_sizes if self.bucket_sizes is None else self.bucket_sizes,
+                "max_aspect_ratio": self.max_aspect_ratio,
+                "own_budgets": not self.each_budget,
+            }
+            tokens = self.bucket_tokens or []
+            if self.num_buckets is None:
+                table = token_ladder(spec, tokens, aspect_step=self.aspect_step, **limits)
+            elif samples is None:
+                raise BucketingError("`num_buckets` chooses a table from the sizes of rows; give them as `samples`.")
+            else:
+                table = fitted_ladder(spec, tokens, samples, num_buckets=self.num_buckets, rule=rule, **limits)
         return table.images_at_video_sizes() if self.image_sizes == "video" else table
 
     def make_open(self, spec: LatentSpec, table: BucketTable) -> OpenTable:

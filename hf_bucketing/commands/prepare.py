@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     spec = recipe.read_spec(args.pretrained_model_name_or_path)
 
     def table_of_frames(frames: int) -> BucketTable:
-        return replace(sources[0].table, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
+        return replace(sources[0].table.ladder, bucket_frames=[frames]).make(spec, native_sizes=recipe.native_sizes)
 
     audio = recipe.read_audio_rule(args.pretrained_model_name_or_path)
     of_model: dict[str, Any] = {
@@ -89,6 +89,9 @@ def main(args: argparse.Namespace) -> None:
     shared: dict[str, Any] = {"spec": spec, "rule": sources[0].rule}
     if len(sources) == 1 and sources[0].table.table is None:
         shared["table_of_frames"] = table_of_frames
+    if sources[0].table.num_buckets is not None and len({(repr(s.table), s.rule) for s in sources}) == 1:
+        ladder = sources[0].table.ladder.make(spec, native_sizes=recipe.native_sizes)
+        shared["others"] = {"without --num_buckets": ladder}
     flags = {name: value for name, value in vars(args).items() if name in SHARED_FLAGS}
     settings = {PREPARE: flags, SOURCES: settings_of_sources(sources)}
     if args.streaming:

@@ -17,6 +17,7 @@ from .. import BucketingError
 from ..columns.settings import SourceConfig, TableConfig
 from ..command_line.flags import FlagParser, from_flags
 from ..files import check_folder_writable, check_writable, complete_file
+from ..settings import marked
 
 if TYPE_CHECKING:
     from ..columns import PreparedDataset
@@ -51,7 +52,7 @@ def make_parser() -> FlagParser:
     parser.add_argument("--html", type=Path, help="HTML file for the runs as a page that holds everything itself.")
     parser.add_settings(MachineConfig)
     parser.add_settings(TimeConfig)
-    parser.add_settings(SourceConfig, several=["dataset"], skip=names_of(TableConfig))
+    parser.add_settings(SourceConfig, several=["dataset"], skip=sorted({*names_of(TableConfig)} - {"num_buckets"}))
     parser.add_settings(PlanConfig, skip=sorted(SUGGESTED))
     parser.add_config("suggest_run", others=settings_of_scripts)
     return parser
@@ -68,6 +69,8 @@ def read_prepared(
     from ..planner.ways import ways_of
     from ..settings import settings_in
 
+    if args.num_buckets is not None:
+        raise BucketingError(f"Omit `num_buckets`: {folder} holds the table of its rows.")
     stream = PreparedStream.load(folder) if holds_stream(folder) else None
     prepared: Any = stream or PreparedDataset.load(folder)
     flags = {
@@ -99,7 +102,10 @@ def sources_of(args: argparse.Namespace) -> list[SourceConfig]:
         raise BucketingError(
             "Give `clip_frames` with `clips`: the bucket table, whose frames it follows, is suggested."
         )
-    return sources_from({**vars(args), "buckets": "1,1", "bucket_frames": [1]}, args.config)
+    if args.num_buckets is not None and args.streaming:
+        raise BucketingError(f"Omit `num_buckets`: {marked(TableConfig, 'needs_rows')['num_buckets']}.")
+    table = {"buckets": "1,1", "bucket_frames": [1], "num_buckets": None}
+    return sources_from({**vars(args), **table}, args.config)
 
 
 def read_sources(
@@ -127,13 +133,18 @@ def read_sources(
     else:
         rows = DataRows.of_prepared(prepare(sources, num_proc=args.num_proc, overwrite=True, **common))
     readable = rows.sizes.select(rows.readable.nonzero()[0])
-    tables = {}
-    for name, settings in tables_of(components, readable).items():
+    tables, rule = {}, sources[0].rule
+    for name, settings in tables_of(components, readable, num_buckets=args.num_buckets).items():
         try:
-            tables[name] = settings, settings.make(components.spec, native_sizes=components.recipe.native_sizes)
+            tables[name] = (
+                settings,
+                settings.make(
+                    components.spec, native_sizes=components.recipe.native_sizes, samples=readable, rule=rule
+                ),
+            )
         except BucketingError as error:
             print(f"No table of {name}: {error}")
-    return rows, [*ways_of(tables, rows.sizes, spec=components.spec, rule=sources[0].rule)], sources
+    return rows, [*ways_of(tables, rows.sizes, spec=components.spec, rule=rule)], sources
 
 
 class Suggested(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ _SMALLER = 4
 """Factor between the two budgets of a table of the model's own sizes, see docs/choosing-a-table.md."""
 
 
-def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
+def tables_of(components: Components, sizes: Sizes, *, num_buckets: int | None = None) -> dict[str, TableConfig]:
     """Return bucket tables to try: one for each of the model's own sizes, and one for the sizes of the rows.
 
     Each has two budgets of tokens: that of its size at the most frames, and a quarter, or quartiles of the rows.
@@ -32,6 +33,8 @@ def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
     Args:
         components ([`Components`]): Configurations of the pipeline.
         sizes ([`Sizes`][hf_bucketing.report.measure.Sizes]): Sizes of readable rows.
+        num_buckets (`int`, *optional*): Most buckets of further tables, one of the same budgets and frames for each,
+            whose sizes are chosen from those of the rows; by default there are none.
     """
     recipe, spec = components.recipe, components.spec
     frames = _frames_of(components, sizes.frames)
@@ -44,7 +47,12 @@ def tables_of(components: Components, sizes: Sizes) -> dict[str, TableConfig]:
     if len(tokens):
         quartiles = np.quantile(tokens, [0.25, 0.75]).astype(int).tolist()
         tables["sizes of the data"] = _table(quartiles, frames)
-    return tables
+    if num_buckets is None:
+        return tables
+    chosen = {
+        f"{name}, {num_buckets} chosen": replace(table, num_buckets=num_buckets) for name, table in tables.items()
+    }
+    return {**tables, **chosen}
 
 
 def _table(budgets: list[int], frames: list[int]) -> TableConfig:

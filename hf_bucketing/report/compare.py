@@ -389,7 +389,7 @@ def measure_ladder(
         sizes = _sizes_of(counts, np.tile(logarithms, len(frames)), np.full(len(counts), _LARGE))
         return bucket_targets(sizes, table, spec=spec, rule=config.rule).kept_area
 
-    mix = _mix(frames, limit, num_samples=num_samples, seed=seed)
+    mix = ladder_mix(frames, limit, num_samples=num_samples, seed=seed)
     targets = bucket_targets(mix, table, spec=spec, rule=config.rule)
     plan = plan_batches(targets.bucket_id.astype(np.int64), config)
     in_bucket = has_bucket(targets.bucket_id)
@@ -407,11 +407,11 @@ def count_kept(
     table: BucketTable, rules: Sequence[AssignmentRule], *, num_samples: int = 100_000, seed: int = 0
 ) -> list[int]:
     """Return how many images of the mix of [`measure_ladder`], of all aspect ratios, each rule gives a bucket."""
-    mix = _mix([1], math.inf, num_samples=num_samples, seed=seed)
+    mix = ladder_mix([1], math.inf, num_samples=num_samples, seed=seed)
     return [int(has_bucket(table.assign(*mix, rule=rule).bucket_id).sum()) for rule in rules]
 
 
-def _mix(frames: Sequence[int], limit: float, *, num_samples: int, seed: int) -> Sizes:
+def ladder_mix(frames: Sequence[int], limit: float, *, num_samples: int, seed: int = 0) -> Sizes:
     """Return the sizes of the mix of [`measure_ladder`], with aspect ratios up to a limit of their logarithms."""
     rng = generator(Purpose.LADDER_MIX, seed)
     shapes = rng.normal(math.log(1.2), 0.35, 2 * num_samples + 100)

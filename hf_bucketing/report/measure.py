@@ -14,7 +14,7 @@ from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import AssignmentRule, as_columns, count_rejections, has_bucket
 from ..buckets.cost import CostModel
 from ..buckets.open_table import open_table
-from ..buckets.sizes import LatentSpec, Size
+from ..buckets.sizes import LatentSpec, Size, kept_area
 from ..buckets.table import BucketTable
 from ..conditions.parts import BucketParts, bucket_parts
 from ..conditions.rows import RowConditions
@@ -138,8 +138,7 @@ class Targets(NamedTuple):
         rejection: A [`Rejection`][hf_bucketing.Rejection] or its label.
         num_tokens: Tokens at the target size, 0 for a rejected sample.
         sizes: Target sizes; those of rejected samples, and the three arrays below, mean nothing.
-        kept_area: Share of the sample's frame inside its target after cover-resize, before pixels are rounded: a frame
-            of 100×200 that covers a square target keeps a half.
+        kept_area: Share of the sample's frame inside its target after cover-resize, before pixels are rounded.
         kept_frames: Share of the sample's frames that its target has.
         scale: Factor by which cover-resize scales the sample's sides; above 1 it enlarges.
         condition_tokens: Tokens of the sample's conditions, 0 for a rejected sample.
@@ -334,14 +333,13 @@ def packed_targets(
 def _targets(
     bucket_id: npt.NDArray[np.int32], rejection: npt.NDArray[Any], num_tokens: IntArray, sizes: Sizes, targets: Sizes
 ) -> Targets:
-    across, down = sizes.widths * targets.heights, sizes.heights * targets.widths
     frames, heights, widths = (np.maximum(column, 1) for column in sizes)
     return Targets(
         bucket_id=bucket_id,
         rejection=rejection,
         num_tokens=num_tokens,
         sizes=targets,
-        kept_area=np.minimum(across, down) / np.maximum(np.maximum(across, down), 1),
+        kept_area=kept_area(sizes.heights, sizes.widths, targets.heights, targets.widths),
         kept_frames=targets.frames / frames,
         scale=np.maximum(targets.heights / heights, targets.widths / widths),
         condition_tokens=np.zeros_like(num_tokens),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import column_values
-from ..buckets.assignment import AssignmentRule
+from ..buckets.assignment import AssignmentRule, has_bucket
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
@@ -26,7 +26,9 @@ from .measure import (
     ReportConfig,
     SizeColumns,
     Spread,
+    Targets,
     assigned_targets,
+    bucket_targets,
     largest_areas,
     mean,
     read_sizes,
@@ -292,6 +294,7 @@ def describe_assignment(
     rule: AssignmentRule,
     name_rows: Callable[[Sequence[int]], Sequence[str]],
     table_of_frames: Callable[[int], BucketTable] | None = None,
+    others: Mapping[str, BucketTable] | None = None,
 ) -> str:
     """Return the buckets in use, the fullest first, then each kind of rejection with three file names and a remedy.
 
@@ -304,6 +307,8 @@ def describe_assignment(
         name_rows (callable): Function from row numbers to the names of their files.
         table_of_frames (callable, *optional*): Function from a number of frames to the table that would have it, to
             count what it would keep of samples that are too short; by default it has the sizes of `table`.
+        others (mapping of `str` to [`BucketTable`][hf_bucketing.BucketTable], *optional*): Other tables by name, to
+            say how many rows they would assign, and what these would keep.
 
     Raises:
         BucketingError: If there is no row, or a bucket does not divide into whole tokens.
@@ -333,9 +338,9 @@ def describe_assignment(
             "kept area: mean share of a frame inside the bucket; kept frames: mean share of the frames that it has; "
             "scale: least to largest factor of the sides"
         )
-    kept = ids >= 0
-    area = f", kept area {percent(mean(targets.kept_area[kept]))} on average" if kept.any() else ""
-    parts.append(f"{int(kept.sum()):,} of {len(ids):,} rows assigned to {len(used):,} of {len(table):,} buckets{area}")
+    parts.append(_assigned_line(targets, table))
+    for name, other in (others or {}).items():
+        parts.append(f"{name}: {_assigned_line(bucket_targets(sizes, other, spec=spec, rule=rule), other)}")
     if (cut := samples_cut_short(sizes, targets)) is not None:
         parts.append(describe_cut_samples(cut, name=name_rows([cut.row])[0]))
     for reason in explain_rejections(
@@ -348,6 +353,14 @@ def describe_assignment(
             f"    to keep them: {reason.remedy}"
         )
     return "\n".join(parts)
+
+
+def _assigned_line(targets: Targets, table: BucketTable) -> str:
+    """Return how many rows are assigned to how many buckets, and the area that they keep."""
+    kept = has_bucket(targets.bucket_id)
+    used = len(np.unique(targets.bucket_id[kept]))
+    area = f", kept area {percent(mean(targets.kept_area[kept]))} on average" if kept.any() else ""
+    return f"{int(kept.sum()):,} of {len(kept):,} rows assigned to {used:,} of {len(table):,} buckets{area}"
 
 
 def describe_packed_frames(frames: npt.ArrayLike, table: OpenTable) -> str:

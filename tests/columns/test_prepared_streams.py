@@ -377,6 +377,11 @@ def test_what_a_stream_cannot_be_is_refused_by_name(media_dir, tars, parquet, pr
         (config(f"{tars.parent}/*"), MediaError, "No file is named"),
         (config(tars, table=TableConfig(buckets="512,512", bucket_frames=[9])), BucketingError, "too_small"),
         (both, BucketingError, "Omit `image_sizes`: a stream does not know the sizes of its videos"),
+        (
+            config(tars, table=TableConfig(bucket_tokens=[60], bucket_frames=[1, 9], num_buckets=4)),
+            BucketingError,
+            "Omit `num_buckets`: a stream does not know the sizes of its rows",
+        ),
         (config(tars, repeats=2.0), BucketingError, "Omit `repeats`: a stream does not know how many rows"),
         (config(write_table(tmp_path / "empty.jsonl", [])), MediaError, "is empty; write one row"),
     ):

@@ -13,6 +13,7 @@ import pytest
 from hf_bucketing import BucketingError, BucketTable
 from hf_bucketing.buckets.assignment import AssignmentRule, has_bucket
 from hf_bucketing.buckets.sizes import Size
+from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
@@ -79,6 +80,10 @@ def test_tables_are_those_of_the_models_sizes_and_of_the_data(components: Compon
     assert [table.bucket_tokens[-1] == 4 * table.bucket_tokens[0] for table in tables.values()] == [True, True, False]
     images = rows_of((1, 64, 64)).sizes
     assert tables_of(components, images)["sizes of the data"].bucket_frames == [1]
+    chosen = tables_of(components, MIXED.sizes, num_buckets=7)
+    assert {name: chosen[name] for name in tables} == tables
+    assert chosen["480×832, 7 chosen"] == dataclasses.replace(tables["480×832"], num_buckets=7)
+    assert len(chosen) == 6
 
 
 @pytest.mark.parametrize("reason", ["A sample has a token grid of", "needs 9 GiB"])
@@ -343,6 +348,25 @@ def test_a_suggested_run_prepares_caches_and_trains_as_written(
 
 
 @pytest.mark.slow
+def test_suggested_tables_that_are_chosen_prepare_as_suggested(
+    media_dir: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    common = ("--pretrained_model_name_or_path", pipeline_dir, "--gpu_memory", 1, "--device", "cpu")
+    common = (*common, "--mixed_precision", "no", "--num_buckets", 9)
+    done = run_script_here(
+        "suggest_run.py", *common, dataset=media_dir, target_fps=8, output_dir=tmp_path, check=False
+    )
+    assert "sizes of the data, 9 chosen, buckets" in done.stdout
+    files = [path for path in sorted(tmp_path.glob("*/config.yaml")) if "num_buckets: 9" in path.read_text()]
+    assert files, "one of the three best has a table that is chosen"
+    run_script_here("prepare_dataset.py", config=files[0])
+    folder = files[0].parent / "prepared"
+    assert len(PreparedDataset.load(folder).table) <= 9
+    refused = run_script_here("suggest_run.py", *common, dataset=folder, output_dir=tmp_path / "again", check=False)
+    assert "Omit --num_buckets" in refused.stderr
+
+
+@pytest.mark.slow
 def test_suggestions_for_a_stream_prepare_and_train_as_written(
     media_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -396,7 +420,11 @@ def test_rows_of_a_prepared_folder_keep_their_buckets(media_dir: Path, component
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [({"clip_frames": 9}, "Omit --clip_frames"), ({"clips": "head"}, "Give --clip_frames with --clips")],
+    [
+        ({"clip_frames": 9}, "Omit --clip_frames"),
+        ({"clips": "head"}, "Give --clip_frames with --clips"),
+        ({"num_buckets": 4, "streaming": True}, "Omit --num_buckets: a stream"),
+    ],
 )
 def test_flags_that_do_not_fit_are_refused_before_anything_is_read(
     flags: dict[str, object], message: str, tmp_path: Path

@@ -217,3 +217,13 @@ def test_the_report_of_ladders_prints_a_table_in_markdown() -> None:
     buckets = [int(line.split(" | ")[2]) for line in lines[2:]]
     assert buckets[0] > buckets[1] > buckets[3]
     assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_tables_that_are_chosen_stand_beside_ladders_and_keep_more() -> None:
+    flags = ("--bucket_tokens", 1560, "--bucket_frames", 1, "--samples", 2000, "--bucket_sizes", "none")
+    ladder = run_script_here("report_ladders.py", *flags, "--aspect_steps", "inf").stdout.splitlines()[2]
+    number = ladder.split(" | ")[2]
+    lines = run_script_here("report_ladders.py", *flags, "--aspect_steps", "inf", "--num_buckets", number).stdout
+    first, chosen = ([cell.strip("| ") for cell in line.split(" | ")] for line in lines.splitlines()[2:4])
+    assert chosen[:3] == ["none", "chosen", number]
+    assert float(chosen[5]) > float(first[5]) + 1, "per cent of the mix"
