@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CLONE = re.compile(r"\w\.py\b|\bscripts/(?!accelerate_configs/)|\btests/")
-"""Files of a clone: scripts, tests and modules. Suggested commands name files of accelerate's settings, which one copies."""
+"""Files of a clone: scripts, tests and modules. Suggested commands name settings of accelerate, which are copied."""
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
