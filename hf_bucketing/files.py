@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -127,9 +128,9 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
 def complete_file(path: str | os.PathLike[str], *, shared: bool = False) -> Iterator[Path]:
     """Yield a path to write to; at the end it replaces `path`, and after an error it is removed.
 
-    Each process writes under a name of its own. One that is killed leaves an earlier file as it was, and the next one
-    of this host removes what it had written. Nothing is flushed to the disk: after a power failure,
-    a new file may be cut off.
+    It has the permissions of any new file, by the umask, whatever library wrote it. Each process writes under a name
+    of its own. One that is killed leaves an earlier file as it was, and the next one of this host removes what it had
+    written. Nothing is flushed to the disk: after a power failure, a new file may be cut off.
 
     Args:
         path (path): The file; missing folders above it are made.
@@ -144,6 +145,7 @@ def complete_file(path: str | os.PathLike[str], *, shared: bool = False) -> Iter
     try:
         with writing(path):
             yield partial
+            _open_to_others([partial])
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -175,6 +177,7 @@ def complete_folder(path: str | os.PathLike[str], *, marker: str | None = None, 
         try:
             with writing(path):
                 yield partial
+                _open_to_others(partial.rglob("*"))
                 _flush(partial)
             earlier = _put_aside(path)
             partial.rename(path)
@@ -182,6 +185,22 @@ def complete_folder(path: str | os.PathLike[str], *, marker: str | None = None, 
             shutil.rmtree(earlier, ignore_errors=True)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_to_others(paths: Iterable[Path]) -> None:
+    """Give files that nobody else may read the permissions that a new file beside them has, by the umask.
+
+    safetensors writes through a temporary file that is its owner's alone.
+    """
+    closed = [path for path in paths if stat.S_ISREG(mode := path.lstat().st_mode) and not mode & 0o077]
+    if not closed:
+        return
+    trial = closed[0].with_name(f".{uuid.uuid4().hex}{PARTIAL}")
+    trial.touch()
+    mode = stat.S_IMODE(trial.stat().st_mode)
+    trial.unlink()
+    for path in closed:
+        path.chmod(mode)
 
 
 def _remove_left_files(path: Path) -> None:
@@ -231,6 +250,7 @@ def complete_parts(folder: str | os.PathLike[str], *, last: str | None = None) -
     try:
         with writing(folder):
             yield partial
+            _open_to_others(partial.rglob("*"))
             _flush(partial)
         if last is not None:
             (folder / last).unlink(missing_ok=True)

@@ -8,7 +8,9 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.files import complete_file, complete_folder, complete_parts, partial_path, remove_folders
@@ -146,3 +148,24 @@ def test_folders_are_on_the_disk_before_they_get_their_name(tmp_path: Path, monk
     before = {path for path, named in flushed if not named}
     assert before == {partial, partial / "sub", partial / "sub" / "file"}
     assert flushed[-1] == (tmp_path, True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_safetensors_have_the_permissions_of_other_files(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with complete_file(tmp_path / "one.safetensors") as partial:
+            save_file({"a": np.zeros(3)}, partial)
+        with complete_folder(tmp_path / "folder") as folder:
+            (folder / "below").mkdir()
+            save_file({"a": np.zeros(3)}, folder / "below" / "two.safetensors")
+            (folder / "link").symlink_to("below")
+        with complete_parts(tmp_path / "parts") as folder:
+            save_file({"a": np.zeros(3)}, folder / "three.safetensors")
+    finally:
+        os.umask(before)
+    files = [*tmp_path.rglob("*.safetensors")]
+    assert len(files) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {mode}
+    assert not [*tmp_path.rglob(".*")], "nothing else is left"

@@ -44,3 +44,13 @@ def test_the_notebook_of_fine_tuning_ends_in_a_clip() -> None:
 @notebooks
 def test_notebooks_run_and_store_the_texts_of_that_run(path: Path) -> None:
     run_script("tools/update_notebooks.py", path, "--check")
+
+
+@notebooks
+def test_notebooks_need_the_package_alone_and_store_no_progress_bars(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert not [word for cell in cells for word in ("sys.path", "scripts", "tests", "!pip") if word in cell.source]
+    for output in (output for cell in cells for output in cell.outputs):
+        assert not [form for form in output.get("data", {}) if "widget" in form]
+        shown = output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        assert not [sign for sign in ("\r", "it/s", "s/it", "%|", "█") if sign in shown]

@@ -54,7 +54,7 @@ class Buckets(Batching[BucketPlanConfig]):
     stacks = True
     cached_as: ClassVar[CachedAs] = "bucket"
     size_title: ClassVar[str] = "bucket"
-    more_cached_sizes: ClassVar[str] = "and each sample at several sizes after --each_budget of prepare_dataset.py"
+    more_cached_sizes: ClassVar[str] = "and each sample at several sizes after --each_budget of hf_bucketing prepare"
 
     def table(self, prepared: PreparedDataset | PreparedStream) -> BucketTable:
         return prepared.table

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..buckets.arrays import IntArray
+from ..buckets.assignment import REJECTED_BUCKET
+from ..buckets.kept import mean_kept_area
 from ..buckets.sizes import LatentSpec, Size
 from ..caching.collator import CachedCollator
 from ..caching.columns import NULL_TEXT_KEY
@@ -163,9 +165,20 @@ class TrainingData(RunData):
         return LargestStep(self.sizes(rows), tokens, self.row_conditions.select(rows))
 
     def epoch_summary(self, loader: Any) -> Mapping[str, Any]:
-        """Return the counts of the plan of the present epoch, for the log."""
+        """Return the counts of the plan of the present epoch, and the kept area of all rows, for the log."""
         of_sources = self.counts_by_source(loader.plan)
-        return {**loader.plan.summary(), **({"sources": of_sources} if of_sources else {})}
+        return {
+            **loader.plan.summary(),
+            "kept_area": self.kept_area,
+            **({"sources": of_sources} if of_sources else {}),
+        }
+
+    @cached_property
+    def kept_area(self) -> float:
+        """Mean kept area of the usable rows, each once, in their buckets or at their own sizes."""
+        heights, widths = (column_array(self.dataset, name) for name in ("height", "width"))
+        ids = np.where(self.num_tokens > 0, self.bucket_ids, REJECTED_BUCKET)
+        return mean_kept_area(self.table, ids, heights=heights, widths=widths)
 
     def after_epoch(self, loader: Any, accelerator: Accelerator, *, num_batches: int) -> list[str]:
         """Return no line of text: the plan said all of an epoch."""

@@ -27,6 +27,9 @@ CAPTION_SIZE = -2
 Such a row has no valid size, so it is rejected wherever sizes are turned into buckets or tokens, for a known reason.
 """
 
+CAPTION_PROBLEM = "caption_problem"
+"""Column of what is wrong with the captions for which rows are rejected, such as `"missing"`; only if some are."""
+
 CONDITION_SIZE = -3
 """Width, height and number of frames of a row that is rejected for what its sample would be shown."""
 

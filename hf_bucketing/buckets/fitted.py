@@ -24,8 +24,9 @@ import numpy.typing as npt
 from ..errors import BucketingError
 from .arrays import FloatArray, IntArray
 from .assignment import AssignmentRule, as_columns, has_bucket, unusable
+from .kept import kept_area
 from .ladders import all_ladder_sizes
-from .sizes import LatentSpec, kept_area
+from .sizes import LatentSpec
 from .table import BucketTable
 
 _TIE = 1e-9
@@ -246,7 +247,7 @@ def _gains(group: _Group, rule: AssignmentRule) -> tuple[FloatArray, FloatArray,
         low, high = rule.near_ratios(ratios[number])
         near = slice(np.searchsorted(of_samples, low), np.searchsorted(of_samples, high, side="right"))
         heights, widths = group.heights[near], group.widths[near]
-        kept = kept_area(heights, widths, height, width)
+        kept = kept_area(heights, widths, target_heights=height, target_widths=width)
         kept *= (heights >= least[number, 0]) & (widths >= least[number, 1])
         sums = np.zeros(len(of_samples) + 1)
         sums[near.start + 1 : near.stop + 1] = np.cumsum(kept * group.counts[near])

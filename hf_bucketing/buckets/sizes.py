@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BucketingError
-from .arrays import FloatArray, IntArray
+from .arrays import IntArray
 
 RoundMode = Literal["up", "down", "nearest"]
 IntOrArray = TypeVar("IntOrArray", int, IntArray)
@@ -284,31 +284,6 @@ def cover_resize(height: int, width: int, *, target: Size) -> tuple[int, int]:
     if target.height * width >= target.width * height:
         return target.height, (width * target.height + height // 2) // height
     return (height * target.width + width // 2) // width, target.width
-
-
-def kept_area(
-    heights: IntArray, widths: IntArray, target_heights: IntArray | int, target_widths: IntArray | int
-) -> FloatArray:
-    """Return the share of each frame that remains after cover-resize and crop, before pixels are rounded.
-
-    It is the smaller of two aspect ratios, that of the frame and that of its target, divided by the larger.
-
-    Args:
-        heights (array of `int`, shape `(n,)`): Heights of the frames in pixels.
-        widths (array of `int`, shape `(n,)`): Widths of the frames in pixels.
-        target_heights (`int` or array, shape `(n,)`): Heights of their targets in pixels, at least 1.
-        target_widths (`int` or array, shape `(n,)`): Widths of their targets in pixels, at least 1.
-
-    Returns:
-        Array of shape `(n,)`, from 0 to 1; it means nothing for frames without pixels.
-
-    Example:
-        >>> kept_area(np.array([100]), np.array([200]), 64, 64)  # a frame of 2:1 covers a square
-        array([0.5])
-    """
-    across, down = widths * target_heights, heights * target_widths
-    kept: FloatArray = np.minimum(across, down) / np.maximum(np.maximum(across, down), 1)
-    return kept
 
 
 def crop_box(height: int, width: int, *, target: Size, y: float = 0.5, x: float = 0.5) -> CropBox:

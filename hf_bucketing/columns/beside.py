@@ -18,7 +18,8 @@ from datasets import IterableDataset
 
 from ..conditions.names import REFERENCE
 from ..errors import MediaError
-from .layouts import CAPTION_EXTENSION, MEDIA_FILES, SourceRequest, SourceRows, TextFiles, listed_rows
+from .layouts import CAPTION_EXTENSION, MEDIA_FILES, MEDIA_OF_KIND, SourceRequest, SourceRows, TextFiles, listed_rows
+from .settings import MediaKind
 
 _NUMBERED = re.compile(r"(.+)_(\d+)", re.DOTALL)
 """Stem of one of several references of a file: its own stem, and a number."""
@@ -44,7 +45,7 @@ def sidecar_captions(request: SourceRequest) -> SourceRows | None:
     root = str(request.path)
     extension = "." + (request.caption_extension or CAPTION_EXTENSION).lstrip(".").lower()
     others = [folder for folders in request.companions.values() for folder in folders]
-    media, captions, ignored = _media_and_captions(root, extension, aside=others)
+    media, captions, ignored = _media_and_captions(root, extension, aside=others, kind=request.media_kind)
     if not media.keys() & captions.keys() and not (media and request.missing_caption is not None):
         if request.wants_sidecars:
             raise MediaError(
@@ -52,7 +53,7 @@ def sidecar_captions(request: SourceRequest) -> SourceRows | None:
                 "name; correct the folder or `caption_extension`."
             )
         return None
-    _refuse_shared_stems(root, media)
+    _refuse_shared_stems(root, media, chosen_by="media_kind")
     ignored[f"{extension} without a media file"] = len(captions.keys() - media.keys())
     folders = [os.path.abspath(folder) for folder in (root, *others)]
     above = root if len(folders) == 1 else os.path.commonpath(folders)  # the caller named them all
@@ -79,9 +80,9 @@ def sidecar_captions(request: SourceRequest) -> SourceRows | None:
 
 
 def _media_and_captions(
-    root: str, extension: str, *, aside: Sequence[str]
+    root: str, extension: str, *, aside: Sequence[str], kind: MediaKind
 ) -> tuple[dict[str, list[str]], dict[str, str], Counter[str]]:
-    """Return the media files and the captions below a folder by their stems, and how many others there are.
+    """Return the media files of a kind and the captions below a folder by their stems, and how many others there are.
 
     Files in the folders `aside` belong to neither.
     """
@@ -90,8 +91,10 @@ def _media_and_captions(
     ignored: Counter[str] = Counter()
     for path in files_below(root, ignored, aside=set(map(os.path.realpath, aside))):
         stem, ending = os.path.splitext(path)
-        if ending.lower() in MEDIA_FILES:
+        if ending.lower() in MEDIA_OF_KIND[kind]:
             media.setdefault(stem, []).append(path)
+        elif ending.lower() in MEDIA_FILES:
+            ignored["of the other kind"] += 1
         elif ending.lower() == extension:
             captions[stem] = path
         else:
@@ -249,14 +252,17 @@ def text_column(texts: Sequence[bytes | None]) -> pa.Array:
         return cells
 
 
-def _refuse_shared_stems(root: str, media: dict[str, list[str]]) -> None:
+def _refuse_shared_stems(root: str, media: dict[str, list[str]], *, chosen_by: str | None = None) -> None:
+    """Refuse files of one stem; a setting by which one kind is chosen is named where that tells all of them apart."""
     shared = [paths for paths in media.values() if len(paths) > 1]
-    if shared:
-        names = "; ".join(" and ".join(os.path.relpath(path, root) for path in paths) for paths in shared[:3])
-        raise MediaError(
-            f"{len(shared)} captions in {root} could each belong to several files: {names}; rename or move the files "
-            "that are not samples, or list the samples in a metadata.jsonl."
-        )
+    if not shared:
+        return
+    names = "; ".join(" and ".join(os.path.relpath(path, root) for path in paths) for paths in shared[:3])
+    kinds = [[os.path.splitext(path)[1].lower() in MEDIA_OF_KIND["videos"] for path in paths] for paths in shared]
+    advice = "rename or move the files that are not samples, or list the samples in a metadata.jsonl"
+    if chosen_by is not None and all(sorted(videos) == [False, True] for videos in kinds):
+        advice = f'take one kind of them with `{chosen_by}="videos"` or `{chosen_by}="images"`, or {advice}'
+    raise MediaError(f"{len(shared)} captions in {root} could each belong to several files: {names}; {advice}.")
 
 
 def _read_caption(path: str | None) -> bytes | None:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from ..buckets.arrays import IntArray
-from ..buckets.assignment import CAPTION_SIZE
+from ..buckets.assignment import CAPTION_PROBLEM, CAPTION_SIZE
 from ..errors import BucketingError, ColumnError
 from ..settings import check_literals
 from .apply import with_columns
@@ -56,7 +56,8 @@ class CaptionCheck:
         """Return the data set with unusable rows marked for rejection; unchanged unless `on_error="reject"`.
 
         Their width, height and number of frames become `CAPTION_SIZE`, which every table gives no tokens and the
-        rejection `CAPTION`. Call this after `MediaMetadata` and before `BucketColumns`.
+        rejection `CAPTION`; the column `caption_problem` says what is wrong with their captions. Call this after
+        `MediaMetadata` and before `BucketColumns`.
 
         Args:
             dataset (`Dataset`): The checked rows, in the same order, with the columns of `MediaMetadata`.
@@ -71,11 +72,15 @@ class CaptionCheck:
                 f"Expected the {len(self.dataset)} rows that were checked, with {', '.join(SIZE_COLUMNS)}; got "
                 f"{len(dataset)} rows with {dataset.column_names}."
             )
-        columns = {}
+        columns: dict[str, Any] = {}
         for name in SIZE_COLUMNS:
             columns[name] = column_array(dataset, name).copy()
             columns[name][self.rows] = CAPTION_SIZE
-        return with_columns(dataset, columns)
+        problems: list[str | None] = [None] * len(dataset)
+        for problem, rows in self.problems.items():
+            for row in rows.tolist():
+                problems[row] = problem if problems[row] is None else f"{problems[row]}, {problem}"
+        return with_columns(dataset, {**columns, CAPTION_PROBLEM: pa.array(problems, pa.string())})
 
 
 @dataclass(frozen=True, slots=True)

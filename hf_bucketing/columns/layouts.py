@@ -26,7 +26,7 @@ from ..errors import MediaError
 from ..hub import from_hub
 from ..media.remote import HOW_TO_REACH, is_url, reason_of
 from .apply import undecoded
-from .settings import RowsConfig
+from .settings import MediaKind, RowsConfig
 
 _THREADS = 16
 
@@ -84,6 +84,12 @@ _ANIMATIONS = {".apng", ".gif", ".webp"}
 _VIDEOS = {".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts"}
 MEDIA_FILES = STILL_IMAGES | _ANIMATIONS | _VIDEOS | {".webm", ".wmv"}
 """Endings of the files that count as samples in folders without a list of samples."""
+MEDIA_OF_KIND: Mapping[MediaKind, frozenset[str]] = {
+    "all": MEDIA_FILES,
+    "images": STILL_IMAGES | _ANIMATIONS,
+    "videos": MEDIA_FILES - STILL_IMAGES - _ANIMATIONS,
+}
+"""Those of each kind of media."""
 
 MEDIA_COLUMNS = ("file_name", "video", "video_path", "path", "file_path", "image", "url", "image_path", "media_path")
 """Names under which a data set usually holds its media, if it holds no `Image` or `Video` column."""
@@ -129,6 +135,7 @@ class SourceRequest:
     caption_extension: str | None = None
     missing_caption: str | None = None
     companions: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    media_kind: MediaKind = "all"
     ignored: Sequence[str] = ()
     streaming: bool = False
 
@@ -144,6 +151,7 @@ class SourceRequest:
             caption_extension=config.sidecars.caption_extension,
             missing_caption=config.sidecars.missing_caption,
             companions=config.sidecars.companions,
+            media_kind=config.sidecars.media_kind,
             ignored=config.ignore_columns or (),
             streaming=streaming,
         )
@@ -169,7 +177,8 @@ class SourceRequest:
     @property
     def wants_sidecars(self) -> bool:
         """Whether the caller asked for captions or other files beside the media, by a setting of these alone."""
-        return self.caption_extension is not None or self.missing_caption is not None or bool(self.companions)
+        by_endings = self.caption_extension is not None or self.media_kind != "all"
+        return by_endings or self.missing_caption is not None or bool(self.companions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ OnCaptionError = Literal["raise", "reject", "empty"]
 
 ClipMode = Literal["head", "uniform", "slide", "all", "scenes"]
 
+MediaKind = Literal["all", "images", "videos"]
+"""Which files of a folder are its media."""
 SizesFrom = Literal["auto", "columns", "headers"]
 
 CAPTION = "{caption}"
@@ -235,6 +237,8 @@ class SidecarConfig:
         reference_folder (`list` of `Path`, *optional*): Folders of references with the names of the media, or with
             these names and a number, as clip_0.png and clip_1.png; their files become the lists of the column
             reference, in the order of the folders, then of the numbers (default: none).
+        media_kind (`"all"`, `"images"` or `"videos"`): Kind of files, by their endings, that are media of the folder,
+            as for Live Photos, whose picture and clip have one name and one caption.
     """
 
     caption_extension: str | None = None
@@ -243,6 +247,10 @@ class SidecarConfig:
     mask_folder: Path | None = None
     face_folder: Path | None = None
     reference_folder: list[Path] | None = None
+    media_kind: MediaKind = "all"
+
+    def __post_init__(self) -> None:
+        check_literals(self)
 
     @property
     def companions(self) -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ from .layouts import (
     usual_media,
 )
 from .nested import has_column, nested_names, with_nested
+from .settings import MediaKind
 from .tables import LAYOUTS
 
 SAMPLED_ROWS = 64
@@ -93,6 +94,7 @@ def load_source(
     caption_extension: str | None = None,
     missing_caption: str | None = None,
     companions: Mapping[str, str | Sequence[str]] | None = None,
+    media_kind: MediaKind = "all",
     streaming: bool = False,
 ) -> MediaDataset:
     """Load a data set from a file, a folder, a URL or the hub, and recognise its layout.
@@ -128,6 +130,7 @@ def load_source(
             files that have the stems of the media, such as `{"control": "clips/control"}`; of the column `reference`
             one or several folders, whose files may also have these stems and a number, as `clip_0.png`. For the
             layout of caption files beside media.
+        media_kind (`"all"`, `"images"` or `"videos"`): Kind of files, by their endings, that are media in that layout.
         streaming (`bool`): Whether the rows are a stream, an `IterableDataset`, which is read while it is used. Its
             columns are found by its first rows.
 
@@ -151,6 +154,7 @@ def load_source(
                 name: [folders] if isinstance(folders, str) else folders
                 for name, folders in (companions or {}).items()
             },
+            media_kind=media_kind,
             streaming=streaming,
         )
     )

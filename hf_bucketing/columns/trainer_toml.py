@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ _VIDEOS = ("video_directory", "video_jsonl_file")
 _TABLES = ("image_jsonl_file", "video_jsonl_file")
 _PATHS = ("image_directory", "video_directory", "image_dir", "path", *_TABLES)
 """Keys that hold the path of a source: of musubi-tuner, sd-scripts, diffusion-pipe, musubi-tuner."""
+
+_KINDS = {"image_directory": "images", "video_directory": "videos"}
+"""Keys of folders of which musubi-tuner takes files of one kind alone."""
 
 _FOLDERS = {"control_directory": "control", "conditioning_data_dir": "control", "mask_path": "mask"}
 """Keys of folders with files that have the stems of the media."""
@@ -129,6 +133,7 @@ def load_toml(path: str | Path) -> TomlSources:
     file, tables = Path(path), read_tables(path)
     names = [f"source {number} of {file}" for number in range(1, len(tables) + 1)]
     sources = [_source(table, file.parent, name) for table, name in zip(tables, names, strict=True)]
+    _divide_by_kind(tables, sources)
     return TomlSources(sources, _ignored(tables))
 
 
@@ -159,6 +164,23 @@ def _source(table: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]
     if key in _VIDEOS and (clips := _clips(table, name)):
         values["clips"] = clips
     return values
+
+
+def _divide_by_kind(tables: Sequence[Mapping[str, Any]], sources: Sequence[dict[str, Any]]) -> None:
+    """Let sources take images or videos alone where one folder is a source of both, as musubi-tuner reads them.
+
+    They have names of their own, `clips-images` and `clips-videos`, as their folder gives both one.
+    """
+    kinds = [next((kind for key, kind in _KINDS.items() if key in table), None) for table in tables]
+    folders = [os.path.realpath(source["dataset"]) for source in sources]
+    both = set.intersection(*({folder for folder, own in zip(folders, kinds, strict=True) if own == kind}
+                              for kind in _KINDS.values()))  # fmt: skip
+    names: Counter[str] = Counter()
+    for source, folder, kind in zip(sources, folders, kinds, strict=True):
+        if kind is not None and folder in both:
+            name = f"{os.path.basename(folder)}-{kind}"
+            names[name] += 1
+            source |= {"media_kind": kind, "name": name if names[name] == 1 else f"{name}-{names[name]}"}
 
 
 def _condition_settings(

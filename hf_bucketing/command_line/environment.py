@@ -22,6 +22,9 @@ _VARIABLES = re.compile(
     r"(ACCELERATE|CUDA|FSDP|HF|NCCL|PYTORCH|SLURM|TORCH)_\w+|(LOCAL_)?RANK|WORLD_SIZE|OMP_NUM_THREADS"
 )
 _SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)
+"""Variables whose values are hidden."""
+_SECRET_FLAG = re.compile(r"--(\w+[_-])?(token|key|secret|password)", re.IGNORECASE)
+"""Flags whose values are hidden: `--hub_token`, and not numbers of tokens such as `--max_tokens`."""
 
 
 def last_error_file() -> Path:
@@ -47,7 +50,7 @@ def _without_secrets(words: Sequence[str]) -> list[str]:
     kept_words, hides = [], False
     for word in words:
         flag, equals, _ = word.partition("=")
-        secret = flag.startswith("--") and bool(_SECRET.search(flag))
+        secret = bool(_SECRET_FLAG.fullmatch(flag))
         kept_words.append("HIDDEN" if hides else f"{flag}=HIDDEN" if secret and equals else word)
         hides = secret and not equals
     return kept_words

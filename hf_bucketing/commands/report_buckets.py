@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import BucketingError, BucketTable, MediaError, novelai_ladder
 from ..buckets import read_cost_model
+from ..buckets.assignment import CAPTION_PROBLEM
 from ..buckets.ladders import BUCKET_FRAMES
 from ..command_line.flags import FlagParser, from_flags, numbers
 from ..files import check_folder_writable, check_writable, complete_file
@@ -164,6 +165,14 @@ def read_captions(prepared: PreparedDataset, rows: list[int]) -> dict[int, str]:
     return {row: texts_of(caption, column)[0] for row, caption in zip(rows, captions, strict=True)}
 
 
+def read_problems(prepared: PreparedDataset, rows: list[int]) -> dict[int, str]:
+    """Return what is wrong with the captions of rows, of those that are rejected for it."""
+    if CAPTION_PROBLEM not in prepared.dataset.column_names:
+        return {}
+    problems = prepared.dataset.select_columns([CAPTION_PROBLEM]).with_format(None).select(rows)[CAPTION_PROBLEM]
+    return {row: problem for row, problem in zip(rows, problems, strict=True) if problem}
+
+
 def plan_of_memory(
     model: str | None,
     report: Report,
@@ -219,10 +228,8 @@ def write_page(
     **contents: Any,
 ) -> None:
     crops, random = report.worst_crops, report.random_samples
-    rows = [
-        *(sample.row for sample in (*crops, *random)),
-        *(row for reason in report.rejected for row in reason.examples),
-    ]
+    rejected = [row for reason in report.rejected for row in reason.examples]
+    rows = [*(sample.row for sample in (*crops, *random)), *rejected]
     thumbnails, faults = read_pictures(prepared, crops, draw_middle)
     samples, more_faults = read_pictures(prepared, random, draw_sample)
     model, memory = plan_of_memory(args.pretrained_model_name_or_path, report, conditions, condition=args.condition)
@@ -235,6 +242,7 @@ def write_page(
             samples=samples,
             captions=read_captions(prepared, [sample.row for sample in random]),
             faults=faults | more_faults,
+            problems=read_problems(prepared, rejected),
             model=model,
             memory=memory,
             **contents,

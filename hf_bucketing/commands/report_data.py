@@ -18,15 +18,17 @@ import numpy as np
 
 from .. import MediaError
 from ..buckets.arrays import IntArray
+from ..buckets.kept import mean_kept_area
 from ..command_line.flags import FlagParser
 from ..files import check_folder_writable, check_writable, complete_file, complete_folder
+from ..media.probe import MediaInfo, probe
 from ..media.rows import CLIP_START, SOURCE_COLUMN
 from ..media.thumbnails import Thumbnail, sample_thumbnails, thumbnail
 from ..media.views import ViewRule
 from ..randomness import ROW, sample_key
 from ..report import render_page
 from ..report.data_page import DataRow, data_page, write_rows
-from ..report.data_rows import RowTexts, describe_difference, describe_row
+from ..report.data_rows import RowTexts, describe_difference, describe_row, with_stored
 from ..report.text import size_label
 from ..settings import check_at_least
 
@@ -77,6 +79,14 @@ def filters_of(prepared: PreparedDataset, row: dict[str, Any], change: str = "")
     }
 
 
+def kept_of(prepared: PreparedDataset) -> float:
+    """Return the mean kept area of the rows that have a bucket."""
+    from ..columns import column_array
+
+    ids, heights, widths = (column_array(prepared.dataset, name) for name in ("bucket_id", "height", "width"))
+    return mean_kept_area(prepared.table, ids, heights=heights, widths=widths)
+
+
 def decode(prepared: PreparedDataset, row: dict[str, Any], *, name: str) -> tuple[dict[str, Thumbnail], str]:
     """Return pictures of what the model sees of a row, or of all of a rejected one; or why there are none."""
     try:
@@ -88,6 +98,14 @@ def decode(prepared: PreparedDataset, row: dict[str, Any], *, name: str) -> tupl
         return sample_thumbnails(sample), ""
     except MediaError as error:
         return {}, str(error)
+
+
+def read_stored(prepared: PreparedDataset, row: dict[str, Any], *, name: str) -> MediaInfo | None:
+    """Return what the header of a row's file states; None where it has none that can be read, as its picture says."""
+    try:
+        return probe(prepared.files.source(row[prepared.column], name=name))
+    except MediaError:
+        return None
 
 
 class Conditions(NamedTuple):
@@ -177,7 +195,12 @@ def make_rows(
     def make_row(read: tuple[int, dict[str, Any], RowTexts]) -> DataRow:
         number, row, texts = read
         change, differences = ("", []) if earlier is None else earlier.change(number, texts)
-        thumbnails, fault = decode(prepared, row, name=f"row {number}") if number in pictured else ({}, "")
+        thumbnails: dict[str, Thumbnail] = {}
+        fault = ""
+        if number in pictured:
+            thumbnails, fault = decode(prepared, row, name=f"row {number}")
+            info = read_stored(prepared, row, name=f"row {number}")
+            texts = texts if info is None else with_stored(texts, info)
         pictures = []
         for place, (label, small) in enumerate(thumbnails.items()):
             name = f"{number}-{place}.{small.form}"
@@ -231,6 +254,7 @@ def main(args: argparse.Namespace) -> None:
         name=args.dataset,
         folder=folder.name,
         num_rows=len(prepared.dataset),
+        kept_area=kept_of(prepared),
         changes=changes,
         cached="" if prepared.cache is None else describe_latents(prepared),
     )

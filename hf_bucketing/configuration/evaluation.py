@@ -81,7 +81,7 @@ class ValidationConfig:
             are shown with the prompts: as many for each prompt, those of the first prompt first. They have the sizes
             that references of the data set have.
         validation_sizes (`str`): Sizes to render each prompt at, as "frames,height,width;…" in pixels.
-        validation_steps (`int`): Optimizer steps between renderings.
+        validation_steps (`int`): Optimizer steps between renderings; the last step is followed by one too.
         validation_inference_steps (`int`): Scheduler steps of a rendering.
         validation_guidance_scale (`float`): Scale of classifier-free guidance in a rendering.
         validation_fps (`float`): Frame rate of the rendered files.

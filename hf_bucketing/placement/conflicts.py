@@ -16,7 +16,7 @@ Sharding: TypeAlias = Literal["ddp", "fsdp", "fsdp2", "deepspeed", "deepspeed st
 READ_FULL_WEIGHTS = ("lora_rank", "ema_decay", "validation_prompts")
 """Settings that read whole weights."""
 
-_VERSION_2 = "version 2 of FSDP (`fsdp_version: 2`, as in scripts/accelerate_configs/fsdp2.yaml)"
+_VERSION_2 = "version 2 of FSDP (`fsdp_version: 2` in the configuration of accelerate)"
 
 _PRODUCTS = ("loha", "lokr")
 """Kinds of adapters that are products of several matrices."""

@@ -26,7 +26,7 @@ from .text import (
     size_label,
     strategy_cells,
 )
-from .verdict import RULE, choose_way
+from .verdict import FIGURES_HEAD, RULE, choose_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Beside:
         samples (mapping of `int` to `(URI, width, height)`): The random samples, cut to their buckets, by row.
         captions (mapping of `int` to `str`): Captions of the random samples, by row.
         faults (mapping of `int` to `str`): Why a sample that is shown could not be read, by row.
+        problems (mapping of `int` to `str`): What is wrong with the captions of rejected rows that are named, by row.
         sources (sequence of [`SourceUse`]): Sources, if there are several.
         peers (sequence of [`PeerReport`]): What other trainers would do, if it is asked.
         model (`str`): Pipeline whose memory is planned, and the step that is planned for.
@@ -66,6 +67,7 @@ class Beside:
     samples: Mapping[int, tuple[str, int, int]] = field(default_factory=dict)
     captions: Mapping[int, str] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
+    problems: Mapping[int, str] = field(default_factory=dict)
     sources: Sequence[SourceUse] = ()
     peers: Sequence[PeerReport] = ()
     model: str = ""
@@ -92,23 +94,27 @@ def bucket_page(report: Report, beside: Beside) -> Page:
         f"{beside.name}: what its buckets make of the data, planned for {config.processes} with "
         f"batches of {config.batch_size}. Strides of the model: {strides}. {beside.assignment}"
     )
-    head = [Verdict(text=str(choose_way(report)), rule=RULE)]
-    return Page(title="Buckets and batches", subtitle=subtitle, sections=sections, head=head)
+    return Page(title="Buckets and batches", subtitle=subtitle, sections=sections, head=_head(report))
+
+
+def _head(report: Report) -> list[Block]:
+    """Return what stands above all sections: the verdict, and the figures behind it."""
+    verdict = choose_way(report)
+    title = "Buckets and packs in figures"
+    figures = [Table(title=title, head=FIGURES_HEAD, rows=verdict.figures, note=RULE)] if verdict.figures else []
+    return [Verdict(text=str(verdict)), *figures]
 
 
 def _overview(report: Report, beside: Beside) -> list[Block]:
     buckets = report.buckets
-    by_name = {strategy.name: strategy for strategy in report.strategies}
     facts = [
         ("samples", f"{buckets.num_samples:,}"),
         ("samples per epoch", f"{buckets.samples_per_epoch:,}"),
         ("with a bucket", f"{buckets.num_samples - buckets.rejected:,}"),
         ("rejected", f"{buckets.rejected:,}"),
         ("buckets in use", f"{len(buckets.used):,} of {len(buckets.buckets):,}"),
-        ("area kept, mean", percent(buckets.kept_area)),
+        ("kept area, mean", percent(buckets.kept_area)),
         ("samples enlarged", f"{buckets.enlarged:,}"),
-        ("useful work, bucketing", percent(by_name["bucketing"].efficiency)),
-        ("useful work, packing", percent(by_name["packing"].efficiency)),
     ]
     blocks: list[Block] = [Facts(facts=facts)]
     short_batches = sum(bucket.short_batches for bucket in buckets.used)
@@ -116,15 +122,11 @@ def _overview(report: Report, beside: Beside) -> list[Block]:
     if not buckets.used:
         blocks.append(Paragraphs(texts=[NO_BUCKET], warning=True))
     elif short_batches > batches / 4:
-        blocks.append(
-            Paragraphs(
-                texts=[
-                    f"{short_batches:,} of {batches:,} batches are not full: there are few samples per bucket. Fewer "
-                    "buckets (a larger --aspect_step while preparing), smaller batches or packing fill them better."
-                ],
-                warning=True,
-            )
+        said = (
+            f"{short_batches:,} of {batches:,} batches are not full: there are few samples per bucket. Fewer buckets "
+            "(a larger --aspect_step while preparing) or smaller batches fill them better."
         )
+        blocks.append(Paragraphs(texts=[said], warning=True))
     return blocks
 
 
@@ -235,7 +237,7 @@ def _rejections(report: Report, beside: Beside) -> list[Block]:
     rows = []
     for reason in report.rejected:
         pairs = zip(reason.examples, reason.sizes, strict=True)
-        examples = [f"{beside.files[row]} ({_size_or_none(size)})" for row, size in pairs]
+        examples = [f"{beside.files[row]} ({beside.problems.get(row) or _size_or_none(size)})" for row, size in pairs]
         named = "; ".join(examples) + ("; …" if reason.count > len(examples) else "")
         rows.append((reason.label, f"{reason.count:,}", reason.why, named, reason.remedy))
     return [

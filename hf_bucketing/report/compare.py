@@ -59,8 +59,9 @@ class StrategyReport:
         real_tokens (`int`): Tokens of the kept samples, at the sizes that they are trained at, of their references,
             and of their texts where these sit in the same sequence.
         computed_tokens (`int`): Tokens that the model computes, padding included.
-        cropped_area (`float`): Mean over the kept samples of the share of a frame that cover-resize and crop remove.
-        cropped_frames (`float`): Mean over the kept samples of the share of the frames that is cut off.
+        kept_area (`float`): Mean kept area of all rows that this way can take, each once: that of [`BucketReport`] for
+            bucketing.
+        kept_frames (`float`): Mean over the same rows of the share of their frames that is kept.
         step_balance (`float`): Mean over the steps of (mean cost over processes ÷ largest cost over processes);
             1 if no process ever waits for another.
         epoch_cost (`float`): Sum over the steps of the largest cost over processes, in floating-point operations of
@@ -81,8 +82,8 @@ class StrategyReport:
     mixed_steps: int
     real_tokens: int
     computed_tokens: int
-    cropped_area: float
-    cropped_frames: float
+    kept_area: float
+    kept_frames: float
     step_balance: float
     epoch_cost: float
     efficiency: float
@@ -137,7 +138,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, NaN as None."""
-        return {"version": 2, **_as_json(self)}
+        return {"version": 3, **_as_json(self)}
 
 
 def _as_json(value: Any) -> Any:
@@ -324,8 +325,8 @@ def _measure(epoch: _Epoch, subject: Subject) -> StrategyReport:
         mixed_steps=plan.num_mixed_steps if epoch.name == "bucketing" else 0,
         real_tokens=real,
         computed_tokens=computed,
-        cropped_area=1 - mean(targets.kept_area[rows]),
-        cropped_frames=1 - mean(targets.kept_frames[rows]),
+        kept_area=targets.mean_of_rows("kept_area"),
+        kept_frames=targets.mean_of_rows("kept_frames"),
         step_balance=mean(by_step.mean(axis=1) / slowest),
         epoch_cost=float(slowest.sum()),
         efficiency=useful / float(slowest.sum() * plan.num_processes) if plan.num_steps else math.nan,

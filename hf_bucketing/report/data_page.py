@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from .data_rows import RowTexts
 from .page import Block, Facts, Page, Paragraphs, RowList, Section
+from .text import percent
 
 _ROWS_OF_A_SCRIPT = 1000
 
@@ -48,7 +49,14 @@ def write_rows(rows: Sequence[DataRow], folder: Path) -> None:
 
 
 def data_page(
-    rows: Sequence[DataRow], *, name: str, folder: str, num_rows: int, changes: str, cached: str = ""
+    rows: Sequence[DataRow],
+    *,
+    name: str,
+    folder: str,
+    num_rows: int,
+    kept_area: float,
+    changes: str,
+    cached: str = "",
 ) -> Page:
     """Lay out a page of rows.
 
@@ -57,6 +65,7 @@ def data_page(
         name (`str`): Name of the data set.
         folder (`str`): Name of the folder beside the page that holds the scripts and pictures.
         num_rows (`int`): Rows of the data set.
+        kept_area (`float`): Mean kept area of all that have a bucket, NaN if none has one.
         changes (`str`): Sentence on what changed since an earlier data set; `""` without one.
         cached (`str`): What a cache holds of the rows; `""` without one.
     """
@@ -67,6 +76,7 @@ def data_page(
         ("rows shown", f"{len(present):,}"),
         ("of them rejected", f"{counts['rejected'].total():,}"),
         ("of them with pictures", f"{sum(bool(row.pictures) for row in present):,}"),
+        ("kept area, mean", percent(kept_area)),
     ]
     if cached:
         facts.append(("cached", cached))

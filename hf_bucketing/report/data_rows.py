@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..buckets.sizes import Size, cover_resize
+from ..buckets.assignment import CAPTION_PROBLEM
+from ..buckets.kept import kept_area
+from ..buckets.sizes import Size
 from .text import percent, size_label
 
 if TYPE_CHECKING:
     from ..columns.prepared import PreparedDataset
+    from ..media.probe import MediaInfo
 
 RowTexts = Mapping[str, Sequence[str]]
 """Texts of a row by what they are about."""
 
 
+_READ_AS = "read as"
+
+
 def describe_row(prepared: PreparedDataset, row: Mapping[str, Any], *, name: str) -> RowTexts:
     """Return what a prepared row is.
+
+    "Read as" is its size in the columns: frames at the frame rate of training, which a video may be stored at or not.
 
     Args:
         prepared ([`PreparedDataset`][hf_bucketing.columns.PreparedDataset]): The data set.
         row (mapping): Row of it, its files undecoded.
         name (`str`): Name of the row where its file has none.
     """
-    stored = _stored_size(row)
+    size = _size_of(row)
     texts = {"file": [_path(row[prepared.column]) or name]}
     if row.get("clip_start") is not None:
         texts["clip"] = [f"{row['clip_start']:.2f}–{row['clip_end']:.2f} s"]
-    rate = f", {row['fps']:g} fps" if row.get("fps") else ""
-    texts["stored"] = ["no size" if stored is None else size_label(stored) + rate]
-    texts["trained at"] = [_trained_at(prepared, row, stored)]
+    if size is not None:
+        texts[_READ_AS] = [_label(size, row.get("fps") or 0.0)]
+    texts["trained at"] = [_trained_at(prepared, row, size)]
     if prepared.caption_column is not None:
         cell = row[prepared.caption_column]
         texts["caption"] = [cell] if isinstance(cell, str) else list(cell)
@@ -37,6 +45,16 @@ def describe_row(prepared: PreparedDataset, row: Mapping[str, Any], *, name: str
         cells = prepared.files.cells(condition, row)
         texts[condition] = [_path(cell) or f"{condition} of {name}" for _, cell in cells]
     return texts
+
+
+def with_stored(texts: RowTexts, info: MediaInfo) -> RowTexts:
+    """Return the texts of a row with the size, frames and frame rate that its file's header states.
+
+    What it is read as is omitted where that is the same.
+    """
+    stored = [_label(Size(info.num_frames, info.height, info.width), info.fps)]
+    others = {label: lines for label, lines in texts.items() if (label, lines) != (_READ_AS, stored)}
+    return {"file": others.pop("file"), "stored": stored, **others}
 
 
 def describe_difference(was: RowTexts, now: RowTexts, fields: Sequence[str]) -> list[str]:
@@ -48,7 +66,7 @@ def describe_difference(was: RowTexts, now: RowTexts, fields: Sequence[str]) -> 
         return list(fields)
     labels = [label for label in dict.fromkeys([*was, *now]) if was.get(label) != now.get(label)]
     said = [f"{label}: {_joined(was.get(label, ()))} → {_joined(now.get(label, ()))}" for label in labels]
-    of_field = {"size": {"clip", "stored", "trained at"}, "caption": {"caption"}, "file": {"file"}}
+    of_field = {"size": {"clip", _READ_AS, "trained at"}, "caption": {"caption"}, "file": {"file"}}
     others = {*now} - set().union(*of_field.values())
     for field in fields:
         if not of_field.get(field, others) & {*labels}:
@@ -56,17 +74,23 @@ def describe_difference(was: RowTexts, now: RowTexts, fields: Sequence[str]) -> 
     return said
 
 
-def _trained_at(prepared: PreparedDataset, row: Mapping[str, Any], stored: Size | None) -> str:
-    if row.get("bucket_id", -1) < 0 or stored is None:
-        rejected = f"rejected: {row.get('rejection', 'no bucket')}"
-        return rejected if stored is None else f"{rejected}; packs take rows at their own size"
+def _label(size: Size, fps: float) -> str:
+    return f"{size_label(size)} at {fps:g} fps" if fps and size.frames > 1 else size_label(size)
+
+
+def _trained_at(prepared: PreparedDataset, row: Mapping[str, Any], size: Size | None) -> str:
+    if row.get("bucket_id", -1) < 0 or size is None:
+        problem = row.get(CAPTION_PROBLEM)
+        rejected = f"rejected: {row.get('rejection', 'no bucket')}{f' ({problem})' if problem else ''}"
+        return rejected if size is None else f"{rejected}; packs take rows at their own size"
     target = prepared.table.size(int(row["bucket_id"]))
-    height, width = cover_resize(stored.height, stored.width, target=target)
-    return f"{size_label(target)}, {percent(target.height * target.width / (height * width))} of the area"
+    kept = float(kept_area(size.height, size.width, target_heights=target.height, target_widths=target.width))
+    frames = f", {target.frames:,} of {size.frames:,} frames" if size.frames > 1 else ""
+    return f"{size_label(target)}, keeps {percent(kept)} of the area{frames}"
 
 
-def _stored_size(row: Mapping[str, Any]) -> Size | None:
-    """Return the size of a row as it is stored; None where it is not known."""
+def _size_of(row: Mapping[str, Any]) -> Size | None:
+    """Return the size of a row in its columns; None where it is not known."""
     sides = [row.get(name) or 0 for name in ("height", "width")]
     return Size(int(row.get("num_frames", 1) or 0), int(sides[0]), int(sides[1])) if min(sides) > 0 else None
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from ..buckets.arrays import FloatArray, IntArray
 from ..buckets.assignment import AssignmentRule, as_columns, count_rejections, has_bucket
 from ..buckets.cost import CostModel
+from ..buckets.kept import kept_area
 from ..buckets.open_table import open_table
-from ..buckets.sizes import LatentSpec, Size, kept_area
+from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..conditions.parts import BucketParts, bucket_parts
 from ..conditions.rows import RowConditions
@@ -138,7 +139,7 @@ class Targets(NamedTuple):
         rejection: A [`Rejection`][hf_bucketing.Rejection] or its label.
         num_tokens: Tokens at the target size, 0 for a rejected sample.
         sizes: Target sizes; those of rejected samples, and the three arrays below, mean nothing.
-        kept_area: Share of the sample's frame inside its target after cover-resize, before pixels are rounded.
+        kept_area: Share of the sample's frame in its target, by [`kept_area`][hf_bucketing.buckets.kept.kept_area].
         kept_frames: Share of the sample's frames that its target has.
         scale: Factor by which cover-resize scales the sample's sides; above 1 it enlarges.
         condition_tokens: Tokens of the sample's conditions, 0 for a rejected sample.
@@ -162,6 +163,10 @@ class Targets(NamedTuple):
     def assigned_sizes(self) -> IntArray:
         """Frames, height and width of each target, `(n, 3)`; 0 for rejected samples."""
         return np.where(has_bucket(self.bucket_id)[:, None], np.stack(self.sizes, 1), 0)
+
+    def mean_of_rows(self, name: Literal["kept_area", "kept_frames"]) -> float:
+        """Return the mean of an attribute over all samples that have a target, each once; NaN if none has one."""
+        return mean(getattr(self, name)[has_bucket(self.bucket_id)])
 
     def showing(self, conditions: RowConditions, *, spec: LatentSpec) -> Targets:
         """Return these targets with the tokens of conditions."""
@@ -334,12 +339,13 @@ def _targets(
     bucket_id: npt.NDArray[np.int32], rejection: npt.NDArray[Any], num_tokens: IntArray, sizes: Sizes, targets: Sizes
 ) -> Targets:
     frames, heights, widths = (np.maximum(column, 1) for column in sizes)
+    area = kept_area(sizes.heights, sizes.widths, target_heights=targets.heights, target_widths=targets.widths)
     return Targets(
         bucket_id=bucket_id,
         rejection=rejection,
         num_tokens=num_tokens,
         sizes=targets,
-        kept_area=kept_area(sizes.heights, sizes.widths, targets.heights, targets.widths),
+        kept_area=area,
         kept_frames=targets.frames / frames,
         scale=np.maximum(targets.heights / heights, targets.widths / widths),
         condition_tokens=np.zeros_like(num_tokens),
@@ -390,10 +396,9 @@ class BucketUse:
         num_tokens (`int`): Tokens per sample, without references.
         cost (`float`): Cost of one sample without references: floating-point operations of one transformer block's
             forward pass, or measured seconds.
-        num_samples (`int`): Samples of an epoch that are assigned to it: its rows, each as often as it occurs. Where
-            there are none, the three means below are NaN.
-        kept_area (`float`): Mean share of the samples' frames inside the bucket after cover-resize.
-        kept_frames (`float`): Mean share of the samples' frames that the bucket has.
+        num_samples (`int`): Samples of an epoch that are assigned to it: its rows, each as often as it occurs.
+        kept_area (`float`): Mean kept area of its rows, each once, as are the two means below; NaN without rows.
+        kept_frames (`float`): Mean share of the rows' frames that the bucket has.
         scale (`float`): Mean factor by which cover-resize scales a side; above 1 it enlarges.
         enlarged (`int`): Samples with a factor above 1.
         batches (`int`): Batches of this bucket on all processes together, short ones included.
@@ -437,7 +442,7 @@ class BucketReport:
             [`Rejection`][hf_bucketing.Rejection].
         aspect_error ([`Spread`]): |ln(aspect ratio of a sample ÷ aspect ratio of its bucket)|.
         aspect_difference ([`Spread`]): |aspect ratio of a sample − aspect ratio of its bucket|, as NovelAI prints it.
-        kept_area (`float`): Mean over all rows with a bucket, as in [`BucketUse`]; NaN if there is none.
+        kept_area (`float`): Mean kept area of all rows with a bucket, each once; NaN if there is none.
         enlarged (`int`): Rows that their bucket enlarges.
         cut_short ([`CutSamples`], *optional*): Samples that lose more than half of their frames; None if none does.
         num_steps (`int`): Steps of an epoch, on each process.
@@ -477,7 +482,7 @@ def measure_buckets(subject: Subject) -> BucketReport:
         rejections=count_rejections(targets.rejection),
         aspect_error=_spread(np.abs(np.log(ratio / target_ratio))),
         aspect_difference=_spread(np.abs(ratio - target_ratio)),
-        kept_area=mean(targets.kept_area[rows]),
+        kept_area=targets.mean_of_rows("kept_area"),
         enlarged=int(np.count_nonzero(targets.scale[rows] > 1)),
         cut_short=samples_cut_short(sizes, targets),
         num_steps=plan.num_steps,
@@ -500,6 +505,8 @@ def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
     usable = np.where(has_bucket(targets.bucket_id), subject.times, 0)
     rows = np.repeat(np.arange(len(usable)), usable)
     ids = targets.bucket_id[rows].astype(np.int64)
+    once = np.flatnonzero(has_bucket(targets.bucket_id))
+    ids_once = targets.bucket_id[once].astype(np.int64)
 
     def count(bucket_ids: npt.NDArray[np.integer[Any]]) -> IntArray:
         return np.bincount(bucket_ids, minlength=len(table)).astype(np.int64)
@@ -507,8 +514,8 @@ def _uses(subject: Subject, plan: EpochPlan) -> tuple[BucketUse, ...]:
     num_samples = count(ids)
 
     def mean_of(values: FloatArray) -> FloatArray:
-        means = np.full(len(table), np.nan)
-        np.divide(np.bincount(ids, values[rows], len(table)), num_samples, out=means, where=num_samples > 0)
+        means, counts = np.full(len(table), np.nan), count(ids_once)
+        np.divide(np.bincount(ids_once, values[once], len(table)), counts, out=means, where=counts > 0)
         return means
 
     batch_sizes, of_bucket = np.diff(plan.offsets), has_bucket(plan.bucket_ids)

@@ -27,11 +27,11 @@ class Paragraphs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a page comes to, in a sentence or two, and the rule behind it."""
+    """What a page comes to, in a sentence or two, and the rule behind it, if that is not said elsewhere."""
 
     kind: ClassVar[str] = "verdict"
     text: str
-    rule: str
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from .measure import (
 )
 from .references import describe_appended, describe_references
 from .rejections import explain_rejections
-from .verdict import RULE, choose_way
+from .verdict import FIGURES_HEAD, RULE, Verdict, choose_way
 
 Line = tuple[str, ...]
 
@@ -54,10 +54,20 @@ _NAMED_BUCKETS = 20
 
 def format_report(report: Report) -> str:
     """Return the report as text: its verdict, the data in the table, used buckets, any references, the strategies."""
-    verdict = "\n".join(fill(text, width=118) for text in (str(choose_way(report)), RULE))
-    parts = [verdict, _summary(report.buckets), _bucket_lines(report.buckets, report.config), _strategy_lines(report)]
+    parts = [
+        _verdict_lines(choose_way(report)),
+        _summary(report.buckets),
+        _bucket_lines(report.buckets, report.config),
+        _strategy_lines(report),
+    ]
     parts[3:3] = [fill(text, width=118) for text in describe_condition_costs(report)]
     return "\n\n".join(parts)
+
+
+def _verdict_lines(verdict: Verdict) -> str:
+    """Return a verdict, its figures if there are any, and how it is decided."""
+    figures = [align([FIGURES_HEAD, *verdict.figures])] if verdict.figures else []
+    return "\n".join([fill(str(verdict), width=118), *figures, fill(RULE, width=118)])
 
 
 def describe_condition_costs(report: Report) -> list[str]:
@@ -146,8 +156,8 @@ def bucket_cells(buckets: Sequence[BucketUse], units: CostUnits) -> list[Line]:
         "id": lambda bucket: f"{bucket.bucket_id}",
         "width ÷ height": lambda bucket: f"{bucket.size.aspect_ratio:.3f}",
         "samples": lambda bucket: f"{bucket.num_samples:,}",
-        "area kept": lambda bucket: percent(bucket.kept_area),
-        "frames kept": lambda bucket: percent(bucket.kept_frames),
+        "kept area": lambda bucket: percent(bucket.kept_area),
+        "kept frames": lambda bucket: percent(bucket.kept_frames),
         "scale": lambda bucket: f"{bucket.scale:.3f}",
         "enlarged": lambda bucket: f"{bucket.enlarged:,}",
         "tokens": lambda bucket: f"{bucket.num_tokens:,}",
@@ -229,8 +239,8 @@ def measures_of(report: Report) -> list[Measure]:
         Measure("mixed_steps", "mixed steps", "steps"),
         Measure("tokens_per_sample", "tokens per sample, mean", "tokens", "Without padding."),
         Measure("token_use", "real ÷ computed tokens", "% of computed tokens", "The rest is padding."),
-        Measure("cropped_area", "cropped area, mean", "% of the frame", "Cut off by cover-resize and crop."),
-        Measure("cropped_frames", "cut-off frames, mean", "% of the frames"),
+        Measure("kept_area", "kept area, mean", "% of the frame", "Inside the target after cover-resize and crop."),
+        Measure("kept_frames", "kept frames, mean", "% of the frames"),
         Measure(
             "step_balance",
             "step-time balance",

@@ -23,7 +23,7 @@ from ..media.source import MediaSource
 from ..media.thumbnails import Thumbnail, animation
 from ..report.charts import Line, bar_chart, heat_map, line_chart
 from ..report.page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, render_page
-from ..report.text import short_number, size_label
+from ..report.text import percent, short_number, size_label
 from .held_out import held_out_changes
 from .logs import Logs, StepLog
 from .review import (
@@ -39,7 +39,7 @@ from .review import (
     running_mean,
     summarise_losses,
 )
-from .run_log import read_log
+from .run_log import log_path, read_log
 
 PAGE = "run.html"
 """File in the output folder of a run that shows it while it trains."""
@@ -57,6 +57,10 @@ _MOST_BYTES = 2_500_000
 """Bytes of all renderings on a page, as text."""
 _TRAINED = {"model": "pretrained_model_name_or_path", "data": "dataset_dir"}
 """Settings that a page begins with, by their titles."""
+_READING = (
+    "The first and last tenth of a run's steps. Kept area: of the frames of all rows, what is inside their buckets; "
+    "in packs, at their own sizes in whole tokens."
+)
 _NOISE = "loss_by_noise/"
 _TFLOPS = {"useful": ("model_tflops", "mfu"), "hardware": ("hardware_tflops", "hfu")}
 """Columns of TFLOP/s, each with that of its share of the peak, by their titles."""
@@ -128,54 +132,46 @@ def _heading(run: Logs) -> list[tuple[str, str]]:
 
 def _overview(runs: Sequence[Logs], min_fall: float | None) -> list[Block]:
     """Show what each run came to, and unless `min_fall` is None the checks of its log of every sample."""
-    rows, checks = [], []
+    checks = [] if min_fall is None else [(run.name, *check) for run in runs for check in _checks(run, min_fall)]
+    columns = [_figures_of(run) for run in runs]
     ends = [line for run in runs for line in run.losses[-1:]]
     counted = {title: names for title, names in _TFLOPS.items() if any(names[0] in line for line in ends)}
-    for run in runs:
-        enough = len(run.steps.loss) >= FEWEST_STEPS
-        first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)
-        held_out = [float(entry["validation_loss"]) for entry in run.held_out]
-        rows.append(
-            (
-                run.name,
-                str(run.settings.get("batching", "–")),
-                f"{run.num_processes:,}",
-                f"{len(run.steps.loss):,}",
-                f"{int(run.steps.samples.sum()):,}",
-                duration(float(run.steps.seconds.sum())),
-                _number(first),
-                _number(last),
-                _number(held_out[-1] if held_out else math.nan),
-                _number(min(held_out) if held_out else math.nan),
-                short_number(float(np.median(run.column("tokens_per_second")))),
-                *(_tflops(run, *names) for names in counted.values()),
-            )
-        )
-        checks += [] if min_fall is None else [(run.name, *check) for check in _checks(run, min_fall)]
-    head = (
-        "run",
-        "batching",
-        "processes",
-        "steps",
-        "samples",
-        "time",
-        "loss, first tenth",
-        "loss, last tenth",
-        "held-out loss, last",
-        "lowest",
-        "tokens per second, median",
-        *(f"{title} TFLOP/s per process, median" for title in counted),
-    )
+    for title, names in counted.items():
+        for run, figures in zip(runs, columns, strict=True):
+            figures[f"{title} TFLOP/s per process, median"] = _tflops(run, *names)
+    rows = [(title, *(figures[title] for figures in columns)) for title in columns[0]]
+    rows = [row for row in rows if {*row[1:]} != {"–"}]
     texts = [] if min_fall is None else [text for run in runs if (text := _not_finite(run))]
     return [
         *([Paragraphs(texts=texts, warning=True)] if texts else []),
-        Table(title="Runs", head=head, rows=rows, texts=(1,), note="The first and last tenth of a run's steps."),
+        Table(title="Runs", head=("", *(run.name for run in runs)), rows=rows, note=_READING),
         *(
             [Table(title="Checks", head=("run", "result", "what was checked"), rows=checks, texts=(1, 2))]
             if checks
             else []
         ),
     ]
+
+
+def _figures_of(run: Logs) -> dict[str, str]:
+    """Return what a run came to, by the titles of the figures."""
+    enough = len(run.steps.loss) >= FEWEST_STEPS
+    first, last = summarise_losses(run.steps.loss.tolist()) if enough else (math.nan, math.nan)
+    held_out = [float(entry["validation_loss"]) for entry in run.held_out]
+    kept = run.plans[-1].get("kept_area") if log_path(run.folder, "plans").is_file() and run.plans else None
+    return {
+        "batching": str(run.settings.get("batching", "–")),
+        "processes": f"{run.num_processes:,}",
+        "steps": f"{len(run.steps.loss):,}",
+        "samples": f"{int(run.steps.samples.sum()):,}",
+        "time": duration(float(run.steps.seconds.sum())),
+        "loss, first tenth": _number(first),
+        "loss, last tenth": _number(last),
+        "held-out loss, last": _number(held_out[-1] if held_out else math.nan),
+        "held-out loss, lowest": _number(min(held_out) if held_out else math.nan),
+        "tokens per second, median": short_number(float(np.median(run.column("tokens_per_second")))),
+        "kept area, mean": percent(math.nan if kept is None else kept),
+    }
 
 
 def _not_finite(run: Logs) -> str:

@@ -99,12 +99,12 @@ class Evaluation:
                 stack.enter_context(in_evaluation(transformer))
             return self.held_out.compute(self.experts, trained.for_evaluation, trained.accelerator)
 
-    def render(self, global_step: int) -> None:
-        """Render the prompts, if it is due, in the main process; call it on every process.
+    def render(self, global_step: int, *, last: bool = False) -> None:
+        """Render the prompts, if it is due or after the last step, in the main process; call it on every process.
 
         Where no process holds all weights, all of them render.
         """
-        if self.validation is None or global_step % self.validation.config.validation_steps:
+        if self.validation is None or not (last or global_step % self.validation.config.validation_steps == 0):
             return
         trained, recipe, accelerator = self.trained, self.trained.recipe, self.trained.accelerator
         with trained.averages():

@@ -496,7 +496,7 @@ class Trainer:
         every = self.config.checkpoints.checkpointing_steps
         if every and self.global_step % every == 0:
             self._save_checkpoint()
-        self.evaluation.render(self.global_step)
+        self.evaluation.render(self.global_step, last=last)
         self.report.page(self.global_step)
 
     def _save_checkpoint(self) -> None:

@@ -92,11 +92,13 @@ class Validation:
         return self.folder / f"step-{step}" / f"{name}.{'png' if size.frames == 1 else 'mp4'}"
 
     def last_files(self, global_step: int) -> dict[Path, str]:
-        """Return the files that were rendered last by an optimizer step, and the prompt of each."""
-        step = global_step - global_step % self.config.validation_steps
-        renderings = product(self.sizes, enumerate(self.config.validation_prompts or []))
-        files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in renderings}
-        return {file: prompt for file, prompt in files.items() if file.is_file()}
+        """Return the files that were rendered after an optimizer step or last before it, and the prompt of each."""
+        for step in (global_step, global_step - global_step % self.config.validation_steps):
+            renderings = product(self.sizes, enumerate(self.config.validation_prompts or []))
+            files = {self.file_of(number, size, step=step): prompt for size, (number, prompt) in renderings}
+            if rendered := {file: prompt for file, prompt in files.items() if file.is_file()}:
+                return rendered
+        return {}
 
     def _sample(self, recipe: Recipe, size: Size, number: int) -> tuple[np.ndarray, Sound | None]:
         """Return frames of 8 bits, and their sound where audio is trained."""

@@ -21,8 +21,8 @@ from published_data_sets import DATA_SETS
 from yardsticks import VIDEO_MODEL, finish
 
 from hf_bucketing import BucketTable, fitted_ladder, token_ladder
+from hf_bucketing.buckets.kept import kept_area
 from hf_bucketing.buckets.ladders import all_ladder_sizes
-from hf_bucketing.buckets.sizes import kept_area
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.report.compare import ladder_mix
@@ -40,7 +40,9 @@ def kept(table: BucketTable, samples: Sizes) -> float:
     """Return the mean of kept areas in per cent; samples without a bucket keep nothing."""
     ids = table.assign(*samples).bucket_id
     _, heights, widths = np.array(table.sizes, np.int64)[np.maximum(ids, 0)].T
-    return 100 * float((kept_area(samples.heights, samples.widths, heights, widths) * (ids >= 0)).mean())
+    return 100 * float(
+        (kept_area(samples.heights, samples.widths, target_heights=heights, target_widths=widths) * (ids >= 0)).mean()
+    )
 
 
 def centres(values: np.ndarray, number: int, rng: np.random.Generator) -> np.ndarray:

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, fitted_ladder, token_ladder
 from hf_bucketing.buckets.fitted import _share_out
+from hf_bucketing.buckets.kept import kept_area
 from hf_bucketing.buckets.ladders import all_ladder_sizes
-from hf_bucketing.buckets.sizes import kept_area
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 
@@ -21,7 +21,7 @@ def kept(table: BucketTable, samples, rule: AssignmentRule | None = None) -> flo
     """Return the sum of kept areas; samples without a bucket keep nothing."""
     ids = table.assign(*samples, rule=rule).bucket_id
     sizes = np.array(table.sizes, np.int64)[np.maximum(ids, 0)]
-    return float((kept_area(np.asarray(samples[1]), np.asarray(samples[2]), *sizes[:, 1:].T) * (ids >= 0)).sum())
+    return float((kept_area(*samples[1:3], target_heights=sizes[:, 1], target_widths=sizes[:, 2]) * (ids >= 0)).sum())
 
 
 def best_count(every: BucketTable, samples, most: int) -> dict[tuple[int, ...], float]:
@@ -30,7 +30,8 @@ def best_count(every: BucketTable, samples, most: int) -> dict[tuple[int, ...], 
     heights, widths = (np.asarray(column)[:, None] for column in samples[1:])
     distances = np.abs(np.log(sizes[:, 1] / sizes[:, 0]) - np.log(widths / heights))
     fits = (heights >= sizes[:, 0]) & (widths >= sizes[:, 1]) & (distances <= np.log(2))
-    values, distances = kept_area(heights, widths, *sizes.T) * fits, np.round(distances, 12)
+    values = kept_area(heights, widths, target_heights=sizes[:, 0], target_widths=sizes[:, 1]) * fits
+    distances = np.round(distances, 12)
     counts = {}
     for number in range(1, most + 1):
         for choice in itertools.combinations(range(len(sizes)), number):

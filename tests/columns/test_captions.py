@@ -216,6 +216,7 @@ def test_rejected_rows_have_no_bucket_and_no_tokens_in_buckets_and_in_packs() ->
     for name, size in (("width", [64, 64, -1]), ("height", [64, 64, -1]), ("num_frames", [1, 1, -1])):
         dataset = dataset.add_column(name, np.array(size))
     marked = check.mark(dataset)
+    assert marked["caption_problem"][:] == [None, "missing", None]
     expected = ["none", "caption", "unreadable"]
     for table in (BucketTable(sizes=(Size(1, 64, 64),)), open_table(SPEC)):
         mapped = map_columns(marked, BucketColumns(table, SPEC))

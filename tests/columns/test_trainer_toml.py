@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from hf_bucketing import MediaError
 from hf_bucketing.columns import load_source, load_toml
 from hf_bucketing.columns.settings import SourceConfig
+from hf_bucketing.columns.shares import name_sources
 from hf_bucketing.columns.source_lists import make_sources
 from hf_bucketing.columns.trainer_toml import load_repeats
 from hf_bucketing.settings import build, names_of
@@ -80,9 +83,16 @@ def test_musubi_tuner(folder: Path) -> None:
             "control_column": "control",
             "bucket_frames": [1, 25, 45],
             "clips": "uniform:4",
+            "media_kind": "videos",
+            "name": "clips-videos",
         },
         {"dataset": str(folder / "list.jsonl"), "control_column": "control_path"},
-        {"dataset": str(folder / "clips"), "caption_extension": ".txt"},
+        {
+            "dataset": str(folder / "clips"),
+            "caption_extension": ".txt",
+            "media_kind": "images",
+            "name": "clips-images",
+        },
     ]
     keys = {sentence.partition(" = ")[0] for sentence in ignored}
     assert keys == {
@@ -321,3 +331,49 @@ def test_other_folders_are_one_source(folder: Path, name: str) -> None:
     assert load_repeats(folder / "train") is None
     assert load_repeats(folder / "clips") is None
     assert load_repeats("owner/name") is None
+
+
+def write_live_photo(folder: Path) -> None:
+    """Write a picture, a clip and a caption of one name, as phones export them."""
+    write_media(folder, "IMG_1.mov")
+    Image.new("RGB", (64, 48)).save(folder / "IMG_1.jpg")
+    (folder / "IMG_1.txt").write_text("a live photo")
+
+
+def test_a_folder_that_is_a_source_of_images_and_of_videos_is_divided_between_them(folder: Path) -> None:
+    """musubi-tuner takes files of one kind from each folder; a Live Photo then gives its picture and its clip."""
+    write_live_photo(folder / "clips")
+    text = "[[datasets]]\nvideo_directory = 'clips'\n[[datasets]]\nimage_directory = 'clips'\n"
+    sources, _ = read(folder, text)
+    make_sources({"bucket_tokens": [60]}, [{"dataset": str(folder / "data.toml")}])
+    assert name_sources([(source["dataset"], source["name"]) for source in sources]) == [
+        "clips-videos",
+        "clips-images",
+    ]
+    found = []
+    for source in sources:
+        loaded = load_source(source["dataset"], media_kind=source["media_kind"])
+        assert "of the other kind" in loaded.layout
+        found.append({Path(name).suffix for name in loaded.dataset["file_name"]})
+        row = next(row for row in loaded.dataset if row["file_name"].startswith("IMG_1."))
+        assert row["caption"] == "a live photo"
+    videos, images = found
+    assert ".mov" in videos
+    assert ".jpg" in images
+    assert not videos & images
+    alone, _ = read(folder, "[[datasets]]\nimage_directory = 'clips'\n")
+    assert "media_kind" not in alone[0], "a folder of one source is read whole"
+
+
+def test_a_live_photo_is_refused_with_the_kinds_to_choose_from(folder: Path) -> None:
+    write_live_photo(folder / "clips")
+    with pytest.raises(
+        MediaError, match=r'IMG_1\.jpg and IMG_1\.mov; take one kind .*`media_kind="videos"`'
+    ) as raised:
+        load_source(str(folder / "clips"))
+    assert '`media_kind="images"`' in str(raised.value)
+    shutil.copy(folder / "clips" / "IMG_1.jpg", folder / "clips" / "IMG_1.png")
+    with pytest.raises(MediaError, match=r"IMG_1\.jpg and IMG_1\.mov and IMG_1\.png; rename"):
+        load_source(str(folder / "clips"))
+    with pytest.raises(MediaError, match="is not a folder"):
+        load_source(str(folder / "list.jsonl"), media_kind="images")

@@ -30,12 +30,15 @@ def test_the_last_error_of_a_script_is_kept_without_secrets(error: Exception, ho
     def script(_args: object) -> None:
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hf_abc", "--api_key=xyz"])
+    for flag in ("--bucket_tokens", "--max_tokens", "--token_drop"):
+        parser.add_argument(flag)
+    numbers = ["--bucket_tokens", "60,110", "--max_tokens", "640", "--token_drop=0.5"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hf_abc", "--api_key=xyz", *numbers])
     with pytest.raises((SystemExit, KeyError)):
         run_script(script, lambda: parser)
     assert last_error_file().is_relative_to(home)
     described = describe_environment()
-    assert "train.py --hub_token HIDDEN --api_key=HIDDEN" in described
+    assert f"train.py --hub_token HIDDEN --api_key=HIDDEN {' '.join(numbers)}" in described
     assert "hf_abc" not in described
     assert "xyz" not in described
     assert type(error).__name__ in described

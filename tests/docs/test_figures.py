@@ -41,7 +41,7 @@ GIVEN = {
     "30 % images": "what scripts/benchmarks/benchmark_sampling.py draws",
     "Once they fill 2.5 MB": "limit of `runs/page.py`",
     "whether 24, 48 and 80 GiB hold it": "columns of the page of `hf_bucketing report buckets`",
-    "cut 22.6% of the frames": "an example of a verdict",
+    "cut off 22.6% of the frames": "an example of a verdict",
     "unless it is over 5 %": "`LIMIT` of `report/verdict.py`",
     "more than 5 % of the rows": "`MOST_DROPPED` of `planner/suggestion.py`",
     "in a stack | 12 % | 8 %": "measured on one H100, `MEASURED` of `planner/gpus.py`",

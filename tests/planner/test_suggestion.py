@@ -138,7 +138,7 @@ def test_no_cache_is_planned_for_a_run_that_draws_what_none_can_hold(
 
 
 @pytest.mark.slow
-def test_a_report_of_the_same_rows_says_why_it_recommends_another_way(components: Components) -> None:
+def test_a_report_of_the_same_rows_has_the_figure_that_a_suggestion_ranks_by(components: Components) -> None:
     """Buckets that enlarge images lose nothing of them, but compute more for each of their pixels."""
     rows, table = rows_of((1, 48, 64)), BucketTable.parse("96,128", frames=[1])
     rule = AssignmentRule(max_upscale=2.0)
@@ -150,7 +150,9 @@ def test_a_report_of_the_same_rows_says_why_it_recommends_another_way(components
     report = make_report(SizeColumns(*rows.sizes), table, spec=components.spec, config=config)
     verdict = choose_way(report)
     assert verdict.way == "bucketing"
-    assert "By the time of a kept pixel alone, packs are ahead; hf_bucketing suggest ranks by that" in verdict.reason
+    title, of_buckets, of_packs = verdict.figures[-1]
+    assert title == "time per kept pixel"
+    assert float(of_packs.rstrip("×")) < float(of_buckets.rstrip("×")) == 1
     packs = report.strategies[-1]
     assert packs.kept_pixels == rows.sizes.heights.dot(rows.sizes.widths) * best.kept
 

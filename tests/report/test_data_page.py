@@ -15,10 +15,12 @@ from PIL import Image
 from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.conditions.references import ReferenceRule
+from hf_bucketing.media.write import write_video
 from hf_bucketing.report.data_page import DataRow, data_page, write_rows
 from hf_bucketing.report.page import render_page
 from tests.browser import look_at
 from tests.conftest import run_script_here
+from tests.report.test_page import Parsed, check_complete
 
 BAD = "</script><img src=x onerror=\"document.title='run'\">'\"\u2028\u2029&amp;${1}`"
 
@@ -67,7 +69,8 @@ def test_rows_hold_what_the_model_will_see(tmp_path: Path) -> None:
     wide, broken, small = report(save_images(tmp_path / "images"), tmp_path / "data.html")
     assert wide["texts"]["file"] == ["wide '<b>&.png"]
     assert wide["texts"]["stored"] == ["40×120"]
-    assert wide["texts"]["trained at"] == ["32×64, 66.7% of the area"]
+    assert "read as" not in wide["texts"], "an image is read as it is stored"
+    assert wide["texts"]["trained at"] == ["32×64, keeps 66.7% of the area"]
     assert wide["texts"]["caption"] == [BAD, "second"]
     assert wide["texts"]["reference"] == ["small.png", "wide '<b>&.png"]
     assert wide["filters"] == {"bucket": "32×64", "rejected": "", "source": "", "change": ""}
@@ -103,6 +106,36 @@ def test_videos_show_three_frames_of_their_clip(prepared_dir: Path, tmp_path: Pa
         _, name, width, height = row["pictures"][0]
         assert (height, width) == (int(sizes[row["number"]][1]), 3 * int(sizes[row["number"]][2]) + 8)
         assert Image.open(tmp_path / "data_files" / name).size == (width, height)
+
+
+def test_stored_is_what_the_file_holds_and_not_what_is_read_of_it(tmp_path: Path, pipeline_dir: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    write_video(folder / "a.mp4", np.zeros((30, 32, 64, 3), np.uint8), fps=24)
+    write_video(folder / "b.mp4", np.zeros((30, 32, 64, 3), np.uint8), fps=24)
+    (folder / "a.txt").write_text("a clip")
+    (folder / "b.txt").write_bytes("schön".encode("latin-1"))
+    run_script_here(
+        "prepare_dataset.py",
+        dataset=folder,
+        pretrained_model_name_or_path=pipeline_dir,
+        output_dir=tmp_path / "prepared",
+        buckets="32,32",
+        bucket_frames=9,
+        target_fps=8,
+        on_caption_error="reject",
+    )
+    clip, rejected = report(tmp_path / "prepared", tmp_path / "data.html")
+    assert clip["texts"]["stored"] == rejected["texts"]["stored"] == ["30×32×64 at 24 fps"]
+    assert clip["texts"]["read as"] == ["10×32×64 at 8 fps"]
+    assert clip["texts"]["trained at"] == ["9×32×32, keeps 50.0% of the area, 9 of 10 frames"]
+    assert rejected["texts"]["trained at"] == ["rejected: caption (not UTF-8 text)"]
+    assert "read as" not in rejected["texts"]
+    assert "kept area, mean 50.0%" in Parsed((tmp_path / "data.html").read_text()).text
+    run_script_here("report_buckets.py", tmp_path / "prepared", "--num_processes", 1, "--html", tmp_path / "b.html")
+    page = check_complete((tmp_path / "b.html").read_text())
+    assert "kept area, mean 50.0%" in page.text
+    assert page.tables["Rejected rows by reason"][1][3].startswith("b.mp4 (not UTF-8 text)")
 
 
 def test_limits_spread_rows_and_pictures_and_the_page_says_so(prepared_dir: Path, tmp_path: Path) -> None:
@@ -155,7 +188,7 @@ def test_rows_are_filtered_searched_and_turned_in_a_browser(tmp_path: Path, brow
     rows = many_rows(10_000)
     (tmp_path / "my files").mkdir()
     write_rows(rows, tmp_path / "my files")
-    page = data_page(rows, name="d", folder="my files", num_rows=10_000, changes="")
+    page = data_page(rows, name="d", folder="my files", num_rows=10_000, kept_area=1.0, changes="")
     (tmp_path / "t.html").write_text(render_page(page), encoding="utf-8")
     view = browser.new_page()
     view.goto((tmp_path / "t.html").as_uri())

@@ -15,6 +15,7 @@ from hf_bucketing.report import ReportConfig, SizeColumns, format_report, make_r
 from hf_bucketing.report.compare import StrategyReport
 from hf_bucketing.report.histograms import aspect_histogram, token_histogram
 from hf_bucketing.report.measure import BucketReport, read_subject
+from hf_bucketing.report.text import strategy_cells
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))  # a token is 16 × 16 pixels
 TABLE = BucketTable(sizes=(Size(1, 64, 64), Size(1, 32, 64), Size(9, 32, 32), Size(9, 32, 64)))
@@ -118,7 +119,7 @@ def test_bucketing_computes_real_tokens_alone_and_names_what_it_drops() -> None:
     bucketing = strategies(samples, batch_size=5, num_processes=1)["bucketing"]
     assert (bucketing.kept, bucketing.dropped, bucketing.num_steps) == (5, {"too_short": 1}, 2)
     assert bucketing.real_tokens == bucketing.computed_tokens == 3 * 8 + 2 * 16
-    assert bucketing.cropped_area == pytest.approx(0.125 / 5), (
+    assert bucketing.kept_area == pytest.approx(1 - 0.125 / 5), (
         "40 × 70 pixels become 36.6 × 64, of which 32 rows are kept"
     )
     assert bucketing.max_tokens is None
@@ -146,8 +147,8 @@ def test_own_sizes_lose_the_rounding_alone() -> None:
     result = strategies([(7, 30, 64), (7, 30, 64)], num_processes=1, batch_size=2)
     for name in ("padding", "packing"):
         assert result[name].tokens_per_sample == 2 * 2 * 4, "5 frames of 32 × 64 pixels"
-        assert result[name].cropped_area == pytest.approx(1 - 30 / 32)
-        assert result[name].cropped_frames == pytest.approx(2 / 7)
+        assert result[name].kept_area == pytest.approx(30 / 32)
+        assert result[name].kept_frames == pytest.approx(5 / 7)
     assert result["bucketing"].kept == 0
 
 
@@ -176,7 +177,7 @@ def test_max_area_shrinks_what_padding_and_packing_take() -> None:
     free, bound = (strategies(sizes, num_processes=1, max_area=area)["packing"] for area in ("none", 1_000_000))
     assert free.real_tokens == 63 * 250 + 19 * 19
     assert bound.real_tokens == 32 * 125 + 19 * 19, "500 × 2000 pixels, rounded up to whole tokens"
-    assert bound.cropped_area < 0.06
+    assert bound.kept_area > 0.94
 
 
 def test_too_few_samples_are_reported_and_not_refused() -> None:
@@ -215,8 +216,8 @@ def test_every_sample_is_counted_once(samples, batch_size: int, num_processes: i
             assert 0 < strategy.token_use <= 1
             assert 0 < strategy.step_balance <= 1
             assert 0 < strategy.efficiency <= 1 + 1e-9
-            assert 0 <= strategy.cropped_area < 1
-            assert 0 <= strategy.cropped_frames < 1
+            assert 0 < strategy.kept_area <= 1
+            assert 0 < strategy.kept_frames <= 1
     assert sum(report.aspects.counts["with a bucket"]) == len(samples) - buckets.rejected
     assert sum(report.tokens.counts["at their own size"]) == sum(min(size) > 0 for size in samples)
     json.dumps(report.to_dict(), allow_nan=False)
@@ -273,3 +274,16 @@ def test_every_setting_changes_the_report(change) -> None:
 def test_impossible_reports_are_errors_that_say_why(make, message: str) -> None:
     with pytest.raises(BucketingError, match=message):
         make()
+
+
+def test_the_kept_area_is_one_figure_of_buckets_and_ways() -> None:
+    """Rows that occur twice, and samples that fill no step, change what is trained, and not what a table keeps."""
+    columns = SizeColumns([1, 1, 1], [64, 40, 64], [64, 70, 96])
+    for weights in (None, [1.0, 2.0, 1.0]):
+        report = make_report(columns, TABLE, spec=SPEC, config=TWO, weights=weights)
+        kept = {row.row: row.kept_area for row in report.random_samples}
+        assert kept == pytest.approx({0: 1, 1: 0.875, 2: 0.75})
+        assert report.buckets.kept_area == report.strategies[1].kept_area == pytest.approx(2.625 / 3)
+        assert report.buckets.buckets[1].kept_area == pytest.approx((kept[1] + kept[2]) / 2)
+        area = next(line for line in strategy_cells(report) if line[0] == "kept area, mean")
+        assert f"kept area {area[2]} (mean)" in format_report(report)

@@ -23,11 +23,17 @@ from tests.conftest import run_script_here
 from tests.report.test_report import SAMPLES, SPEC, TABLE, TWO
 
 TEXT = """\
-Bucket these: buckets drop 5 samples and cut 4.2% of the frames and 8.3% of the area, packs drop 3 samples and cut
-0.4% of the frames and 5.2% of the area. A sample costs 16.47 times as much in packs, and a kept pixel of its file
-10.99 times; useful work is 11.2% of that, in buckets 95.8%.
-Rule: buckets and packs each lose a share of the samples, of the area, of the frames, and of the processes' time (to
-padding and waiting). The share that differs most decides; packs have to lose over 5% less.
+Train these in buckets: packs would spend 88.8% of the time on padding and waiting, buckets 4.2%.
+                     buckets   packs
+samples dropped            5       3
+kept area, mean        91.7%   95.1%
+kept frames, mean      95.8%   99.6%
+useful work            95.8%   11.2%
+time per sample        1.00×  16.47×
+time per kept pixel    1.00×  10.99×
+How it is decided: buckets and packs each lose a share of the samples, of the area, of the frames, and of the
+processes' time (what is not useful work: padding and waiting). The share that differs most decides; packs have to
+lose over 5% less.
 
 17 samples: 12 in 3 of 4 buckets, 5 rejected
 rejected by reason: aspect 1, too_short 1, too_small 1, unreadable 1, empty 1

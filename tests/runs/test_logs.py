@@ -22,7 +22,7 @@ def test_half_a_line_of_a_run_that_still_trains_is_not_read(tmp_path: Path) -> N
         log = run / "logs" / f"{name}.jsonl"
         log.write_text(log.read_text()[:-5])
     page = check_complete(render_page(run_page([run])))
-    assert page.tables["Runs"][1][3] == f"{STEPS - 1}"
+    assert ["steps", f"{STEPS - 1}"] in page.tables["Runs"]
 
 
 def test_logs_without_samples_and_times_are_named(tmp_path: Path) -> None:

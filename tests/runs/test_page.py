@@ -38,6 +38,7 @@ def write_run(folder: Path, *, pack: bool = False, streamed: bool = False) -> Pa
                 "repeated": 0,
                 "consumed": 0,
                 "dropped": {},
+                "kept_area": 0.875,
             }
             log.write_plan(0, {"num_processes": 2, **counts})
         for step in range(STEPS):
@@ -81,9 +82,14 @@ def test_the_page_shows_what_the_logs_hold(tmp_path: Path) -> None:
     log.close()
     assert log.state_dict()["resumes"] == 1
     page = check_complete(render_page(run_page([bucket, pack])))
-    runs = {row[0]: row for row in page.tables["Runs"][1:]}
-    assert runs["bucket"][1:5] == ["bucket", "2", f"{STEPS}", f"{2 * STEPS}"]
-    assert runs["pack"][6:8] == [f"{4 - 0.15 / 2:.4f}", f"{4 - 0.15 * (STEPS - 1.5):.4f}"]
+    head, *figures = page.tables["Runs"]
+    assert head == ["", "bucket", "pack"]
+    of_runs = {title: values for title, *values in figures}
+    assert of_runs["batching"] == ["bucket", "pack"]
+    assert [of_runs[name] for name in ("processes", "steps", "samples")] == [["2"] * 2, ["24"] * 2, ["48"] * 2]
+    assert of_runs["loss, first tenth"][1] == f"{4 - 0.15 / 2:.4f}"
+    assert of_runs["loss, last tenth"][1] == f"{4 - 0.15 * (STEPS - 1.5):.4f}"
+    assert of_runs["kept area, mean"] == ["87.5%", "87.5%"]
     assert {row[1] for row in page.tables["Checks"][1:]} == {"holds"}
     buckets = {int(row[1]): row for row in page.tables["bucket: loss by bucket in numbers"][1:]}
     assert {bucket: row[0] for bucket, row in buckets.items()} == {0: "64×64", 1: "9×32×48"}
@@ -168,6 +174,32 @@ def test_the_page_of_two_runs_is_whole_in_a_browser(tmp_path: Path, browser) -> 
     assert f"Page: {page}" in run_script_here("report_training.py", *runs, "--html", page).stdout
     assert page.stat().st_size < 3_000_000
     assert not any(look_at(browser, page.as_uri()))
+
+
+@pytest.mark.slow
+def test_no_column_of_the_page_is_cut_on_a_laptop(tmp_path: Path, browser) -> None:
+    """As four runs on GPUs have it, with TFLOP/s and names of models in their settings."""
+    runs = []
+    for number in range(4):
+        folder = write_run(tmp_path / f"wan-lora-16-packs-{number}", pack=number % 2 == 1)
+        log = folder / "logs" / "losses.jsonl"
+        rates = {"model_tflops": 312.5, "mfu": 0.31, "hardware_tflops": 401.25, "hfu": 0.41}
+        lines = [json.loads(line) | rates for line in log.read_text().splitlines()]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        settings = json.loads((folder / SETTINGS).read_text())
+        model = {"pretrained_model_name_or_path": f"Wan-AI/Wan2.1-T2V-1.3B-Diffusers-{number}"}
+        (folder / SETTINGS).write_text(json.dumps({**settings, **model}))
+        runs.append(folder)
+    page = tmp_path / "run.html"
+    page.write_text(render_page(run_page(runs)), encoding="utf-8")
+    view = browser.new_page(viewport={"width": 1280, "height": 900})
+    view.goto(page.as_uri())
+    view.evaluate("() => document.querySelectorAll('details').forEach(details => { details.open = true })")
+    cut = view.eval_on_selector_all(
+        ".scroll", "tables => tables.filter(one => one.scrollWidth > one.clientWidth).map(one => one.ariaLabel)"
+    )
+    view.close()
+    assert cut == []
 
 
 def test_references_of_a_prompt_stand_before_its_renderings(tmp_path: Path) -> None:

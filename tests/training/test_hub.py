@@ -230,7 +230,7 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
         result = launch(TRAINING_SCRIPT, *arguments, num_processes=2, forked=False)  # the hub's address is read once
         assert f"Uploaded to {reached.endpoint}/{repository}" in result.stderr
     files = reached.files[repository]
-    renders = {f"validation/step-8/5x32x48-{words}.mp4" for words in ("a-red-circle", "blue")}
+    renders = {f"validation/step-10/5x32x48-{words}.mp4" for words in ("a-red-circle", "blue")}
     card_files = {"README.md", "loss.png", *renders}
     if adapters:
         assert files.keys() == {LORA_WEIGHTS, COMFYUI_WEIGHTS, *card_files}

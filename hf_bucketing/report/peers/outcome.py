@@ -33,8 +33,8 @@ class PeerReport:
             dropped.
         skipped (mapping of `str` to `int`): All other rows, by reason.
         samples (`int`): Samples that they give; a row may give several.
-        cropped_area (`float`): Mean over samples of the share of the resized frame that the crop removes.
-        cropped_frames (`float`): Mean over kept rows of the share of their frames that no sample shows.
+        kept_area (`float`): Mean kept area of the samples: the share of the resized frame that the crop leaves.
+        kept_frames (`float`): Mean over kept rows of the share of their frames that a sample shows.
         enlarged (`int`): Samples whose sides are scaled up.
         stretched (`int`): Samples whose aspect ratio the resize changes by more than 1 %; more than rounding does.
         retimed (`int`): Samples whose frames are spread over another duration than they had.
@@ -50,8 +50,8 @@ class PeerReport:
     kept: int
     skipped: Mapping[str, int]
     samples: int
-    cropped_area: float
-    cropped_frames: float
+    kept_area: float
+    kept_frames: float
     enlarged: int
     stretched: int
     retimed: int
@@ -98,8 +98,8 @@ def _project_ways(report: Report) -> list[PeerReport]:
                 kept=kept,
                 skipped=skipped,
                 samples=kept,
-                cropped_area=way.cropped_area,
-                cropped_frames=way.cropped_frames,
+                kept_area=way.kept_area,
+                kept_frames=way.kept_frames,
                 enlarged=sum(bucket.enlarged for bucket in report.buckets.buckets) if way.name == "bucketing" else 0,
                 stretched=0,
                 retimed=0,
@@ -130,8 +130,8 @@ def _measure_peer(name: str, peer: Peer, sizes: Sizes, unreadable: int, report: 
         kept=int(np.count_nonzero(used)),
         skipped={**({"unreadable": unreadable} if unreadable else {}), **skipped},
         samples=int(views.clips.sum()),
-        cropped_area=1 - _mean(np.minimum(kept_area, 1), views.clips),
-        cropped_frames=1 - _mean((used_frames / sizes.frames)[used]),
+        kept_area=_mean(np.minimum(kept_area, 1), views.clips),
+        kept_frames=_mean((used_frames / sizes.frames)[used]),
         enlarged=_count(np.maximum(down, across) > 1, views),
         stretched=_count(np.abs(np.log(across / down)) > _STRETCHED, views),
         retimed=_count(views.retimed, views),
@@ -173,7 +173,7 @@ def describe_peers(peers: Sequence[PeerReport]) -> str:
 def peer_cells(peers: Sequence[PeerReport]) -> list[tuple[str, ...]]:
     """Return a table of trainers, its titles first."""
     head = (
-        "trainer", "rows", "skipped", "samples", "area cropped", "frames cut", "enlarged", "stretched", "retimed",
+        "trainer", "rows", "skipped", "samples", "kept area", "kept frames", "enlarged", "stretched", "retimed",
         "tokens", "batches", "dropped", "repeated",
     )  # fmt: skip
     rows = [
@@ -182,8 +182,8 @@ def peer_cells(peers: Sequence[PeerReport]) -> list[tuple[str, ...]]:
             f"{peer.kept:,}",
             f"{sum(peer.skipped.values()):,}",
             f"{peer.samples:,}",
-            percent(peer.cropped_area),
-            percent(peer.cropped_frames),
+            percent(peer.kept_area),
+            percent(peer.kept_frames),
             f"{peer.enlarged:,}",
             f"{peer.stretched:,}",
             f"{peer.retimed:,}",

@@ -33,8 +33,8 @@ def compare(rows: list[tuple[int, int, int]], peer: Peer, **config: int) -> list
 def test_each_measure_is_that_of_a_case_computed_by_hand() -> None:
     bucketing, packing, peer = compare(ROWS, DiffusersExamples(resolution=64))
     assert (peer.kept, peer.samples, peer.skipped) == (3, 3, {"unreadable": 2, "videos": 2})
-    assert peer.cropped_area == pytest.approx(0.5 / 3), "a half of the first image"
-    assert (peer.cropped_frames, peer.enlarged, peer.stretched, peer.retimed) == (0, 1, 0, 0)
+    assert peer.kept_area == pytest.approx(1 - 0.5 / 3), "a half of the first image"
+    assert (peer.kept_frames, peer.enlarged, peer.stretched, peer.retimed) == (1, 1, 0, 0)
     assert (peer.tokens_per_sample, peer.batches, peer.dropped, peer.repeated) == (16, 1, 1, 0)
     assert "resolution=64" in peer.rule
     assert (bucketing.name, bucketing.kept, bucketing.enlarged) == ("here, bucketing", 4, 0)
@@ -47,15 +47,15 @@ def test_samples_and_not_rows_are_counted_where_a_row_gives_several() -> None:
     folder = Folder(resolution=(64, 64), target_frames=(5, 9), frame_extraction="chunk")
     *_, peer = compare([(9, 64, 64), (20, 128, 256)], MusubiTuner(images=None, videos=folder))
     assert (peer.kept, peer.samples) == (2, 1 + 1 + 4 + 2)
-    assert peer.cropped_frames == pytest.approx(0), "all of both, by their clips of 9 and of 5"
-    assert peer.cropped_area == pytest.approx(6 / 8 * 16 / 96), "48×96 is cropped to 48×80 in six samples"
+    assert peer.kept_frames == pytest.approx(1), "all of both, by their clips of 9 and of 5"
+    assert peer.kept_area == pytest.approx(1 - 6 / 8 * 16 / 96), "48×96 is cropped to 48×80 in six samples"
     assert peer.tokens_per_sample == pytest.approx((16 * (2 + 3) + 15 * (4 * 2 + 2 * 3)) / 8)
     assert (peer.batches, peer.dropped) == (5, 0)
 
 
 def test_videos_at_another_speed_and_stretched_frames_are_counted() -> None:
     *_, peer = compare(ROWS, AIToolkit(resolution=64, num_frames=9, step=16))
-    assert (peer.kept, peer.retimed, peer.cropped_frames) == (5, 1, 0)
+    assert (peer.kept, peer.retimed, peer.kept_frames) == (5, 1, 1)
     *_, peer = compare([(1, 700, 720), (1, 300, 300)], SimpleTuner(megapixels=0.5, num_frames=9))
     assert (peer.stretched, peer.enlarged) == (1, 2), "both get 768×768, which 700×720 does not cover"
 
