@@ -1,4 +1,4 @@
-r"""Print how much of the samples token ladders of different steps keep, and how many buckets they take.
+r"""Print the kept area of token ladders of different steps, that of all reports, and how many buckets they take.
 
 The last line tells what NovelAI's buckets keep.
 

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 
 from hf_bucketing import BucketingError, LatentSpec
 from hf_bucketing.columns import PreparedDataset
+from hf_bucketing.commands.report_data import kept_of
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of, review_run
@@ -37,6 +38,7 @@ def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir,
         assert epoch.steps == (plan["num_steps"],) * 2
         if "bucket" in flags:
             assert epoch.mixed_steps == plan["num_mixed_steps"]
+            assert plan["kept_area"] == kept_of(PreparedDataset.load(prepared_dir)), "the figure of the page of data"
     assert review_run(Logs(tmp_path / "out"), min_fall=-1).passed
     assert len(losses_of(tmp_path / "out")) == sum(plan["num_steps"] for plan in plans.values())
     check_stock_diffusers_samples(tmp_path / "out", tmp_path / "clip.mp4")
