@@ -213,6 +213,8 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     try:
         # Files of safetensors are mapped: no value is read yet.
         state = _read_gguf(file, values=values) if is_gguf(file) else load_file(file)
+    except BucketingError:
+        raise
     except ImportError as error:
         raise BucketingError(f'{file} needs the package gguf: pip install "hf_bucketing[gguf]".') from error
     except (SafetensorError, ValueError, IndexError, KeyError, OverflowError) as error:
