@@ -131,12 +131,7 @@ def load_pipeline(
             if quantized:
                 options["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=quantized)
             pipeline = pipeline_class.from_pretrained(name_or_path, **options)
-    for name, component in pipeline.components.items():
-        if isinstance(component, torch.nn.Module):
-            component.requires_grad_(name in trained and not loading.is_quantized)
-    if loading.quantization is not None:
-        for name in trained:
-            _release_mapped_files(getattr(pipeline, name))
+    _freeze(pipeline, trained=trained, loading=loading)
     vae = getattr(pipeline, "vae", None)
     if loading.vae_tiling and vae is not None:
         tile(vae, name_or_path)
@@ -163,6 +158,16 @@ def _read_from_file(
             quantization=loading.quantization if is_trained else None,
         )
     return {file.component: transformer}
+
+
+def _freeze(pipeline: Any, *, trained: Sequence[str], loading: Loading) -> None:
+    """Freeze all models of a pipeline but those to train; the latter too where they are quantised."""
+    for name, component in pipeline.components.items():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(name in trained and not loading.is_quantized)
+    if loading.quantization is not None:
+        for name in trained:
+            _release_mapped_files(getattr(pipeline, name))
 
 
 def _cast_latents(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

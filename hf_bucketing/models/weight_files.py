@@ -117,8 +117,8 @@ def check_weights_can_train(weights: FileWeights | None, *, adapters: bool) -> N
 def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.dtype, quantization: Any = None) -> Any:
     """Load a transformer from a file, as its `from_pretrained` would from the same weights.
 
-    Weights of float8 become those of `dtype`, each multiplied by its scale in float32. Those of GGUF stay as they are in
-    the linear layers of the blocks, and are dequantised elsewhere.
+    Weights of float8 become those of `dtype`, each multiplied by its scale in float32. Those of GGUF stay as they are
+    in the linear layers of the blocks, and are dequantised elsewhere.
 
     Args:
         file (`str`): File of safetensors, or GGUF.
@@ -213,6 +213,8 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     try:
         # Files of safetensors are mapped: no value is read yet.
         state = _read_gguf(file, values=values) if is_gguf(file) else load_file(file)
+    except BucketingError:
+        raise
     except ImportError as error:
         raise BucketingError(f'{file} needs the package gguf: pip install "hf_bucketing[gguf]".') from error
     except (SafetensorError, ValueError, IndexError, KeyError, OverflowError) as error:
