@@ -10,14 +10,14 @@ import pytest
 
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.source_lists import settings_of_sources, sources_from
-from hf_bucketing.command_line.config_file import read_config_file, write_config
+from hf_bucketing.command_line.config_file import PRESETS, read_config_file, write_config
 from hf_bucketing.commands import prepare
 from hf_bucketing.commands.script_settings import settings_kept
 from hf_bucketing.configuration.prepared import check_same_settings
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import settings_to_repeat
-from tests.conftest import ROOT, run_script_here
+from tests.conftest import run_script_here
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_every_script_that_reads_a_folder_refuses_a_file_of_other_settings(
 
 
 def test_every_preset_fits_a_folder_that_was_prepared_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    presets = sorted((ROOT / "configs").glob("*/*.yaml"))
+    presets = sorted(PRESETS.glob("*/*.yaml"))
     assert presets
     monkeypatch.chdir(tmp_path)
     parser = prepare.make_parser()
