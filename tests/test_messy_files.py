@@ -46,6 +46,7 @@ def command(folder: Path, text: str, *, check: bool = True) -> subprocess.Comple
     return run_forked(["-m", "hf_bucketing", *text.split()], [env], cwd=folder, check=check)
 
 
+@pytest.mark.slow
 def test_there_are_twenty_files(messy: Path) -> None:
     assert (
         len([path for path in (messy / "clips").iterdir() if path.suffix != ".txt"]) == 20 == len(GOOD) + len(FAULTY)

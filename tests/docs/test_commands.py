@@ -16,7 +16,6 @@ from hf_bucketing.columns.source_lists import sources_from
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.commands.script_settings import settings_of_scripts
 from hf_bucketing.commands.table import COMMANDS
-from tests.conftest import ROOT
 from tests.docs.pages import PAGES, call_of, run_call
 
 OTHER_FLAGS = {
@@ -71,7 +70,6 @@ def files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
             if name:
                 files[name[1]] = tmp_path / name[1]
                 files[name[1]].write_text(block)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     for folder in ("trained", "suggested/1"):  # as a run and a suggestion leave it
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.yaml").write_text(files["run.yaml"].read_text() + CACHED)
