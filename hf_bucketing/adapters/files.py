@@ -375,7 +375,8 @@ def base_name(name_or_path: str, transformer_file: str | None = None) -> str:
         >>> base_name("Wan-AI/Wan2.1-T2V-14B-Diffusers", "models/wan2.1_t2v_14B_fp8_scaled.safetensors")
         'Wan-AI/Wan2.1-T2V-14B-Diffusers with wan2.1_t2v_14B_fp8_scaled.safetensors'
     """
-    pipeline = Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
+    is_folder = bool(name_or_path) and Path(name_or_path).exists()
+    pipeline = Path(name_or_path).resolve().name if is_folder else name_or_path
     return pipeline if transformer_file is None else f"{pipeline} with {Path(transformer_file).name}"
 
 

@@ -289,11 +289,11 @@ def save_lora(
     weights = {name: gather(value.detach()) for name, value in adapters_of(transformer).items()}
     if not PartialState().is_main_process:
         return
-    config, base = transformer.peft_config[ADAPTER], base_name(pipeline.name_or_path, transformer_file)
+    config, source = transformer.peft_config[ADAPTER], _source_of(pipeline)
+    base = base_name(source, transformer_file)
     with complete_parts(folder) as partial:
         if config.peft_type != "LORA":
-            base_model = pipeline.name_or_path if transformer_file is None else base
-            write_peft(Path(partial), weights, config, base_model=base_model)
+            write_peft(Path(partial), weights, config, base_model=source if transformer_file is None else base)
         elif lora_format != "comfyui":
             adapters = Adapters(path=Path(partial) / LORA_WEIGHTS, weights=weights, alpha=config.lora_alpha)
             write_diffusers(type(pipeline), adapters, replace(config, base_model_name_or_path=base))
@@ -305,3 +305,9 @@ def save_lora(
         written = {file.name for file in Path(partial).iterdir()}
     for file in set(ADAPTER_FILES) - written:  # what an earlier run left is another adapter
         (Path(folder) / file).unlink(missing_ok=True)
+
+
+def _source_of(pipeline: Any) -> str:
+    """Return where a pipeline was loaded from, also a modular one, which names it otherwise; `""` for a new one."""
+    names = (getattr(pipeline, name, None) for name in ("name_or_path", "_pretrained_model_name_or_path"))
+    return next((str(name) for name in names if name), "")
