@@ -12,6 +12,9 @@ from .assignment import has_bucket
 from .open_table import OpenTable
 from .table import BucketTable
 
+_BLOCK = 1 << 20
+"""Rows that are computed together: targets of all rows would take gigabytes of a large data set."""
+
 
 def kept_area(
     heights: npt.ArrayLike, widths: npt.ArrayLike, *, target_heights: npt.ArrayLike, target_widths: npt.ArrayLike
@@ -47,11 +50,15 @@ def mean_kept_area(
         heights (array of `int`, shape `(n,)`): Heights of the rows in pixels.
         widths (array of `int`, shape `(n,)`): Widths of the rows in pixels.
     """
-    ids = np.asarray(bucket_ids, np.int64)
-    rows = np.flatnonzero(has_bucket(ids))
-    if not len(rows):
-        return math.nan
-    used, places = np.unique(ids[rows], return_inverse=True)
-    targets: IntArray = np.array([table.size(bucket) for bucket in used.tolist()], np.int64)[places]
-    sides = (np.asarray(side)[rows] for side in (heights, widths))
-    return float(kept_area(*sides, target_heights=targets[:, 1], target_widths=targets[:, 2]).mean())
+    columns = [np.asarray(column) for column in (bucket_ids, heights, widths)]
+    total, count = 0.0, 0
+    for start in range(0, len(columns[0]), _BLOCK):
+        block = [column[start : start + _BLOCK] for column in columns]
+        ids, *sides = (column[has_bucket(block[0])] for column in block)
+        if not len(ids):
+            continue
+        used, places = np.unique(ids, return_inverse=True)
+        targets: IntArray = np.array([table.size(bucket) for bucket in used.tolist()], np.int64)[places]
+        total += float(kept_area(*sides, target_heights=targets[:, 1], target_widths=targets[:, 2]).sum())
+        count += len(ids)
+    return total / count if count else math.nan

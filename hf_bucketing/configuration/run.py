@@ -59,7 +59,7 @@ class RunConfig:
         transformer_file (`str`, *optional*): File with the weights of that transformer, of safetensors or GGUF, with
             diffusers' names, the original ones or those of ComfyUI; by default they are those of the pipeline. Its
             configurations and its other parts come from the pipeline all the same. Weights of float8 are dequantised
-            when they are loaded, GGUF stays as it is and needs LoRA.
+            when they are loaded; GGUF stays packed, so that LoRA alone trains on it.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default those of cached texts, or else the
             pipeline's own number.
         trust_cache (`bool`): Whether a cache is trained although it seems to be of another model, or does not say of

@@ -27,3 +27,11 @@ def test_the_mean_is_over_rows_with_a_bucket_in_tables_and_at_own_sizes() -> Non
     shares = [float(kept_area(*side, target_heights=size.height, target_widths=size.width))
               for side, size in zip(zip(*sides.values(), strict=True), sizes, strict=True)]  # fmt: skip
     assert mean_kept_area(own, ids, **sides) == pytest.approx(sum(shares) / 3)
+
+
+def test_the_mean_does_not_depend_on_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = BucketTable(sizes=(Size(1, 64, 64), Size(1, 64, 96)))
+    ids, heights, widths = [0, -1, 1, 0, -1, -1, 1], [64, 1, 64, 100, 1, 1, 80], [128, 1, 96, 200, 1, 1, 80]
+    whole = mean_kept_area(table, ids, heights=heights, widths=widths)
+    monkeypatch.setattr("hf_bucketing.buckets.kept._BLOCK", 2)
+    assert mean_kept_area(table, ids, heights=heights, widths=widths) == pytest.approx(whole, rel=1e-12)

@@ -65,7 +65,8 @@ def choose_backend(
     In half precision on CUDA devices it is FlashAttention 4 where it is installed and the device is a Hopper or newer
     one; else there `"segments"`, whose SDPA takes cuDNN, where each of its calls computes enough; else a kernel of
     variable lengths. Where segments have two spans of keys, `"flex"` takes their place, which would copy keys for each
-    segment. Elsewhere, and for very short segments, it is `"segments"`.
+    segment. Elsewhere, and for very short segments, it is `"segments"`; a graph of `torch.compile` that holds
+    FlashAttention 4 takes it for all segments.
     """
     dropout = options is not None and options.dropout > 0
     kind = Segments() if segments is None else Segments.of(segments, width=query.shape[-2] * query.shape[-1])
