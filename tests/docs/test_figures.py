@@ -35,7 +35,7 @@ GIVEN = {
     "for one 24 GB card": "the memory of the GPU that a recipe is for",
     "One 24 GB card": "the memory of the GPU that the page is for",
     "| 16 GB | 24 GB | 80 GB | preset": "the memory of GPUs",
-    "some 6 GB with CUDA": "seen once: torch 2.11 for CUDA 13 and its libraries, 4.5 GB, and all else, 1.1 GB",
+    "some 6 GB with CUDA": "seen once: torch 2.11 for CUDA 13 and its libraries, 4.5 GB, and all else, some 1.5 GB",
     "a constant of 1 GiB": "what `planner/` adds to each plan",
     "at most 60 seconds": "setting of scripts/benchmarks/benchmark_lengths.py",
     "30 % images": "what scripts/benchmarks/benchmark_sampling.py draws",
