@@ -10,6 +10,9 @@ GGUF = ".gguf"
 WEIGHT_FILES = (".safetensors", GGUF)
 """Ends of the names of files of weights."""
 
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Precisions as files of safetensors name them, and as torch does."""
+
 
 def is_weight_file(name_or_path: str) -> bool:
     """Return whether a name is that of a file of weights, and not of a pipeline.

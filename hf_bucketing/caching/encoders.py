@@ -10,7 +10,7 @@ import hashlib
 import json
 import posixpath
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
+from ..formats import DTYPES
 from .fingerprints import Encoder
 
 _WEIGHTS = (
@@ -89,7 +90,7 @@ def describe_encoders(encoder: Encoder) -> dict[str, Any]:
         "latents": {
             "rule": encoder.latents_rule(),
             "media_rule": encoder.media_rule,
-            "models": {name: _describe_model(index[name]) for name in media},
+            "models": {name: _describe_model(index[name], encoder.file_weights(name)) for name in media},
         },
         "texts": {
             "rule": encoder.text_rule(),
@@ -137,14 +138,15 @@ def differences(cached: Mapping[str, Any], running: Mapping[str, Any], *, texts:
     return listed
 
 
-def _describe_model(component: Component) -> dict[str, Any]:
+def _describe_model(component: Component, file_weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+    """Describe a model of the weights in its place, or of those that come from a file of their own."""
     config = _file_of(component, "config.json")
     return {
         "place": posixpath.join(component.name_or_path, component.subfolder),
         "library": component.library,
         "class_name": component.class_name,
         "config": None if config is None else json.loads(config.read_text(encoding="utf-8")),
-        "weights": _describe_weights(component),
+        "weights": _describe_weights(component) if file_weights is None else _describe_state(file_weights),
     }
 
 
@@ -168,15 +170,26 @@ def _describe_weights(component: Component) -> dict[str, Any] | None:
         if len(files) < len(names):
             continue
         try:
-            return _describe_tensors(files) if name.endswith(".safetensors") else _describe_bytes(files)
+            if name.endswith(".safetensors"):
+                return _describe_tensors(tensor for file in files for tensor in _read_tensors(file))
+            return _describe_bytes(files)
         except (OSError, SafetensorError):  # the run loads none of them
             return None
     return None
 
 
-def _describe_tensors(files: Sequence[Path]) -> dict[str, Any]:
-    """Describe the tensors of files of safetensors, however they are divided among them."""
-    tensors = sorted((tensor for file in files for tensor in _read_tensors(file)), key=lambda tensor: tensor.name)
+def _describe_state(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Describe weights as those of a folder that holds the same."""
+    names = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
+    middles = {name: value[len(value) // 2 :][:1] if value.ndim else value for name, value in state.items()}
+    return _describe_tensors(
+        _Tensor(name, list(value.shape), names[value.dtype], _some_of(middles[name])) for name, value in state.items()
+    )
+
+
+def _describe_tensors(described: Iterable[_Tensor]) -> dict[str, Any]:
+    """Describe tensors, however they are divided among files."""
+    tensors = sorted(described, key=lambda tensor: tensor.name)
     shapes, digest = hashlib.sha256(), hashlib.sha256()
     for tensor in tensors:
         shapes.update(f"{tensor.name} {tensor.shape}".encode())
@@ -206,8 +219,12 @@ def _read_tensors(file: Path) -> Iterator[_Tensor]:
             part = opened.get_slice(name)
             shape = part.get_shape()
             middle = part[shape[0] // 2 : shape[0] // 2 + 1] if shape else opened.get_tensor(name)
-            numbers = middle.flatten()[:_NUMBERS].to(torch.float32).numpy()
-            yield _Tensor(name, shape, part.get_dtype(), numbers)
+            yield _Tensor(name, shape, part.get_dtype(), _some_of(middle))
+
+
+def _some_of(middle: torch.Tensor) -> np.ndarray:
+    """Return the first numbers of the middle of a tensor in float32."""
+    return middle.flatten()[:_NUMBERS].to(torch.float32).numpy()
 
 
 def _describe_bytes(files: Sequence[Path]) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class Encoder(Protocol):
     def components(self) -> Mapping[str, Any]:
         """Components of the pipeline by name, each a `Component` of caching/encoders.py."""
 
+    def file_weights(self, component: str) -> Mapping[str, torch.Tensor] | None:
+        """Return the weights of a component that come from a file of their own, by their names; None if none do."""
+
     def latents_rule(self) -> str:
         """Return a name of the way in which media is encoded, beside what the models and `media_rule` say."""
 

@@ -39,6 +39,7 @@ PATHS = frozenset(
         "init_from_adapters",
         "frozen_adapters",
         "transformer_file",
+        "vae_file",
         "cost_model",
         "validation_images",
         "validation_references",

@@ -41,6 +41,9 @@ def make_parser() -> FlagParser:
         help="Pipeline whose VAE and text encoder encode, on the hub or in a folder.",
     )
     parser.add_argument(
+        "--vae_file", help="File with the weights of the VAE, as in training (default: those of the pipeline)."
+    )
+    parser.add_argument(
         "--cache_dir",
         required=True,
         help="Folder of the entries, or a URL such as s3://bucket/cache; one that holds entries is completed.",
@@ -134,7 +137,12 @@ def _load(args: argparse.Namespace, prepared: PreparedDataset, recipe: type[Reci
         args.pretrained_model_name_or_path,
         max_sequence_length=args.max_sequence_length,
         trained=recipe.transformer_for(prepared.shown),
-        loading=Loading(parts=parts, dtype=getattr(torch, DTYPES[args.mixed_precision]), vae_tiling=args.vae_tiling),
+        loading=Loading(
+            parts=parts,
+            dtype=getattr(torch, DTYPES[args.mixed_precision]),
+            vae_file=args.vae_file,
+            vae_tiling=args.vae_tiling,
+        ),
         audio=prepared.audio is not None,
     )
 

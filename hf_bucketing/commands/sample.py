@@ -164,6 +164,9 @@ def _add_loading(parser: FlagParser) -> None:
         help="File with the weights of the transformer, as in training (default: those of the pipeline).",
     )
     parser.add_argument(
+        "--vae_file", help="File with the weights of the VAE, as in training (default: those of the pipeline)."
+    )
+    parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
         default="float32",
@@ -211,7 +214,9 @@ def main(args: argparse.Namespace) -> None:
     arguments |= recipe.sound_arguments(args.fps) if args.with_audio else {}
     arguments |= guidance_of(args, parameters, pipeline_class.__name__)
     arguments |= length_of(args, parameters, pipeline_class.__name__)
-    loading = Loading(dtype=getattr(torch, DTYPES[args.dtype]), transformer_file=transformer_file_of(args))
+    loading = Loading(
+        dtype=getattr(torch, DTYPES[args.dtype]), transformer_file=transformer_file_of(args), vae_file=args.vae_file
+    )
     pipeline = load_pipeline(pipeline_class, args.pipeline, trained=(), loading=loading, replaced={}, blocks=blocks)
     load_adapters(pipeline, args.adapter, trained=args.trained_component)
     if args.vae_tiling:

@@ -82,8 +82,8 @@ def check_weights(saved: Mapping[str, str], present: Mapping[str, str], *, sourc
         listed = "; ".join(f"{name} had fingerprint {was} and has {now}" for name, was, now in differences)
         raise BucketingError(
             f"The run began with other weights than those of {source}: {listed}. Give the pipeline that it began with "
-            "(--pretrained_model_name_or_path, and --transformer_file if it had one), or start a new run in another "
-            "--output_dir (--init_from_adapters starts from the adapters of this one)."
+            "(--pretrained_model_name_or_path, and --transformer_file and --vae_file if it had any), or start a new "
+            "run in another --output_dir (--init_from_adapters starts from the adapters of this one)."
         )
 
 

@@ -60,6 +60,8 @@ class RunConfig:
             diffusers' names, the original ones or those of ComfyUI; by default they are those of the pipeline. Its
             configurations and its other parts come from the pipeline all the same. Weights of float8 are dequantised
             when they are loaded; GGUF stays packed, so that LoRA alone trains on it.
+        vae_file (`str`, *optional*): File of safetensors with the weights of the VAE, named as that of the transformer
+            may be; by default they are those of the pipeline. A cache is compared with it.
         max_sequence_length (`int`, *optional*): Text tokens per caption; by default those of cached texts, or else the
             pipeline's own number.
         trust_cache (`bool`): Whether a cache is trained although it seems to be of another model, or does not say of
@@ -97,6 +99,7 @@ class RunConfig:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = setting(None, on_resume="equal", common=True)
     trained_component: TrainedComponent = setting("transformer", on_resume="equal")
     transformer_file: str | None = setting(None, on_resume="weights")
+    vae_file: str | None = setting(None, on_resume="weights", planned=False)
     max_sequence_length: int | None = setting(None, on_resume="equal", left_open=None)
     trust_cache: bool = setting(False, on_resume="free", planned=False)
     ema_decay: float | None = setting(None, on_resume="equal")

@@ -16,10 +16,10 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..errors import BucketingError
-from ..formats import is_gguf
+from ..formats import DTYPES, is_gguf
 from ..hub import from_hub
 from .index import read_index, read_json
-from .weight_files import TransformerFile, load_transformer
+from .weight_files import TransformerFile, load_transformer, load_vae
 
 ModelPart: TypeAlias = Literal["trained", "transformers", "text_encoders", "vae"]
 """A part of a pipeline: the transformers to train, its other transformers, its text encoders, or what encodes media.
@@ -29,9 +29,6 @@ image encoder where there is one, and what makes sound.
 """
 
 MODEL_PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
-
-_SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Precisions as files of safetensors name them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +44,7 @@ class Loading:
         quantization (any, *optional*): Quantisation of these transformers, one of diffusers' configurations.
         transformer_file ([`TransformerFile`][hf_bucketing.models.weight_files.TransformerFile], *optional*): File with
             the weights of one transformer, in place of those of the pipeline.
+        vae_file (`str`, *optional*): File with the weights of the VAE, in place of those of the pipeline.
         empty (`bool`): Whether the transformers to train are built without weights, on the meta device, as another
             process sends them.
         vae_tiling (`bool`): Whether the VAE works sample by sample and tile by tile, which takes less memory and
@@ -58,6 +56,7 @@ class Loading:
     trained_dtype: torch.dtype = torch.float32
     quantization: Any = None
     transformer_file: TransformerFile | None = None
+    vae_file: str | None = None
     empty: bool = False
     vae_tiling: bool = False
 
@@ -111,7 +110,7 @@ def load_pipeline(
     omitted = {name for name in index.components if not _is_loaded(name, trained, loading)}
     replaced = {
         **replaced,
-        **_read_from_file(name_or_path, trained=trained, loading=loading, omitted=omitted),
+        **_read_from_files(name_or_path, trained=trained, loading=loading, omitted=omitted),
         **({name: empty_transformer(name_or_path, name) for name in trained} if loading.empty else {}),
     }
     options = dtypes(loading.dtype, **dict.fromkeys(trained, loading.trained_dtype))
@@ -141,23 +140,36 @@ def load_pipeline(
     return pipeline
 
 
-def _read_from_file(
+def _read_from_files(
     name_or_path: str, *, trained: Sequence[str], loading: Loading, omitted: Collection[str]
 ) -> dict[str, Any]:
-    """Return the transformer of a pipeline whose weights lie in a file, by its name; nothing if none is loaded."""
+    """Return the models of a pipeline whose weights lie in files, by their names; those that are loaded."""
+    loaded = {}
+    if loading.vae_file is not None and "vae" not in omitted:
+        loaded["vae"] = vae_from_file(name_or_path, loading.vae_file)
     file = loading.transformer_file
     if file is None or file.component in omitted or (loading.empty and file.component in trained):
-        return {}
+        return loaded
     is_trained = file.component in trained
     with from_hub(file.path):
-        transformer = load_transformer(
+        loaded[file.component] = load_transformer(
             file.path,
             empty_transformer(name_or_path, file.component),
             place=read_index(name_or_path).components[file.component],
             dtype=loading.trained_dtype if is_trained else loading.dtype,
             quantization=loading.quantization if is_trained else None,
         )
-    return {file.component: transformer}
+    return loaded
+
+
+def vae_from_file(name_or_path: str, file: str) -> Any:
+    """Load the VAE of a pipeline from a file, in float32.
+
+    Raises:
+        BucketingError: If the file cannot be read, or does not fit.
+    """
+    with from_hub(file):
+        return load_vae(file, empty_component(name_or_path, "vae"), place=read_index(name_or_path).components["vae"])
 
 
 def _freeze(pipeline: Any, *, trained: Sequence[str], loading: Loading) -> None:
@@ -196,12 +208,20 @@ def empty_transformer(name_or_path: str, trained: str) -> Any:
     Raises:
         BucketingError: If the pipeline has no such transformer, or its configuration cannot be read.
     """
+    read_index(name_or_path).check_has(trained)
+    return empty_component(name_or_path, trained)
+
+
+def empty_component(name_or_path: str, component: str) -> Any:
+    """Return a model of diffusers in a pipeline, such as its VAE, whose parameters have no values.
+
+    Raises:
+        BucketingError: If the pipeline has no such component, or its configuration cannot be read.
+    """
     import diffusers
 
-    index = read_index(name_or_path)
-    index.check_has(trained)
-    model_class = getattr(diffusers, index.components[trained].class_name)
-    config = read_config(name_or_path, trained)
+    config = read_config(name_or_path, component)
+    model_class = getattr(diffusers, read_index(name_or_path).components[component].class_name)
     with init_empty_weights(), torch.random.fork_rng(devices=[]):  # some draw parameters all the same
         return model_class.from_config(config)
 
@@ -340,7 +360,7 @@ def saved_dtype(folder: Path) -> torch.dtype:
     dtypes: Counter[torch.dtype] = Counter()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            dtypes.update(_SAFETENSORS[tensors.get_slice(name).get_dtype()] for name in tensors.keys())  # noqa: SIM118
+            dtypes.update(getattr(torch, DTYPES[tensors.get_slice(name).get_dtype()]) for name in tensors.keys())  # noqa: SIM118
     if not dtypes:
         raise BucketingError(f"{folder} has no weights in files of safetensors.")
     return dtypes.most_common(1)[0][0]

@@ -32,6 +32,7 @@ from .index import IndexEntry, read_index
 from .loading import (
     Loading,
     ModelPart,
+    empty_component,
     load_pipeline,
     part_of,
     read_config,
@@ -42,6 +43,7 @@ from .objectives import Denoising, Objective, WeightingScheme
 from .samples import REFERENCES, SHOWN_LATENTS, Conditions, Media, ModelInputs, Samples
 from .shift import ShiftLaw, ShiftOfLatents, chosen_shift, shift_of_scheduler
 from .texts import AUDIO_TEXT, TextEmbeddings, cleans_captions
+from .weight_files import read_vae_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Recipe(ConditionChecks):
             docs/models/index.md says what other trainers take.
         audio (`bool`): Whether audio is trained with video.
         name_or_path (`str`): Repository or folder that the pipeline comes from.
+        vae_file (`str`, *optional*): File that the weights of its VAE come from, if they do not come from there.
     """
 
     pipeline: Any
@@ -73,6 +76,7 @@ class Recipe(ConditionChecks):
     guidance: float = 1.0
     audio: bool = False
     name_or_path: str = ""
+    vae_file: str | None = None
 
     @classmethod
     def load(
@@ -122,12 +126,19 @@ class Recipe(ConditionChecks):
             vae_config=read_config(name_or_path, "vae"),
             audio=audio,
             name_or_path=name_or_path,
+            vae_file=None if loading is None else loading.vae_file,
         )
 
     @property
     def components(self) -> Mapping[str, IndexEntry]:
         """Components of the pipeline by name, as its index has them."""
         return read_index(self.name_or_path).components
+
+    def file_weights(self, component: str) -> Mapping[str, torch.Tensor] | None:
+        """Return the weights of a component that come from a file of their own, by their names in diffusers."""
+        if component != "vae" or self.vae_file is None:
+            return None
+        return read_vae_weights(self.vae_file, empty_component(self.name_or_path, "vae"))
 
     @classmethod
     def latents_rule(cls) -> str:

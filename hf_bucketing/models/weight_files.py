@@ -1,4 +1,4 @@
-"""A transformer's weights in one file, as ComfyUI and the original repositories have them.
+"""Weights of a transformer or of a VAE in one file, as ComfyUI and the original repositories have them.
 
 The file is read and its names are converted by diffusers (`diffusers/loaders/single_file_model.py`); configurations
 come from a pipeline. Names are converted without values first, so that a file of another model is refused before any
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
@@ -21,13 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import BucketingError
-from ..formats import WEIGHT_FILES, is_gguf, is_weight_file
+from ..formats import WEIGHT_FILES, is_gguf
 from .index import IndexEntry
 
 State: TypeAlias = dict[str, torch.Tensor]
 
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""What ComfyUI and checkpoints of whole pipelines write in front of the names of the transformer."""
+_PREFIXES = {
+    "transformer_file": ("model.diffusion_model.", "diffusion_model."),
+    "vae_file": ("first_stage_model.", "vae."),
+}
+"""What ComfyUI and checkpoints of whole pipelines write in front of a model's names, by the setting of its file."""
 
 _SCALES = (".scale_weight", ".weight_scale")
 """Ends of the names of the scales of float8 weights, in ComfyUI's earlier and present files."""
@@ -70,28 +73,40 @@ class FileWeights:
     packed_bytes: float = 0.0
 
 
-def loadable_classes() -> dict[str, Any]:
-    """Return how diffusers converts the names in files of the transformers that it reads from one, by their class."""
+def loadable_classes(kind: Literal["Transformer", "Autoencoder"] = "Transformer") -> dict[str, Any]:
+    """Return how diffusers converts the names in files of the models that it reads from one, by their class.
+
+    Args:
+        kind (`"Transformer"` or `"Autoencoder"`): What the names of these classes contain.
+    """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     return {
-        name: rules["checkpoint_mapping_fn"]
-        for name, rules in SINGLE_FILE_LOADABLE_CLASSES.items()
-        if "Transformer" in name
+        name: rules["checkpoint_mapping_fn"] for name, rules in SINGLE_FILE_LOADABLE_CLASSES.items() if kind in name
     }
 
 
+def _setting_of(empty: Any) -> Literal["transformer_file", "vae_file"]:
+    """Return the name of the setting that gives the file of a model."""
+    return "vae_file" if "Autoencoder" in type(empty).__name__ else "transformer_file"
+
+
+def _readable(empty: Any) -> dict[str, Any]:
+    """Return the classes of the kind of a model that diffusers reads from one file."""
+    return loadable_classes("Autoencoder" if _setting_of(empty) == "vae_file" else "Transformer")
+
+
 def read_weights_of(file: str, empty: Any) -> FileWeights:
-    """Return what a file says of the weights of a transformer, of which it reads the header alone.
+    """Return what a file says of the weights of a transformer or a VAE, of which it reads the header alone.
 
     Args:
-        file (`str`): File of safetensors, or GGUF.
-        empty (`ModelMixin`): The transformer without values, see
-            [`empty_transformer`][hf_bucketing.models.loading.empty_transformer].
+        file (`str`): File of safetensors or, of a transformer, GGUF.
+        empty (`ModelMixin`): The model without values, see
+            [`empty_component`][hf_bucketing.models.loading.empty_component].
 
     Raises:
         BucketingError: If there is no such file, it is cut off, its weights do not fit, or diffusers does not read
-            such a transformer from a file.
+            such a model from a file.
     """
     raw = _read(file, empty, values=False)
     float8 = any(value.dtype in _FLOAT8 for value in raw.values())
@@ -140,19 +155,53 @@ def load_transformer(file: str, empty: Any, *, place: IndexEntry, dtype: torch.d
         from diffusers import GGUFQuantizationConfig
 
         quantization = GGUFQuantizationConfig(compute_dtype=dtype)
+    model = _from_single_file(type(empty), state, place=place, dtype=dtype, quantization_config=quantization)
+    for name, value in state.items():  # of which `from_pretrained` loses no digit, as `from_single_file` does
+        if _is_kept(name, empty):
+            set_module_tensor_to_device(model, name, "cpu", value=value.float(), dtype=torch.float32)
+    return model
+
+
+def read_vae_weights(file: str, empty: Any) -> State:
+    """Return the weights of a VAE in a file by their names in diffusers; no value of full precision is read yet.
+
+    Args:
+        file (`str`): File of safetensors.
+        empty (`ModelMixin`): The VAE without values, see
+            [`empty_component`][hf_bucketing.models.loading.empty_component].
+
+    Raises:
+        BucketingError: As [`read_weights_of`].
+    """
+    return _converted(file, _dequantized(file, _read(file, empty, values=True), torch.float32), empty)
+
+
+def load_vae(file: str, empty: Any, *, place: IndexEntry) -> Any:
+    """Load a VAE from a file in float32, as its `from_pretrained` would from the same weights.
+
+    Args:
+        file (`str`): File of safetensors.
+        empty (`ModelMixin`): The VAE without values.
+        place ([`IndexEntry`]): Where its configuration lies.
+
+    Raises:
+        BucketingError: As [`read_weights_of`].
+    """
+    read_weights_of(file, empty)
+    return _from_single_file(type(empty), read_vae_weights(file, empty), place=place, dtype=torch.float32)
+
+
+def _from_single_file(model_class: Any, state: State, *, place: IndexEntry, dtype: torch.dtype, **options: Any) -> Any:
+    """Return a model of converted weights, with the configuration that lies in a place."""
     with _without_advice():
-        model = type(empty).from_single_file(
+        return model_class.from_single_file(
             dict(state),
             config=place.name_or_path,
             subfolder=place.subfolder,
             config_revision=place.revision,
             torch_dtype=dtype,
-            quantization_config=quantization,
+            **options,
         )
-    for name, value in state.items():  # of which `from_pretrained` loses no digit, as `from_single_file` does
-        if _is_kept(name, empty):
-            set_module_tensor_to_device(model, name, "cpu", value=value.float(), dtype=torch.float32)
-    return model
 
 
 def _quantized(model: Any, state: State, *, dtype: torch.dtype, quantization: Any) -> Any:
@@ -201,15 +250,17 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     Raises:
         BucketingError: If it cannot be read.
     """
-    if type(empty).__name__ not in loadable_classes():
+    setting, classes = _setting_of(empty), _readable(empty)
+    if type(empty).__name__ not in classes:
         raise BucketingError(
-            f"Omit `transformer_file`: diffusers reads no {type(empty).__name__} from one file ({file}), only "
-            f"{', '.join(sorted(loadable_classes()))}."
+            f"Omit `{setting}`: diffusers reads no {type(empty).__name__} from one file ({file}), only "
+            f"{', '.join(sorted(classes))}."
         )
-    if not is_weight_file(file):
-        raise BucketingError(f"`transformer_file` must be a file of {' or '.join(WEIGHT_FILES)}, got {file}.")
+    ends = WEIGHT_FILES if setting == "transformer_file" else WEIGHT_FILES[:1]
+    if not file.endswith(ends):
+        raise BucketingError(f"`{setting}` must be a file of {' or '.join(ends)}, got {file}.")
     if not Path(file).is_file():
-        raise BucketingError(f"There is no file {file} (`transformer_file`).")
+        raise BucketingError(f"There is no file {file} (`{setting}`).")
     try:
         # Files of safetensors are mapped: no value is read yet.
         state = _read_gguf(file, values=values) if is_gguf(file) else load_file(file)
@@ -220,7 +271,7 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     except (SafetensorError, ValueError, IndexError, KeyError, OverflowError) as error:
         reason = str(error).partition("\n")[0]
         raise BucketingError(f"{file} cannot be read; it is cut off or damaged: {reason}") from error
-    prefix = next((prefix for prefix in _PREFIXES if any(name.startswith(prefix) for name in state)), "")
+    prefix = next((prefix for prefix in _PREFIXES[setting] if any(name.startswith(prefix) for name in state)), "")
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -294,8 +345,10 @@ def _converted(file: str, state: State, empty: Any) -> State:
     """
     expected, kind = empty.state_dict(), type(empty).__name__
     if not expected.keys() <= state.keys():  # they are not diffusers' own names
+        if kind == "AutoencoderKLLTXVideo":  # whose converter takes a checkpoint of the whole pipeline
+            state = {f"vae.{name}": value for name, value in state.items()}
         try:
-            state = loadable_classes()[kind](checkpoint=state, config=empty.config)
+            state = _readable(empty)[kind](checkpoint=state, config=empty.config)
         except (KeyError, IndexError, ValueError, RuntimeError, AttributeError) as error:
             raise BucketingError(f"{file} does not hold the weights of a {kind}: {error!r}.") from error
     shapes = {name: tuple(_shape(value)) for name, value in state.items()}
@@ -314,7 +367,7 @@ def _misfit(file: str, why: str, empty: Any, *, missing: Collection[str] = ()) -
     return BucketingError(
         f"{file} does not fit the {type(empty).__name__} of this pipeline: {why}{more}. Name the pipeline of the same "
         "model and size (`pretrained_model_name_or_path`), whose configurations are read, or another "
-        "`transformer_file`."
+        f"`{_setting_of(empty)}`."
     )
 
 

@@ -80,14 +80,15 @@ def _check_encoders(config: TrainingConfig, prepared: PreparedDataset, *, folder
     cache, name = prepared.cache, config.pretrained_model_name_or_path
     assert cache is not None, "settle_caches looks for one"
     encoders = cache.encoders or _describe_earlier(prepared, cache, folder=folder)
-    running = describe_encoders(_load(name, prepared, max_sequence_length=config.max_sequence_length))
+    length, vae_file = config.max_sequence_length, config.vae_file
+    running = describe_encoders(_load(name, prepared, max_sequence_length=length, vae_file=vae_file))
     if differing := differences(encoders, running, texts=cache.text_model is not None):
         made = encoders["pipeline"]
         raise BucketingError(
             f"{folder} was cached with {made['name_or_path']} ({made['class_name']}) and does not belong to {name} "
             f"({running['pipeline']['class_name']}): {'; '.join(differing)}. Cache it again, which encodes only what "
-            f"differs: {_again(folder)} --pretrained_model_name_or_path {shlex.quote(name)}; or, if you know that it "
-            "belongs to the model, give `trust_cache=True`."
+            f"differs: {_again(folder)} {_named(name, vae_file)}; or, if you know that it belongs to the model, give "
+            "`trust_cache=True`."
         )
 
 
@@ -126,6 +127,12 @@ def _load(name: str, prepared: PreparedDataset, *, max_sequence_length: int | No
         loading=Loading(**{"parts": (), **loading}),
         audio=prepared.audio is not None,
     )
+
+
+def _named(name: str, vae_file: str | None) -> str:
+    """Return the flags that name a pipeline, and the file of its VAE."""
+    flags = f"--pretrained_model_name_or_path {shlex.quote(name)}"
+    return flags if vae_file is None else f"{flags} --vae_file {shlex.quote(vae_file)}"
 
 
 def _again(folder: str) -> str:

@@ -25,6 +25,7 @@ from ..errors import BucketingError
 from ..files import complete_folder, complete_parts, partial_path, remove_folders
 from ..models.experts import transformers_of
 from ..models.index import INDEX, MODULAR_INDEX, copy_index, read_index
+from ..models.loading import vae_from_file
 from ..models.recipe import Recipe
 from ..placement.shards import SHARDED
 
@@ -247,18 +248,20 @@ def save_pipeline(
     """Save a recipe's pipeline into `folder`, its index last, whose presence marks the pipeline as complete.
 
     What was not trained is copied from `source`, the folder that the pipeline was loaded from: it may be in memory in
-    less precision, or not at all. Weights of a sharded transformer come from [`gather_weights`].
+    less precision, or not at all; a VAE that came from a file of its own, from there. Weights of a sharded transformer
+    come from [`gather_weights`].
     """
     trained = {expert.trained: expert.transformer for expert in recipe.experts}
     if weights is not None:
         transformer = type(recipe.transformer).from_config(recipe.transformer.config)
         transformer.load_state_dict(weights)
         trained = {recipe.trained: transformer}
+    saved = trained if recipe.vae_file is None else {**trained, "vae": vae_from_file(str(source), recipe.vae_file)}
     index = read_index(str(source))
     with complete_parts(folder, last=index.file_name) as partial:
-        for name, transformer in trained.items():
-            transformer.save_pretrained(str(partial / name))
+        for name, model in saved.items():
+            model.save_pretrained(str(partial / name))
         for name, entry in index.components.items():
-            if entry.is_below(source) and name not in trained:
+            if entry.is_below(source) and name not in saved:
                 shutil.copytree(source / entry.subfolder, partial / name)
         copy_index(source, partial, place=str(folder))

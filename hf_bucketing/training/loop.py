@@ -235,8 +235,8 @@ class Trainer:
             self.weights |= {f"{component} {name}": digest for name, digest in frozen.items()}
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
-            source = config.pretrained_model_name_or_path
-            source += "" if config.transformer_file is None else f" with {config.transformer_file}"
+            files = [file for file in (config.transformer_file, config.vae_file) if file is not None]
+            source = " with ".join((config.pretrained_model_name_or_path, *files))
             check_weights(saved, self.weights, source=source)
         if self.accelerator.is_main_process and opened.prepared is not None:
             model, length = config.pretrained_model_name_or_path, self.recipe.max_sequence_length

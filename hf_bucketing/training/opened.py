@@ -30,7 +30,14 @@ from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..models.compilation import compiled_classes
 from ..models.experts import transformers_of
-from ..models.loading import MODEL_PARTS, Loading, ModelPart, empty_transformer, read_configs
+from ..models.loading import (
+    MODEL_PARTS,
+    Loading,
+    ModelPart,
+    empty_component,
+    empty_transformer,
+    read_configs,
+)
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..models.weight_files import TransformerFile, check_weights_can_train, read_weights_of
@@ -100,6 +107,7 @@ class OpenedRun:
             quantization=quantization,
             empty=loads_empty(accelerator),
             transformer_file=self.transformer_file,
+            vae_file=config.vae_file,
             vae_tiling=memory.vae_tiling and (self.renders or "vae" in self.called),
         )
 
@@ -159,6 +167,8 @@ def open_run(config: TrainingConfig, accelerator: Accelerator) -> OpenedRun:
     if config.transformer_file is not None:
         weights = read_weights_of(config.transformer_file, opened.empty_transformer)
         check_weights_can_train(weights, adapters=config.adapters.lora_rank is not None)
+    if config.vae_file is not None:
+        read_weights_of(config.vae_file, empty_component(config.pretrained_model_name_or_path, "vae"))
     memory = config.memory
     offloads = memory.offload_blocks or memory.offload_idle_expert or memory.offload_activations
     if accelerator.device.type == "cpu" and offloads:

@@ -73,8 +73,8 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     names = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required_conditions()]
     names += [REFERENCE] if recipe.needs_reference else []
     sample: list[object] = [config.pretrained_model_name_or_path if adapted else folder]
-    if adapted and config.transformer_file is not None:
-        sample += ["--transformer_file", config.transformer_file]
+    for flag in ("transformer_file", "vae_file") if adapted else ():
+        sample += [] if getattr(config, flag) is None else [f"--{flag}", getattr(config, flag)]
     sample += ["--adapter", folder] if adapted else []
     if config.trained_component != "transformer":
         sample += ["--trained_component", config.trained_component]

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
+from hf_bucketing.caching.encoders import describe_encoders, differences
+from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.models import weight_files
 from hf_bucketing.models.loading import Loading, empty_transformer
 from hf_bucketing.models.registry import recipe_of
@@ -25,6 +27,7 @@ from tests.models.weight_file_cases import (
     matrices,
     original_shapes,
     original_state,
+    original_vae_state,
     scaled_float8,
     weights_of,
     write_file,
@@ -64,6 +67,70 @@ def test_a_file_of_original_names_equals_the_folder(
     file = write_file(tmp_path / "model.safetensors", original_state(family, weights_of(folder)))
     for dtype in (torch.float32, torch.bfloat16):
         assert_equal(load(without, file, dtype=dtype), load(folder, dtype=dtype))
+
+
+VAES = {"wan": "", "ltx": "vae.", "ltx2": "vae.", "z-image": "first_stage_model."}
+"""Families of which diffusers reads the VAE from a file, and what stands before its names in some."""
+
+
+def pipeline_with_vae(family: str, folder: Path, target: Path) -> Path:
+    """Return a copy of a pipeline with a VAE whose layers a file of original names can tell."""
+    shutil.copytree(folder, target)
+    if family == "wan":  # whose converter knows how many layers a block has, and where its width changes
+        vae = diffusers.AutoencoderKLWan(base_dim=4, z_dim=4, num_res_blocks=2)
+        vae.save_pretrained(target / "vae")
+    return target
+
+
+@pytest.mark.parametrize("family", VAES)
+def test_a_vae_of_a_file_equals_that_of_the_folder_and_makes_the_same_cache(
+    family: str, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = pipeline_with_vae(family, tiny_folder(family), tmp_path / "pipeline")
+    whole = recipe_of(str(folder)).load(str(folder), loading=Loading(parts=("vae",)))
+    named = original_vae_state(type(whole.pipeline.vae).__name__, whole.pipeline.vae.state_dict())
+    assert not named.keys() & {
+        "decoder.mid_block.resnets.0.conv1.weight",
+        "decoder.mid_block.resnets.0.conv1.conv.bias",
+    }
+    without = tmp_path / "configs"
+    shutil.copytree(folder, without)
+    for weights in (without / "vae").glob("*.safetensors"):
+        weights.unlink()
+    others = {"model.diffusion_model.x": torch.zeros(2)} if VAES[family] else {}
+    for number, prefix in enumerate(("", VAES[family])):
+        state = {prefix + name: value for name, value in named.items()} | (others if prefix else {})
+        file = write_file(tmp_path / f"{number}.safetensors", state, prefix="")
+        loading = Loading(parts=("vae",), vae_file=str(file))
+        of_file = recipe_of(str(folder)).load(str(without), loading=loading)
+        assert_equal(of_file.pipeline.vae, whole.pipeline.vae)
+        assert not any(weight.requires_grad for weight in of_file.pipeline.vae.parameters())
+        assert latents_fingerprint(of_file) == latents_fingerprint(whole)
+        assert differences(describe_encoders(whole), describe_encoders(of_file), texts=True) == []
+        changed = write_file(
+            tmp_path / "changed.safetensors", {name: value + 1 for name, value in state.items()}, prefix=""
+        )
+        other = recipe_of(str(folder)).load(str(without), loading=Loading(parts=(), vae_file=str(changed)))
+        assert differences(describe_encoders(whole), describe_encoders(other), texts=True) == [
+            "its vae had other weights"
+        ]
+
+
+def test_a_file_that_holds_no_such_vae_is_refused_by_name(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tiny_folder("z-image")
+    file = write_file(tmp_path / "vae.safetensors", {"encoder.conv_in.weight": torch.zeros(2)}, prefix="")
+    loading = Loading(parts=("vae",), vae_file=str(file))
+    with pytest.raises(BucketingError, match=r"vae.safetensors does not fit the AutoencoderKL .*another `vae_file`"):
+        recipe_of(str(folder)).load(str(folder), loading=loading)
+    for named, message in (
+        ("vae.gguf", "`vae_file` must be a file of .safetensors, got"),
+        ("no.safetensors", "no file"),
+    ):
+        with pytest.raises(BucketingError, match=message):
+            recipe_of(str(folder)).load(str(folder), loading=Loading(parts=("vae",), vae_file=str(tmp_path / named)))
+    folder = tiny_folder("qwen-image")
+    with pytest.raises(BucketingError, match=r"Omit `vae_file`: diffusers reads no AutoencoderKLQwenImage from one"):
+        recipe_of(str(folder)).load(str(folder), loading=loading)
 
 
 def test_the_file_is_that_of_the_transformer_which_is_trained(

@@ -83,6 +83,64 @@ ORIGINAL_NAMES: dict[str, list[tuple[str, str]]] = {
 }
 """Names in diffusers, and what the original checkpoint calls them, as expressions to replace in turn."""
 
+VAE_NAMES: dict[str, list[tuple[str, Any]]] = {
+    "AutoencoderKLWan": [
+        (r"^quant_conv", "conv1"),
+        (r"^post_quant_conv", "conv2"),
+        (r"\.conv_in\.", ".conv1."),
+        (r"\.norm_out\.", ".head.0."),
+        (r"\.conv_out\.", ".head.2."),
+        (r"\.mid_block\.attentions\.0\.", ".middle.1."),
+        (r"\.mid_block\.resnets\.([01])\.", lambda found: f".middle.{2 * int(found[1])}."),
+        (r"\.up_blocks\.(\d)\.resnets\.(\d)\.", lambda found: f".upsamples.{4 * int(found[1]) + int(found[2])}."),
+        (r"\.up_blocks\.(\d)\.upsamplers\.0\.", lambda found: f".upsamples.{4 * int(found[1]) + 3}."),
+        (r"\.down_blocks\.", ".downsamples."),
+        (r"\.conv_shortcut\.", ".shortcut."),
+        (r"(middle|samples)\.(\d+)\.norm1\.", r"\1.\2.residual.0."),
+        (r"(middle|samples)\.(\d+)\.conv1\.", r"\1.\2.residual.2."),
+        (r"(middle|samples)\.(\d+)\.norm2\.", r"\1.\2.residual.3."),
+        (r"(middle|samples)\.(\d+)\.conv2\.", r"\1.\2.residual.6."),
+    ],
+    "AutoencoderKLLTXVideo": [
+        (r"^latents_mean", "per_channel_statistics.mean-of-means"),
+        (r"^latents_std", "per_channel_statistics.std-of-means"),
+        (r"\.down_blocks\.(\d)\.downsamplers\.0\.", lambda found: f".down_{3 * int(found[1]) + 1}."),
+        (r"\.down_blocks\.(\d)\.", lambda found: f".down_{min(3 * int(found[1]), 8)}."),
+        (r"\.up_blocks\.(\d)\.upsamplers\.0\.", lambda found: f".up_{3 * int(found[1]) - 1}."),
+        (r"\.up_blocks\.(\d)\.", lambda found: f".up_{max(3 * int(found[1]), 1)}."),
+        (r"\.(up|down)_(\d)\.", r".\1_blocks.\2."),
+        (r"^encoder\.mid_block\.", "encoder.down_blocks.9."),
+        (r"^decoder\.mid_block\.", "decoder.up_blocks.0."),
+        (r"\.resnets\.", ".res_blocks."),
+    ],
+    "AutoencoderKLLTX2Video": [
+        (r"^latents_mean", "per_channel_statistics.mean-of-means"),
+        (r"^latents_std", "per_channel_statistics.std-of-means"),
+        (r"\.down_blocks\.(\d)\.downsamplers\.0\.", lambda found: f".down_{2 * int(found[1]) + 1}."),
+        (r"\.down_blocks\.(\d)\.", lambda found: f".down_{2 * int(found[1])}."),
+        (r"\.up_blocks\.(\d)\.upsamplers\.0\.", lambda found: f".up_{2 * int(found[1]) + 1}."),
+        (r"\.up_blocks\.(\d)\.", lambda found: f".up_{2 * int(found[1]) + 2}."),
+        (r"\.(up|down)_(\d)\.", r".\1_blocks.\2."),
+        (r"^encoder\.mid_block\.", "encoder.down_blocks.8."),
+        (r"^decoder\.mid_block\.", "decoder.up_blocks.0."),
+        (r"\.resnets\.", ".res_blocks."),
+    ],
+    "AutoencoderKL": [
+        (r"\.down_blocks\.(\d)\.resnets\.", r".down.\1.block."),
+        (r"\.down_blocks\.(\d)\.downsamplers\.0\.", r".down.\1.downsample."),
+        (r"\.up_blocks\.(\d)\.resnets\.", lambda found: f".up.{3 - int(found[1])}.block."),
+        (r"\.up_blocks\.(\d)\.upsamplers\.0\.", lambda found: f".up.{3 - int(found[1])}.upsample."),
+        (r"\.mid_block\.resnets\.(\d)\.", lambda found: f".mid.block_{int(found[1]) + 1}."),
+        (r"\.mid_block\.attentions\.0\.", ".mid.attn_1."),
+        (r"\.group_norm\.", ".norm."),
+        (r"\.to_([qkv])\.", r".\1."),
+        (r"\.to_out\.0\.", ".proj_out."),
+        (r"\.conv_norm_out\.", ".norm_out."),
+        (r"\.conv_shortcut\.", ".nin_shortcut."),
+    ],
+}
+"""The same of VAEs, by their class."""
+
 _FUSED = {
     "flux2": {"to_qkv": _QKV, "add_qkv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")},
     "z-image": {"to_qkv": _QKV},
@@ -112,6 +170,16 @@ def original_state(family: str, state: Mapping[str, torch.Tensor]) -> State:
         for pattern, original in ORIGINAL_NAMES[family]:
             name = re.sub(pattern, original, name)
         named[name] = value
+    return named
+
+
+def original_vae_state(kind: str, state: Mapping[str, torch.Tensor]) -> State:
+    """Return the weights of a VAE of a class by the names that the original checkpoint has."""
+    named = {}
+    for name, value in state.items():
+        for pattern, original in VAE_NAMES[kind]:
+            name = re.sub(pattern, original, name)
+        named[name] = value[..., None, None] if re.search(r"attn_1\.\w+\.weight", name) and value.ndim == 2 else value
     return named
 
 

@@ -24,7 +24,7 @@ from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.options import iter_plans
 from hf_bucketing.planner.settings import PlanConfig
-from tests.conftest import TRAINING_SCRIPT, as_flags, launch_flags, run_script_here
+from tests.conftest import TRAINING_SCRIPT, as_flags, launch_flags, run_command_here, run_script_here
 from tests.models.weight_file_cases import matrices, original_state, scaled_float8, weights_of, write_file, write_gguf
 from tests.processes import launch_forked
 from tests.training.training_cases import in_process, run
@@ -171,6 +171,8 @@ def test_a_rendering_with_a_file_equals_one_with_the_folder(
 
     whole = render(pipeline_dir)
     assert np.array_equal(render(configs, "--transformer_file", file), whole)
+    vae = write_file(tmp_path / "vae.safetensors", weights_of(pipeline_dir, "vae"), prefix="first_stage_model.")
+    assert np.array_equal(render(configs, "--vae_file", vae, "--transformer_file", file), whole)
     packed = render(configs, "--transformer_file", gguf_file)
     assert 0 < np.abs(packed - whole).max() < 4
 
@@ -184,6 +186,35 @@ def test_a_rendering_with_a_file_equals_one_with_the_folder(
     strong = ("--adapter", f"{tmp_path / 'adapter'}=300")
     adapted, of_file = render(pipeline_dir, *strong), render(configs, "--transformer_file", gguf_file, *strong)
     assert np.abs(of_file - adapted).mean() < np.abs(adapted - whole).mean() / 4
+
+
+@pytest.mark.slow
+def test_a_vae_of_a_file_caches_trains_and_is_saved_as_that_of_the_folder(
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(
+        pipeline_dir,
+        bare,
+        ignore=lambda folder, _: ["diffusion_pytorch_model.safetensors"] * (Path(folder).name == "vae"),
+    )
+    state = weights_of(pipeline_dir, "vae")
+    vae = write_file(tmp_path / "vae.safetensors", state, prefix="")
+    other = write_file(tmp_path / "other.safetensors", {name: value + 0.1 for name, value in state.items()}, prefix="")
+    settings = {"max_train_steps": 2, "vae_file": str(vae)}
+    losses = run(in_process(pipeline_dir, prepared_dir, tmp_path / "whole", max_train_steps=2))
+    assert run(in_process(bare, prepared_dir, tmp_path / "file", **settings)) == losses
+    saved = weights_of(tmp_path / "file", "vae")
+    assert all(torch.equal(value, saved[name]) for name, value in state.items())
+    assert run(in_process(bare, prepared_dir, tmp_path / "other", max_train_steps=2, vae_file=str(other))) != losses
+
+    cached, flags = tmp_path / "cached", {"dataset_dir": prepared_dir, "cache_dir": tmp_path / "entries"}
+    flags |= {"max_sequence_length": 32, "output_dir": cached, "pretrained_model_name_or_path": bare}
+    run_command_here("cache", **flags, vae_file=vae)
+    for pipeline, named in ((pipeline_dir, {}), (bare, {"vae_file": str(vae)})):  # the same weights
+        run(in_process(pipeline, cached, tmp_path / "cached-run", max_train_steps=1, **named))
+    with pytest.raises(BucketingError, match=r"its vae had other weights.*--vae_file \S*other.safetensors"):
+        run(in_process(bare, cached, tmp_path / "refused", max_train_steps=1, vae_file=str(other)))
 
 
 PLANNED = {
