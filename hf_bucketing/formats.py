@@ -1,4 +1,4 @@
-"""Formats of files that hold the weights of one model, by their names."""
+"""Files that hold the weights of one model or of adapters, as people name them."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ def is_weight_file(name_or_path: str) -> bool:
 def is_gguf(file: str | None) -> bool:
     """Return whether a file is GGUF; None is none."""
     return file is not None and Path(file).suffix == GGUF
+
+
+def split_strength(text: str) -> tuple[str, str]:
+    """Return the file or folder of adapters that a text names, and what follows it: nothing, or `=` and a strength.
+
+    Example:
+        >>> split_strength("trained=0.8"), split_strength("trained"), split_strength("rank=high")
+        (('trained', '=0.8'), ('trained', ''), ('rank=high', ''))
+    """
+    path, _, strength = text.rpartition("=")
+    if not path or Path(text).exists():
+        return text, ""
+    try:
+        float(strength)
+    except ValueError:
+        return text, ""
+    return path, f"={strength}"

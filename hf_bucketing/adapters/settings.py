@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..errors import BucketingError
+from ..formats import split_strength
 from ..settings import check_at_least, check_literals, plain_number, setting
 
 AdapterKind: TypeAlias = Literal["lora", "dora", "loha", "lokr"]
@@ -165,10 +166,5 @@ def parse_adapter(text: str) -> Adapter:
         >>> parse_adapter("trained=0.8"), parse_adapter("trained")
         (Adapter(path='trained', strength=0.8), Adapter(path='trained', strength=1.0))
     """
-    path, _, strength = text.rpartition("=")
-    if not path or Path(text).exists():
-        return Adapter(text)
-    try:
-        return Adapter(path, float(strength))
-    except ValueError:
-        return Adapter(text)
+    path, strength = split_strength(text)
+    return Adapter(path, float(strength[1:])) if strength else Adapter(path)

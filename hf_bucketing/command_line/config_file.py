@@ -17,6 +17,7 @@ import yaml
 
 from ..errors import FlagError, did_you_mean
 from ..files import existing_places
+from ..formats import split_strength
 
 PRESETS = Path(__file__).parents[1] / "presets"
 """Folder of runs that fit a model and a GPU, each of which `--config MODEL/GPU-TRAINED` names."""
@@ -33,11 +34,14 @@ PREPARE, CACHE, TRAIN = "prepare_dataset", "cache_latents", "train_text_to_video
 CACHED_DIR = "cached_dir"
 """Name in a file of the folder that hf_bucketing cache writes, and that training then reads."""
 
+FROZEN_ADAPTERS = "frozen_adapters"
+"""Name of the setting whose paths may have a strength behind them."""
+
 PATHS = frozenset(
     {
         "pretrained_model_name_or_path",
         "init_from_adapters",
-        "frozen_adapters",
+        FROZEN_ADAPTERS,
         "transformer_file",
         "vae_file",
         "cost_model",
@@ -166,13 +170,16 @@ def _with_full_paths(value: Any, path: str) -> Any:
     def located(text: Any, entry: Entry, name: str) -> Any:
         if isinstance(text, list):
             return [located(item, entry, name) for item in text]
-        places = existing_places(text, folder=os.path.dirname(path)) if isinstance(text, str) and text else []
+        if not isinstance(text, str) or not text:
+            return text
+        named, strength = split_strength(text) if name == FROZEN_ADAPTERS else (text, "")
+        places = existing_places(named, folder=os.path.dirname(path))
         if len(places) > 1:
             raise FlagError(
-                f"{path}, line {entry.line}: {name} {text} may be {' or '.join(places)}; both exist, so write the "
+                f"{path}, line {entry.line}: {name} {named} may be {' or '.join(places)}; both exist, so write the "
                 "whole path."
             )
-        return places[0] if places and not os.path.exists(text) else text
+        return places[0] + strength if places and not os.path.exists(named) else text
 
     return {
         name: entry._replace(
@@ -201,9 +208,9 @@ def _as_texts(value: Any, name: str = "") -> Any:
         return [_as_texts(item, name) for item in value]
     if value and name in PATHS and (name.endswith(_FOLDER) or os.path.exists(value)):
         return os.path.abspath(value)
-    path, _, strength = value.rpartition("=") if isinstance(value, str) else ("", "", "")
-    if path and name == "frozen_adapters" and os.path.exists(path):
-        return f"{os.path.abspath(path)}={strength}"
+    named, strength = split_strength(value) if name == FROZEN_ADAPTERS and value else ("", "")
+    if os.path.exists(named):
+        return os.path.abspath(named) + strength
     if isinstance(value, bool):
         return "true" if value else "false"
     return None if value is None else str(value)

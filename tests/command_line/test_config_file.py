@@ -85,6 +85,23 @@ def test_a_relative_path_begins_at_the_working_directory_or_at_the_files_folder_
     assert dataset("both") == "both"
 
 
+def test_paths_of_adapters_are_found_beside_the_file_with_their_strengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("file/a.safetensors", "here/c.safetensors"):
+        (tmp_path / name).touch()
+    texts = ["a.safetensors=0.5", "a.safetensors", "c.safetensors=-1", "owner/name=0.5", "a.safetensors=x"]
+    (tmp_path / "file" / "run.yaml").write_text(write_config({"frozen_adapters": texts}))
+    found = read_config_file("../file/run.yaml", find_paths=True).plain()["frozen_adapters"]
+    file = tmp_path / "file"
+    beside = [f"{file / 'a.safetensors'}=0.5", str(file / "a.safetensors")]
+    whole = f"{tmp_path / 'here' / 'c.safetensors'}=-1"  # which writing makes whole
+    assert found == [*beside, whole, "owner/name=0.5", "a.safetensors=x"]
+
+
 MODEL = "model: m\nout: o\n"
 
 
