@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
 from hf_bucketing import BucketingError
 from hf_bucketing.caching.encoders import describe_encoders, differences
@@ -24,8 +25,9 @@ from tests.models.weight_file_cases import (
     LARGE,
     ORIGINAL_NAMES,
     PREFIX,
+    converter_of_width,
     matrices,
-    original_shapes,
+    original_large_state,
     original_state,
     original_vae_state,
     scaled_float8,
@@ -272,16 +274,31 @@ def test_types_of_gguf_that_diffusers_does_not_read_are_named(pipeline_dir: Path
         load(pipeline_dir, file)
 
 
-@pytest.mark.parametrize(("kind", "name"), LARGE)
+@pytest.mark.parametrize(("kind", "name"), LARGE.values(), ids=LARGE)
 def test_names_and_shapes_of_large_models_are_converted_without_values(kind: str, name: str, monkeypatch) -> None:
-    """The converters of these models know their width, so that no small one can be written."""
     with torch.device("meta"):
         empty = getattr(diffusers, kind)()
-    state = {layer: torch.empty(*shape, device="meta") for layer, shape in original_shapes(kind, empty).items()}
-    monkeypatch.setattr(weight_files, "_read", lambda *_, **__: state)
+    state = original_large_state(kind, empty.state_dict())
+    monkeypatch.setattr(weight_files, "_read", lambda *_, **__: dict(state))
     weights = read_weights_of("model.safetensors", empty)
     assert not weights.float8
     assert name in state
+
+
+@pytest.mark.parametrize("family", LARGE)
+def test_a_file_of_a_model_whose_converter_knows_its_width_equals_the_folder(
+    family: str, tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, (kind, name) = tiny_folder(family), LARGE[family]
+    config = empty_transformer(str(folder), "transformer").config
+    converter = converter_of_width(kind, config.num_attention_heads * config.attention_head_dim)
+    monkeypatch.setitem(SINGLE_FILE_LOADABLE_CLASSES[kind], "checkpoint_mapping_fn", converter)
+    state = original_large_state(kind, weights_of(folder))
+    assert name in state
+    file = write_file(tmp_path / "model.safetensors", state)
+    without = configurations_of(folder, tmp_path / "configs")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_equal(load(without, file, dtype=dtype), load(folder, dtype=dtype))
 
 
 def faults(folder: Path, tmp_path: Path) -> dict[str, tuple[Path, str]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders import single_file_utils
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
 
 State = dict[str, torch.Tensor]
@@ -231,11 +234,11 @@ def write_gguf(
     return file
 
 
-LARGE = [
-    ("FluxTransformer2DModel", "double_blocks.0.img_attn.qkv.weight"),
-    ("HunyuanVideoTransformer3DModel", "single_blocks.0.linear1.weight"),
-]
-"""Transformers whose converters know their width, and a layer of the original checkpoint."""
+LARGE = {
+    "flux": ("FluxTransformer2DModel", "double_blocks.0.img_attn.qkv.weight"),
+    "hunyuan-video": ("HunyuanVideoTransformer3DModel", "single_blocks.0.linear1.weight"),
+}
+"""Transformers whose converters know their width, and a layer of the original checkpoint, by families."""
 
 _FLUX = [
     (r"^x_embedder", "img_in"),
@@ -317,9 +320,9 @@ _HUNYUAN = [
 ]
 
 
-def original_shapes(kind: str, empty: torch.nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of a transformer's weights by the names of the original checkpoint."""
-    shapes = {name: list(value.shape) for name, value in empty.state_dict().items()}
+def original_large_state(kind: str, state: Mapping[str, torch.Tensor]) -> State:
+    """Return the weights of such a transformer by the names and in the order of rows of the original checkpoint."""
+    state = dict(state)
     fused = {
         r"(?<!single_)transformer_blocks.*\.attn\.": {
             "to_qkv": _QKV,
@@ -330,15 +333,25 @@ def original_shapes(kind: str, empty: torch.nn.Module) -> dict[str, list[int]]:
     }
     for pattern, layers in fused.items():
         for name, (first, *others) in layers.items():
-            for part in [part for part in shapes if re.search(pattern, part) and f".{first}." in part]:
+            for part in [part for part in state if re.search(pattern, part) and f".{first}." in part]:
                 parts = [part, *(part.replace(first, other) for other in others)]
                 parts += [part.replace("attn.to_q", "proj_mlp")] if name == "to_qkv_mlp" else []
-                sizes = [shapes.pop(each) for each in parts]
-                shapes[part.replace(first, name)] = [sum(size[0] for size in sizes), *sizes[0][1:]]
-    rules = _FLUX if kind.startswith("Flux") else _HUNYUAN
+                state[part.replace(first, name)] = torch.cat([state.pop(each) for each in parts])
     named = {}
-    for name, shape in shapes.items():
-        for pattern, original in rules:
+    for name, value in state.items():
+        if name.startswith("norm_out.linear"):
+            value = torch.cat(value.chunk(2)[::-1])  # the original has shift before scale
+        for pattern, original in _FLUX if kind.startswith("Flux") else _HUNYUAN:
             name = re.sub(pattern, original, name)
-        named[name] = shape
+        named[name] = value
     return named
+
+
+def converter_of_width(kind: str, width: int) -> Callable[..., State]:
+    """Return diffusers' converter of such a transformer with another width in place of its constant of 3,072."""
+    converter = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+    source, names = inspect.getsource(converter), dict(vars(single_file_utils))
+    assert "3072" in source
+    exec(source.replace("3072", str(width)), names)
+    made: Callable[..., State] = names[converter.__name__]
+    return made
