@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-CLONE = re.compile(r"\w\.py\b|\bscripts/(?!accelerate_configs/)|\btests/")
-"""Files of a clone: scripts, tests and modules. Suggested commands name settings of accelerate, which are copied."""
+CLONE = re.compile(r"\w\.py\b|\bscripts/|\btests/")
+"""Files of a clone: scripts, tests and modules."""
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:

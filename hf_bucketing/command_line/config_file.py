@@ -22,6 +22,9 @@ from ..formats import split_strength
 PRESETS = Path(__file__).parents[1] / "presets"
 """Folder of runs that fit a model and a GPU, each of which `--config MODEL/GPU-TRAINED` names."""
 
+ACCELERATE_CONFIGS = PRESETS.with_name("accelerate_configs")
+"""Folder of accelerate's settings, which `hf_bucketing launch --config_file` also takes by name, such as `fsdp2`."""
+
 CONFIG_FILE = "config.yaml"
 """File in a folder that a script wrote with the settings by which it did."""
 

@@ -2,11 +2,11 @@ r"""Start train or cache in several processes, with the flags of accelerate laun
 
 %(prog)s --num_processes 2 train --dataset_dir demo/prepared --pretrained_model_name_or_path demo/tiny-wan \
     --output_dir demo/trained
-%(prog)s --config_file fsdp.yaml train --config run.yaml
+%(prog)s --config_file fsdp2 --num_processes 8 train --config run.yaml
 
-accelerate launch --help lists these flags. Without them, train and cache start by themselves in the processes that
-accelerate config has configured, and alone where nothing is configured. `accelerate launch -m
-hf_bucketing.commands.train` and torchrun start them too.
+accelerate launch --help lists these flags; --config_file also takes ddp, fsdp2 or deepspeed. Without flags, train and
+cache start by themselves in the processes that accelerate config has configured, and alone where nothing is
+configured. `accelerate launch -m hf_bucketing.commands.train` and torchrun start them too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ..command_line.config_file import ACCELERATE_CONFIGS
 from ..command_line.flags import FlagParser
 from ..errors import FlagError, did_you_mean
 from .table import COMMANDS
@@ -58,7 +59,21 @@ class LaunchParser(FlagParser):
                 self.error(f"accelerate launch has no flag {flag}{did_you_mean(flag, known)}")
         if place == len(words):
             self.error(f"name what is started, {' or '.join(LAUNCHED)}, after the flags of accelerate launch")
-        return argparse.Namespace(launch=words[:place], command=words[place], words=words[place + 1 :])
+        return argparse.Namespace(
+            launch=_with_named_configs(words[:place]), command=words[place], words=words[place + 1 :]
+        )
+
+
+def _with_named_configs(words: Sequence[str]) -> list[str]:
+    """Return flags of `accelerate launch` with the path of a file of its settings that is named without one."""
+    found = []
+    for before, word in zip(("", *words), words, strict=False):
+        flag, is_joined, name = word.rpartition("=")
+        packaged = ACCELERATE_CONFIGS / f"{name}.yaml"
+        if (flag if is_joined else before) == "--config_file" and packaged.is_file() and not os.path.exists(name):
+            word = f"{flag}{is_joined}{packaged}"
+        found.append(word)
+    return found
 
 
 def make_parser() -> FlagParser:

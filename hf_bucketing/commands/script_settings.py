@@ -85,7 +85,7 @@ def commands_of(name_or_path: str, row: MemoryOption) -> list[str]:
 
 def launcher(launch: LaunchConfig) -> str:
     """Return the beginning of a command that starts the processes of a run."""
-    file = f"--config_file scripts/accelerate_configs/{launch.sharding}.yaml " if launch.num_processes > 1 else ""
+    file = f"--config_file {launch.sharding} " if launch.num_processes > 1 else ""
     return f"hf_bucketing launch {file}--num_processes {launch.num_processes}"
 
 

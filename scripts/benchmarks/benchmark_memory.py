@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_bucketing import BucketTable, open_table
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
+from hf_bucketing.command_line.config_file import ACCELERATE_CONFIGS
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.errors import BucketingError
@@ -258,7 +259,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     if case.sharded:
         environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
         environment |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-        launcher += ["--config_file", str(Path(__file__).parents[1] / "accelerate_configs" / "fsdp2.yaml")]
+        launcher += ["--config_file", str(ACCELERATE_CONFIGS / "fsdp2.yaml")]
     else:
         environment = {"ACCELERATE_USE_CPU": "true"}
         launcher += ["--num_machines", "1", "--dynamo_backend", "no"]

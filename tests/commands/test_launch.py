@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config import config_args
 
+from hf_bucketing.command_line.config_file import ACCELERATE_CONFIGS
 from hf_bucketing.commands import launch, train
 from hf_bucketing.errors import FlagError
 from hf_bucketing.runs.logs import Logs
@@ -41,6 +42,25 @@ def module_of(seen: list[Any]) -> ModuleType:
     module = ModuleType("hf_bucketing.commands.pretended")
     module.main = lambda args: seen.append("here")  # type: ignore[attr-defined]
     return module
+
+
+def test_settings_of_accelerate_that_come_with_the_package_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flags(*words: str) -> list[str]:
+        return launch.make_parser().parse_args([*words, "train", "--seed", "1"]).launch
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ddp").write_text("num_processes: 2")
+    folder = ACCELERATE_CONFIGS
+    assert flags("--config_file", "fsdp2", "--num_processes", "8") == [
+        *("--config_file", f"{folder / 'fsdp2.yaml'}"),
+        *("--num_processes", "8"),
+    ]
+    assert flags("--config_file=deepspeed") == [f"--config_file={folder / 'deepspeed.yaml'}"]
+    for words in (["--config_file", "ddp"], ["--config_file", "other.yaml"], ["--main_process_ip", "fsdp2"]):
+        assert flags(*words) == words
+    assert {path.stem for path in folder.iterdir()} == {"ddp", "fsdp2", "deepspeed"}
 
 
 @pytest.mark.parametrize("configured", [False, True])

@@ -15,7 +15,7 @@ from tests.models.cases import Samples, assert_same_gradients, gradients, make_m
 from tests.packing.distributed_worker import CASES, SHARES
 from tests.processes import launch_forked
 
-CONFIGS = ROOT / "scripts" / "accelerate_configs"
+CONFIGS = ROOT / "hf_bucketing" / "accelerate_configs"
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def train_all(cases: dict[str, tuple], folder: Path, pipeline: Path, prepared: P
         for name, (environment, kill_at, settings) in cases.items()
     ]
     (folder / "cases.json").write_text(json.dumps(described))
-    config = ROOT / "scripts" / "accelerate_configs" / "fsdp2.yaml"
+    config = ROOT / "hf_bucketing" / "accelerate_configs" / "fsdp2.yaml"
     flags = ["--config_file", config, "--mixed_precision", "no", "--num_processes", num_processes]
     command = ["-m", "tests.placement.sharded_worker", folder / "cases.json"]
     cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
