@@ -42,8 +42,8 @@ _TOKEN = CHANNELS * BLOCK**2
 """Channels of a token."""
 _LONGCAT_CHANNELS = 16
 """Channels of a latent of LongCat-Image, a number that the pipeline's call does not read from any configuration."""
-_WIDE = {"attention_head_dim": 24, "num_attention_heads": 4, "axes_dims_rope": (4, 10, 10)}
-_NARROW = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+_WIDE: dict[str, Any] = {"attention_head_dim": 24, "num_attention_heads": 4, "axes_dims_rope": (4, 10, 10)}
+_NARROW: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
 
 
 def _pipeline(
@@ -56,32 +56,41 @@ def _pipeline(
     shifts_by_size: bool = True,
     **config: Any,
 ) -> DiffusionPipeline:
-    shape = {"in_channels": channels * BLOCK**2, "joint_attention_dim": TEXT_DIM, "num_layers": 2}
+    shape = {"in_channels": channels * BLOCK**2, "joint_attention_dim": TEXT_DIM}
+    layers = {"num_layers": 2, "num_single_layers": 2}
     return kind(
         **text,
         vae=image_vae(shift_factor=0.1, latent_channels=channels),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=shifts_by_size),
-        transformer=transformer(**{**shape, "num_single_layers": 2, **config}),
+        transformer=transformer(**{**shape, **layers, **config}),
     )
 
 
 def _flux(kind: type[DiffusionPipeline], **config: Any) -> DiffusionPipeline:
     text = {**clip_components(CLIPTextModel), **numbered(t5_components(T5EncoderModel), 2)}
-    config = {"pooled_projection_dim": CLIP_DIM, "guidance_embeds": True, **_WIDE, **config}
+    config |= {"pooled_projection_dim": CLIP_DIM, "guidance_embeds": True, **_WIDE}
     return _pipeline(kind, text, FluxTransformer2DModel, **config)
 
 
 def _chroma() -> DiffusionPipeline:
-    approximator = {"approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 2}
-    text = t5_components(T5EncoderModel)
-    return _pipeline(ChromaPipeline, text, ChromaTransformer2DModel, shift=1.0, **_WIDE, **approximator)
+    return _pipeline(
+        ChromaPipeline,
+        t5_components(T5EncoderModel),
+        ChromaTransformer2DModel,
+        shift=1.0,
+        approximator_num_channels=16,
+        approximator_hidden_dim=32,
+        approximator_layers=2,
+        **_WIDE,
+    )
 
 
 def _ovis_image() -> DiffusionPipeline:
     empty = empty_pipeline(OvisImagePipeline)
     text = chat_components(Qwen3Model, empty.system_prompt, empty.user_prompt_begin_id)
-    config = {"out_channels": _TOKEN, "num_layers": 1, **_NARROW}
-    return _pipeline(OvisImagePipeline, text, OvisImageTransformer2DModel, **config)
+    return _pipeline(
+        OvisImagePipeline, text, OvisImageTransformer2DModel, out_channels=_TOKEN, num_layers=1, **_NARROW
+    )
 
 
 def _longcat_image() -> DiffusionPipeline:
@@ -93,13 +102,26 @@ def _longcat_image() -> DiffusionPipeline:
         "text_processor": None,  # which rewrites prompts, and needs torchvision
         "text_encoder": qwen3_vl(len(tokenizer), kind=Qwen3VLForConditionalGeneration),
     }
-    config = {"channels": _LONGCAT_CHANNELS, "num_layers": 1, "pooled_projection_dim": TEXT_DIM, **_NARROW}
-    return _pipeline(LongCatImagePipeline, text, LongCatImageTransformer2DModel, **config)
+    return _pipeline(
+        LongCatImagePipeline,
+        text,
+        LongCatImageTransformer2DModel,
+        channels=_LONGCAT_CHANNELS,
+        num_layers=1,
+        pooled_projection_dim=TEXT_DIM,
+        **_NARROW,
+    )
 
 
 def _bria() -> DiffusionPipeline:
-    config = {"shifts_by_size": False, "pooled_projection_dim": None, **_NARROW}
-    return _pipeline(BriaPipeline, t5_components(T5EncoderModel), BriaTransformer2DModel, **config)
+    return _pipeline(
+        BriaPipeline,
+        t5_components(T5EncoderModel),
+        BriaTransformer2DModel,
+        shifts_by_size=False,
+        pooled_projection_dim=None,
+        **_NARROW,
+    )
 
 
 TINY = {
