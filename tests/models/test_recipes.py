@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,14 @@ def test_an_unknown_pipeline_is_refused_with_the_names_of_those_known(tmp_path: 
         recipe_of(str(tmp_path))
     with pytest.raises(BucketingError, match="no folder"):
         recipe_of(str(tmp_path / "nowhere"))
+
+
+def test_tiny_pipelines_are_in_modules_named_as_those_of_the_families() -> None:
+    from hf_bucketing.models import families
+    from hf_bucketing.synthetic import pipelines
+
+    modules = [{module.name for module in pkgutil.iter_modules(package.__path__)} for package in (pipelines, families)]
+    assert modules[0] - {"components"} == modules[1]
 
 
 def test_an_unknown_tiny_family_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines with small random weights: a module for each model family, whose `TINY` makes them by name."""
+"""Pipelines with small random weights: a module for each of `models/families/`, whose `TINY` makes them by name."""
 
 from __future__ import annotations
 

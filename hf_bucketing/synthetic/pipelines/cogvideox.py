@@ -1,4 +1,4 @@
-"""Pipelines of CogVideoX with small random weights."""
+"""Pipelines of CogVideoX and EasyAnimate 5.1 with small random weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from diffusers import (
     AutoencoderKLCogVideoX,
+    AutoencoderKLMagvit,
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
     CogVideoXFunControlPipeline,
@@ -15,10 +16,13 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     DiffusionPipeline,
+    EasyAnimatePipeline,
+    EasyAnimateTransformer3DModel,
+    FlowMatchEulerDiscreteScheduler,
 )
-from transformers import T5EncoderModel
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, T5EncoderModel
 
-from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components
+from .components import CHANNELS, TEXT_DIM, message_tokenizer, t5_components, with_scale
 
 TEXT_LENGTH = 64
 """Text tokens per caption, instead of 226."""
@@ -29,6 +33,7 @@ _SCHEDULE = {
     "timestep_spacing": "trailing",
     "clip_sample": False,
 }
+_VAE = {"block_out_channels": (8,) * 4, "latent_channels": CHANNELS, "norm_num_groups": 4}
 _ROTARY = {"use_rotary_positional_embeddings": True}
 _PAIRS = {**_ROTARY, "patch_size_t": 2, "patch_bias": False}
 
@@ -54,18 +59,42 @@ def _components(scheduler: type[Any], snr_shift_scale: float, **config: Any) -> 
     sample = {"sample_width": 64, "sample_height": 64, "sample_frames": 9}
     return {
         **t5_components(T5EncoderModel),
-        "vae": _vae(),
+        "vae": with_scale(AutoencoderKLCogVideoX(layers_per_block=0, **_VAE).eval()),
         "scheduler": scheduler(snr_shift_scale=snr_shift_scale, **_SCHEDULE),
         "transformer": CogVideoXTransformer3DModel(**(latents | blocks | text | sample | config)),
     }
 
 
-def _vae() -> AutoencoderKLCogVideoX:
-    vae = AutoencoderKLCogVideoX(
-        block_out_channels=(8,) * 4, latent_channels=CHANNELS, layers_per_block=0, norm_num_groups=4
-    ).eval()
-    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
-    return vae
+def _easyanimate() -> DiffusionPipeline:
+    tokenizer = message_tokenizer("message.content[0].text")
+    return EasyAnimatePipeline(
+        tokenizer=tokenizer,
+        text_encoder=_qwen2_vl(len(tokenizer)),
+        vae=with_scale(AutoencoderKLMagvit(layers_per_block=1, **_VAE).eval()),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        transformer=EasyAnimateTransformer3DModel(
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            patch_size=2,
+            num_layers=2,
+            mmdit_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            time_embed_dim=32,
+            text_embed_dim=TEXT_DIM,
+            add_norm_text_encoder=True,
+            after_norm=True,
+        ),
+    )
+
+
+def _qwen2_vl(vocab_size: int) -> Qwen2VLForConditionalGeneration:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1, "rope_parameters": rope}
+    shape = {"hidden_size": TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 3}
+    vision = {"depth": 1, "embed_dim": 16, "mlp_ratio": 1, "num_heads": 2, "hidden_size": TEXT_DIM}
+    config = Qwen2VLConfig(text_config={"vocab_size": vocab_size, **shape, **heads}, vision_config=vision)
+    return Qwen2VLForConditionalGeneration(config).eval()
 
 
 TINY: dict[str, Callable[[], DiffusionPipeline]] = {
@@ -77,4 +106,5 @@ TINY: dict[str, Callable[[], DiffusionPipeline]] = {
     "cogvideox-5b-i2v": partial(
         _image_to_video, use_learned_positional_embeddings=True, sample_height=4, sample_width=6, **_ROTARY
     ),
+    "easyanimate": _easyanimate,
 }

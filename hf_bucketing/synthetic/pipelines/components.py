@@ -88,6 +88,16 @@ def template_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
+BEGIN = "<|im_start|>"
+"""Token that begins a message of Qwen's chat."""
+
+
+def message_tokenizer(content: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose chat is, of every message, one token that begins it and what `content` names."""
+    chat = "{% for message in messages %}" + BEGIN + "{{ " + content + " }}{% endfor %}"
+    return template_tokenizer(BEGIN, 1, chat_template=chat)
+
+
 def empty_pipeline(kind: Any) -> Any:
     """Return a pipeline of a class without components, to read the templates of its prompts."""
     parameters = signature(kind).parameters.values()
@@ -215,22 +225,23 @@ def with_statistics(vae: Any, *, frames: int = 5, channels: int = 3) -> Any:
     return vae
 
 
+def with_scale(vae: Any, *, images: bool = False) -> Any:
+    """Return a VAE, of clips or of images, whose latents have deviation 1 once scaled by its configuration."""
+    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae, images=images).std()))
+    return vae
+
+
 def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
     """Return a VAE of HunyuanVideo whose latents have deviation 1, once scaled."""
-    vae = AutoencoderKLHunyuanVideo(
-        latent_channels=CHANNELS, block_out_channels=(8,) * 4, layers_per_block=0, norm_num_groups=4
-    ).eval()
-    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae).std()))
-    return vae
+    shape = {"latent_channels": CHANNELS, "block_out_channels": (8,) * 4, "layers_per_block": 0, "norm_num_groups": 4}
+    return with_scale(AutoencoderKLHunyuanVideo(**shape).eval())
 
 
 def image_vae(**config: Any) -> AutoencoderKL:
     """Return a VAE of images whose latents have deviation 1, once scaled."""
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     channels = {"latent_channels": CHANNELS, "block_out_channels": (8,) * 4, "norm_num_groups": 4}
-    vae = AutoencoderKL(**(blocks | channels | config)).eval()
-    vae.register_to_config(scaling_factor=1 / float(latents_of_smooth_clips(vae, images=True).std()))
-    return vae
+    return with_scale(AutoencoderKL(**(blocks | channels | config)).eval(), images=True)
 
 
 @torch.no_grad()

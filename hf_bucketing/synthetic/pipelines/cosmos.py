@@ -1,10 +1,14 @@
-"""Pipelines of Cosmos with small random weights."""
+"""Pipelines of Cosmos and Anima with small random weights.
+
+Earlier releases of diffusers lack the classes of Anima: these are looked up when its pipeline is made.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import diffusers
 from diffusers import (
     AutoencoderKLCosmos,
     Cosmos2TextToImagePipeline,
@@ -16,10 +20,10 @@ from diffusers import (
     EDMEulerScheduler,
     FlowMatchEulerDiscreteScheduler,
 )
-from transformers import T5EncoderModel
+from transformers import ByT5Tokenizer, Qwen3Model, T5EncoderModel
 
 from ...models.families.cosmos import CosmosRecipe
-from .components import CHANNELS, TEXT_DIM, latents_of_smooth_clips, t5_components, wan_vae
+from .components import CHANNELS, TEXT_DIM, chat_components, latents_of_smooth_clips, qwen_vae, t5_components, wan_vae
 
 _LATENT_FRAMES = 16
 
@@ -29,7 +33,7 @@ def _predict1(pipeline_class: type[Any], *, condition: int) -> DiffusionPipeline
         pipeline_class,
         vae=_vae(),
         scheduler=EDMEulerScheduler(sigma_data=0.5),
-        transformer=transformer(condition, extra_pos_embed_type="learnable"),
+        transformer=_transformer(condition, extra_pos_embed_type="learnable"),
     )
 
 
@@ -38,7 +42,7 @@ def _predict2(pipeline_class: type[Any], *, condition: int) -> DiffusionPipeline
         pipeline_class,
         vae=wan_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
-        transformer=transformer(condition, extra_pos_embed_type=None),
+        transformer=_transformer(condition, extra_pos_embed_type=None),
     )
 
 
@@ -50,7 +54,28 @@ def _pipeline(pipeline_class: type[Any], **components: Any) -> DiffusionPipeline
     return pipeline
 
 
-def transformer(condition: int, **config: Any) -> CosmosTransformer3DModel:
+def _anima() -> Any:
+    t5_tokenizer = ByT5Tokenizer()
+    pipeline = diffusers.AnimaModularPipeline()
+    pipeline.update_components(
+        **chat_components(Qwen3Model, "", 1),
+        t5_tokenizer=t5_tokenizer,
+        text_conditioner=diffusers.AnimaTextConditioner(
+            source_dim=TEXT_DIM,
+            target_dim=TEXT_DIM,
+            model_dim=16,
+            num_layers=2,
+            num_attention_heads=2,
+            target_vocab_size=len(t5_tokenizer),
+        ).eval(),
+        vae=qwen_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=_transformer(0, extra_pos_embed_type=None),
+    )
+    return pipeline
+
+
+def _transformer(condition: int, **config: Any) -> CosmosTransformer3DModel:
     """Return a transformer of two blocks with that many channels of conditions."""
     return CosmosTransformer3DModel(
         in_channels=CHANNELS + condition,
@@ -92,4 +117,5 @@ TINY = {
     "cosmos-v2w": partial(_predict1, CosmosVideoToWorldPipeline, condition=1),
     "cosmos2-t2i": partial(_predict2, Cosmos2TextToImagePipeline, condition=0),
     "cosmos2-v2w": partial(_predict2, Cosmos2VideoToWorldPipeline, condition=1),
+    **({"anima": _anima} if hasattr(diffusers, "AnimaModularPipeline") else {}),
 }

@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from ...models.families.flux import BLOCK
-from .components import CHANNELS, block_vae, template_tokenizer
+from .components import BEGIN, CHANNELS, block_vae, message_tokenizer, template_tokenizer
 
 _WIDTH = 16
 """Channels of the text encoder; the pipelines take those of three of its layers."""
-_BEGIN = "<|im_start|>"
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 _DECODER = {"hidden_size": _WIDTH, "intermediate_size": 32, **_HEADS}
 
@@ -50,8 +49,7 @@ def _pipeline(pipeline: type[DiffusionPipeline], *, guidance: bool, **components
 
 
 def _klein(pipeline: type[DiffusionPipeline] = Flux2KleinPipeline) -> DiffusionPipeline:
-    template = "{% for message in messages %}" + _BEGIN + "{{ message.content }}{% endfor %}"
-    tokenizer = template_tokenizer(_BEGIN, 1, chat_template=template)
+    tokenizer = message_tokenizer("message.content")
     encoder = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=27, **_DECODER))
     return _pipeline(pipeline, guidance=False, tokenizer=tokenizer, text_encoder=encoder.eval())
 
@@ -61,10 +59,10 @@ def _dev() -> DiffusionPipeline:
     # the published pipeline has in the tokenizer's place, needs torchvision.
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}"
-        + _BEGIN
+        + BEGIN
         + "{{ message.content[0].text }}{% endif %}{% endfor %}"
     )
-    tokenizer = template_tokenizer(_BEGIN, 1, chat_template=template)
+    tokenizer = template_tokenizer(BEGIN, 1, chat_template=template)
     text = {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 30, **_DECODER}
     images = {"model_type": "pixtral", "num_hidden_layers": 1, "image_size": 32, **_DECODER}
     encoder = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=images))

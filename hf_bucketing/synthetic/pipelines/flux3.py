@@ -8,18 +8,17 @@ from diffusers import Flux3AutoBlocks, Flux3ModularPipeline, Flux3Transformer2DM
 from transformers import CLIPImageProcessorPil, LlavaProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from ...models.families.flux import BLOCK
-from .components import CHANNELS, block_vae, template_tokenizer
+from .components import CHANNELS, block_vae, message_tokenizer
 
 _WIDTH = 16
 """Channels of the text encoder; the pipeline takes those of eight of its layers."""
-_BEGIN = "<|im_start|>"
 
 
 def _text_components() -> tuple[Qwen3VLForConditionalGeneration, LlavaProcessor]:
     """Return a Qwen3-VL and a processor of text; that of Qwen3-VL itself needs torchvision."""
-    template = "{% for message in messages %}" + _BEGIN + "{{ message.content }}{% endfor %}"
-    tokenizer = template_tokenizer(_BEGIN, 1, chat_template=template)
-    processor = LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=template, image_token="<|pad|>")
+    tokenizer = message_tokenizer("message.content")
+    chat = tokenizer.chat_template
+    processor = LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=chat, image_token="<|pad|>")
     return small_qwen3_vl(tokenizer, layers=33), processor
 
 

@@ -11,16 +11,14 @@ from diffusers import (
 from transformers import Qwen3VLModel
 
 from ...models.families.flux import BLOCK
-from .components import CHANNELS, TEXT_DIM, block_vae, qwen3_vl, template_tokenizer
+from .components import CHANNELS, TEXT_DIM, block_vae, message_tokenizer, qwen3_vl
 
-_BEGIN = "<|im_start|>"
-_CHAT = "{% for message in messages %}" + _BEGIN + "{{ message.content[0].text }}{% endfor %}"
 _LAYERS, _TAKEN = 36, 13
 """Layers of the text encoder, and how many of them the pipeline takes."""
 
 
 def _text_to_image() -> DiffusionPipeline:
-    tokenizer = template_tokenizer(_BEGIN, 1, chat_template=_CHAT)
+    tokenizer = message_tokenizer("message.content[0].text")
     return Ideogram4Pipeline(
         tokenizer=tokenizer,
         text_encoder=qwen3_vl(len(tokenizer), kind=Qwen3VLModel, layers=_LAYERS),

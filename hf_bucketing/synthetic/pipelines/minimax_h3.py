@@ -10,7 +10,7 @@ from diffusers import (
     MiniMaxH3Transformer3DModel,
 )
 
-from .components import CHANNELS, VISION_TOKENS, latents_of_smooth_clips, picture_processor, template_tokenizer
+from .components import BEGIN, CHANNELS, VISION_TOKENS, picture_processor, template_tokenizer, with_statistics
 from .flux3 import small_qwen3_vl
 
 _LAYER = 50
@@ -18,7 +18,7 @@ _LAYER = 50
 
 
 def _minimax_h3() -> MiniMaxH3ModularPipeline:
-    tokenizer = template_tokenizer("<|im_start|>", 1, special_tokens=VISION_TOKENS)
+    tokenizer = template_tokenizer(BEGIN, 1, special_tokens=VISION_TOKENS)
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
     text_encoder = small_qwen3_vl(tokenizer, layers=_LAYER + 1, **ids)
     pipeline = MiniMaxH3ModularPipeline()
@@ -79,9 +79,7 @@ def _vae() -> AutoencoderKLMiniMaxH3:
         latents_mean=[0.0] * CHANNELS,
         latents_std=[1.0] * CHANNELS,
     ).eval()
-    latents = latents_of_smooth_clips(vae)
-    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
-    return vae
+    return with_statistics(vae)
 
 
 TINY = {"minimax-h3": _minimax_h3}

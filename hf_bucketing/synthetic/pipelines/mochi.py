@@ -11,7 +11,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from .components import TEXT_DIM, latents_of_smooth_clips, t5_components
+from .components import TEXT_DIM, t5_components, with_statistics
 
 CHANNELS = 12
 """Channels of a latent, of which the pipeline expects twelve."""
@@ -44,9 +44,7 @@ def _vae() -> AutoencoderKLMochi:
         latents_mean=(0.0,) * CHANNELS,
         latents_std=(1.0,) * CHANNELS,
     ).eval()
-    latents = latents_of_smooth_clips(vae)
-    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
-    return vae
+    return with_statistics(vae)
 
 
 TINY = {"mochi": _text_to_video}

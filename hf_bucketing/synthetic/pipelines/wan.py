@@ -1,4 +1,4 @@
-"""Pipelines of Wan with small random weights."""
+"""Pipelines of Wan, Wan VACE, SkyReels-V2 and ChronoEdit with small random weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ from functools import partial
 from typing import Any
 
 from diffusers import (
+    ChronoEditPipeline,
+    ChronoEditTransformer3DModel,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    SkyReelsV2DiffusionForcingPipeline,
+    SkyReelsV2ImageToVideoPipeline,
+    SkyReelsV2Pipeline,
+    SkyReelsV2Transformer3DModel,
+    UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
 )
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5EncoderModel
 
 from .components import CHANNELS, TEXT_DIM, t5_components, wan_vae
 
 _IMAGE_SIDE, _IMAGE_PATCH = 16, 8
+_MASK_CHANNELS = 8 * 8
+"""Pixels of a mask of Wan VACE for each latent pixel."""
 
 
 def transformer(**config: Any) -> WanTransformer3DModel:
@@ -70,9 +81,9 @@ def _text_to_video() -> DiffusionPipeline:
     return WanPipeline(**components(), transformer=transformer())
 
 
-def _image_to_video(**config: Any) -> DiffusionPipeline:
-    model = transformer(**WITH_IMAGE_TOKENS, **config)
-    return WanImageToVideoPipeline(**components(), **image_components(), transformer=model)
+def _image_to_video(kind: type[DiffusionPipeline], model_class: type[Any], **config: Any) -> DiffusionPipeline:
+    model = model_class(**{**TRANSFORMER, **WITH_IMAGE_TOKENS, **config})
+    return kind(**components(), **image_components(), transformer=model)
 
 
 def _two_experts() -> DiffusionPipeline:
@@ -85,11 +96,33 @@ def _timestep_per_token(pipeline_class: type[DiffusionPipeline]) -> DiffusionPip
     return pipeline_class(**components(**vae), transformer=transformer(), expand_timesteps=True)
 
 
+def _vace() -> DiffusionPipeline:
+    config = {"vace_layers": [0, 2], "vace_in_channels": 2 * CHANNELS + _MASK_CHANNELS}
+    return WanVACEPipeline(**components(), transformer=WanVACETransformer3DModel(**TRANSFORMER, **config))
+
+
+def _skyreels_v2(kind: type[DiffusionPipeline], *, sees_images: bool = False, **config: Any) -> DiffusionPipeline:
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
+    model = SkyReelsV2Transformer3DModel(**{**TRANSFORMER, **config})
+    parts = {**components(), "scheduler": scheduler, "transformer": model}
+    return kind(**parts, **(image_components() if sees_images else {}))
+
+
 TINY = {
     "wan": _text_to_video,
-    "wan-i2v": _image_to_video,
-    "wan-flf2v": partial(_image_to_video, pos_embed_seq_len=2 * (1 + (_IMAGE_SIDE // _IMAGE_PATCH) ** 2)),
+    "wan-i2v": partial(_image_to_video, WanImageToVideoPipeline, WanTransformer3DModel),
+    "wan-flf2v": partial(
+        _image_to_video,
+        WanImageToVideoPipeline,
+        WanTransformer3DModel,
+        pos_embed_seq_len=2 * (1 + (_IMAGE_SIDE // _IMAGE_PATCH) ** 2),
+    ),
     "wan-2.2-i2v": _two_experts,
     "wan-2.2-t2v-5b": partial(_timestep_per_token, WanPipeline),
     "wan-2.2-ti2v": partial(_timestep_per_token, WanImageToVideoPipeline),
+    "wan-vace": _vace,
+    "skyreels-v2": partial(_skyreels_v2, SkyReelsV2Pipeline),
+    "skyreels-v2-i2v": partial(_skyreels_v2, SkyReelsV2ImageToVideoPipeline, sees_images=True, **WITH_IMAGE_TOKENS),
+    "skyreels-v2-df": partial(_skyreels_v2, SkyReelsV2DiffusionForcingPipeline, inject_sample_info=True),
+    "chronoedit": partial(_image_to_video, ChronoEditPipeline, ChronoEditTransformer3DModel),
 }
