@@ -45,6 +45,7 @@ def cases_of(folder: Path, *parts: str) -> dict[str, Any]:
 BACKENDS = ("auto", "segments", "varlen:fa4", "varlen:torch", "varlen:fa2")
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_kernels_steps_and_strategies_are_measured_small_and_drawn(tmp_path: Path) -> None:
     parts = ("attention", "steps", "wide_steps", "offload", "reading", "strategies", "parity")
@@ -75,6 +76,7 @@ def test_kernels_steps_and_strategies_are_measured_small_and_drawn(tmp_path: Pat
         assert len(image.convert("RGB").getcolors(10**6)) > 20
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_resumed_run_is_compared_and_tests_of_a_device_are_counted(tmp_path: Path) -> None:
     found = run_here(tmp_path, "resume", "tests")

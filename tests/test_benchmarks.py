@@ -35,6 +35,7 @@ LONG = ("mapping", "preservation", "sampling", "saving")
 YARDSTICKS = {"open_sora": 2000, "knapformer": 2, "videosys": 400, "durations": 600}
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @pytest.mark.parametrize("name", YARDSTICKS)
 def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
@@ -50,6 +51,7 @@ def test_yardsticks_measure_and_draw(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_chosen_tables_keep_no_less_than_those_of_k_means(tmp_path: Path) -> None:
     run_script_here("benchmarks/benchmark_tables.py", "--samples", 300, "--output", tmp_path / "figures.json")

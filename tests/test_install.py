@@ -248,6 +248,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.every
 def test_the_newest_python_prepares_a_data_set_without_torch(clone: Path, without_torch: Path, tmp_path: Path) -> None:
     """Covers the newest Python and PyAV: media, columns, tables, prepared folders, reports, and a clean exit."""
     command = [without_torch, "-c", PREPARE_WITHOUT_TORCH, tmp_path]
@@ -256,10 +257,12 @@ def test_the_newest_python_prepares_a_data_set_without_torch(clone: Path, withou
     assert (tmp_path / "prepared" / "bucketing.json").exists()
 
 
+@pytest.mark.every
 def test_the_newest_python_passes_the_core_tests_without_torch(clone: Path, without_torch: Path) -> None:
     pass_tests(CORE_TESTS, clone, without_torch, env=ALONE)
 
 
+@pytest.mark.every
 def test_the_oldest_pyav_passes_the_media_tests(clone: Path, without_torch: Path, tmp_path: Path) -> None:
     (oldest,) = re.findall(r"^av>=([\d.]+)", requirement("av"))
     pip_install(without_torch, "--no-deps", "--target", tmp_path, f"av=={oldest}.*")
@@ -269,6 +272,7 @@ def test_the_oldest_pyav_passes_the_media_tests(clone: Path, without_torch: Path
     pass_tests(MEDIA_TESTS, clone, without_torch, env=env)
 
 
+@pytest.mark.every
 def test_the_newest_versions_prepare_and_train(
     clone: Path, newest: Path, media_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -298,6 +302,7 @@ def test_the_newest_versions_prepare_and_train(
     assert (trained / "model_index.json").exists()
 
 
+@pytest.mark.every
 def test_a_wheel_alone_trains_and_samples_by_its_commands(newest: Path, tmp_path: Path) -> None:
     run_getting_started(newest, tmp_path)
 
@@ -346,12 +351,14 @@ def run_getting_started(python: Path, folder: Path) -> None:
     assert "  prepare " in listed
 
 
+@pytest.mark.every
 def test_the_newest_versions_pass_the_core_tests(clone: Path, newest: Path, tmp_path: Path) -> None:
     """Those of the clone, whose package they import."""
     pip_install(newest, "--target", tmp_path, *TEST_TOOLS)
     pass_tests(CORE_TESTS, clone, newest, env={**ALONE, "PYTHONPATH": str(tmp_path)})
 
 
+@pytest.mark.every
 def test_the_lowest_versions_pass_the_core_tests(clone: Path, lowest: Path) -> None:
     """The lowest torch was tried by hand: its wheels on PyPI bring CUDA, three gigabytes."""
     for name in ("datasets", "diffusers"):

@@ -178,6 +178,7 @@ def test_sizes_of_files_that_could_not_be_read_are_used_where_these_are_rejected
 FLAGS = ("--target_fps", 8, "--buckets", "64,96;96,64;64,64", "--bucket_frames", "1,9,17", "--on_error", "reject")
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_run_on_two_ray_workers_that_was_killed_continues_and_preparing_reads_no_header_again(
     rows, media_dir: Path, pipeline_dir: Path, tmp_path: Path, monkeypatch

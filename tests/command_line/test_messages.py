@@ -360,6 +360,7 @@ def test_a_full_disk_is_one_line_also_from_a_thread_and_other_faults_of_threads_
     assert others[-1] == "ValueError: another fault"
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"),

@@ -133,7 +133,7 @@ def test_two_processes_are_started_by_the_default_file_and_by_flags(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.every), 2])
 def test_what_fails_is_said_once_and_ends_the_launcher_with_its_code(
     num_processes: int, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +150,7 @@ def test_what_fails_is_said_once_and_ends_the_launcher_with_its_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.every), 2])
 def test_ctrl_c_reaches_the_processes_and_is_answered_once(
     num_processes: int, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

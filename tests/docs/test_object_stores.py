@@ -64,6 +64,7 @@ def train_on_two_nodes_until(done: Callable[[], bool], flags: list[object]) -> N
                 dump_stacks_and_end(node.pid)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_two_nodes_train_from_a_bucket_and_one_resumes_after_the_other_died(
     media_dir: Path, pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

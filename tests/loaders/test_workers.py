@@ -102,8 +102,8 @@ def test_a_script_without_a_main_guard_is_told_before_workers_start(tmp_path: Pa
 
 @pytest.mark.parametrize("arguments", [
     ["{folder}/guarded.py"],
-    pytest.param(["-c", UNGUARDED], marks=pytest.mark.slow),
-    pytest.param(["{folder}"], marks=pytest.mark.slow),
+    pytest.param(["-c", UNGUARDED], marks=pytest.mark.every),
+    pytest.param(["{folder}"], marks=pytest.mark.every),
 ])  # fmt: skip
 def test_programs_that_workers_do_not_run_again_are_let_through(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text(UNGUARDED)

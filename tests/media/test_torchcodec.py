@@ -41,6 +41,7 @@ def with_ffmpeg(tmp_path: Path) -> dict[str, str]:
     return variables
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_torchcodec_decodes_what_pyav_does(with_ffmpeg: dict[str, str]) -> None:
     counting = "test_without_a_count_that_holds_frames_follow_from_time_or_are_counted"

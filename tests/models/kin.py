@@ -42,15 +42,24 @@ KIN = (
 """Names of recipes that share most of their code, those with the most conditions first."""
 
 
-def one_per_kin(names: Iterable[str], *values: Any, fast: Iterable[str] = ()) -> list[Any]:
+FEW = (
+    *("wan-2.2-i2v", "wan-vace", "ltx2-i2v", "hunyuan-video-1.5", "flux-kontext", "flux2-klein"),
+    *("qwen-image-edit-2511", "z-image", "minimax-h3"),
+)
+"""Recipes that many train, or that differ most from others."""
+
+
+def one_per_kin(names: Iterable[str], *values: Any, fast: Iterable[str] = (), few: bool = False) -> list[Any]:
     """Return parameters of a long test: fast ones, a slow one of each kin, and the others with `-m every`.
 
     Args:
         names (iterable of `str`): Recipes.
         values (any): Further values of each parameter.
         fast (iterable of `str`): Recipes whose tests are fast ones.
+        few (`bool`): Whether slow ones are those of [`FEW`] alone, where other tests run each kin.
     """
     names, fast = list(names), set(fast)
     slow = {next((name for name in kin if name in names), None) for kin in KIN} - fast
+    slow = slow & {*FEW} if few else slow
     marks = {name: () if name in fast else pytest.mark.slow if name in slow else pytest.mark.every for name in names}
     return [pytest.param(name, *values, marks=marks[name]) for name in names]

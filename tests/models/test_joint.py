@@ -179,7 +179,7 @@ def test_a_video_whose_last_frames_are_dropped_is_a_shorter_one(name: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["cogvideox", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd3.5", "hunyuan", "flux"))],
+    ["flux", *(pytest.param(name, marks=pytest.mark.every) for name in ("sd3.5", "hunyuan", "cogvideox"))],
 )
 @torch.no_grad()
 def test_packs_of_one_shape_need_no_further_graph(name: str) -> None:

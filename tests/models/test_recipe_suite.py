@@ -21,20 +21,19 @@ from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import families, find_family, find_recipe, recipe_of, recipes
 from hf_bucketing.packing import PackedBatch, packed_forward
 from tests.models.families import RECIPES
-from tests.models.kin import KIN
+from tests.models.kin import FEW, KIN
 from tests.models.recipe_cases import Drawn, RecipeCase, draw_conditions
 
 FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
-"""Recipes that are tried with conditions in every run of the tests; of the others one of each kin in the slow ones."""
+"""Recipes that are tried with conditions in every run of the tests; of others the slow ones try those of FEW."""
 FIRST = {next((name for name in names if name in RECIPES and not RECIPES[name].needs_shown), None) for names in KIN}
-"""A recipe of each kin that is tried without conditions in every run of the tests; the others are in the slow ones."""
+"""A recipe of each kin that is tried without conditions in every run of the tests."""
 
 
 def marks_of(name: str, shown: tuple[str, ...]) -> Any:
     if (not shown and name in FIRST) or (name in FAST and shown == RECIPES[name].shown[-1]):
         return ()
-    is_first = not shown or name in FAST or name in {names[0] for names in KIN}
-    return pytest.mark.slow if is_first else pytest.mark.every
+    return pytest.mark.slow if name in (*FAST, *FEW) else pytest.mark.every
 
 
 RUNS = [

@@ -42,7 +42,7 @@ def test_what_a_sample_is_shown_leaks_into_no_other_sample(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("backend", ["dense", pytest.param("flex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["dense", pytest.param("flex", marks=pytest.mark.every)])
 def test_other_backends_keep_the_faces_of_frames_apart(backend: str) -> None:
     model, samples = CASE.model(), Samples(case=CASE)
     batch = samples.pack(enable_packing(model, strip_length=4, backend=backend))

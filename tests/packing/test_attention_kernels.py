@@ -70,6 +70,7 @@ def test_flex_attention_computes_the_same(segments: SegmentSpans) -> None:
     assert torch.allclose(out, by_hand(*tokens, segments, scale=0.3), atol=1e-12)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_flex_attention_compiled_on_the_cpu_skips_blocks_and_computes_the_same() -> None:
     for segments in (long_segments(), with_more_keys(long_segments())):

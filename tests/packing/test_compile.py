@@ -117,7 +117,8 @@ def test_blocks_compile_as_one_graph_each_with_a_masked_backend() -> None:
     assert graphs.count <= len(model.blocks)
 
 
-FIVE = ["wan", "ltx", "flux", "hunyuan", "qwen-image"]
+FIVE = ["wan", *(pytest.param(name, marks=pytest.mark.every) for name in ("ltx", "flux", "hunyuan", "qwen-image"))]
+OTHERS = ["flux.3", "hunyuan-image", "hunyuan-1.5", "ideogram4", "qwen-image-2.1"]
 
 
 def compiled(case: FamilyCase, compiler: Any, *, checkpointing: bool = True) -> torch.nn.Module:
@@ -176,7 +177,7 @@ def test_twenty_packs_share_a_graph_for_each_kind_of_block(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("name", ["flux.2", "flux.3", "hunyuan-image", "hunyuan-1.5", "ideogram4", "qwen-image-2.1"])
+@pytest.mark.parametrize("name", ["flux.2", *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)])
 def test_packs_of_other_families_need_no_graph_after_the_second(name: str) -> None:
     counts = graphs_of_packs(CASES[name], backend="varlen:fa4", packs=8, compiler=Graphs())
     assert counts[-1] == counts[1] <= 8
@@ -202,7 +203,7 @@ def test_segments_break_a_block_at_its_attention_alone(name: str) -> None:
     assert counts[-1] <= 2 * kinds_of_blocks(CASES[name].model()) * (1 + max(attentions))
 
 
-@pytest.mark.parametrize("name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in FIVE[1:])])
+@pytest.mark.parametrize("name", FIVE)
 def test_twenty_stacks_share_a_graph_for_each_kind_of_block(name: str) -> None:
     case, compiler = of_several_tokens(CASES[name]), Graphs()
     model, counts = compiled(case, compiler), []

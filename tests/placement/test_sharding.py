@@ -206,6 +206,7 @@ def test_checkpoints_of_sharded_adapters_hold_adapters_alone(runs: Path) -> None
         assert len(names) == len(adapters) == len(load_file(checkpoint / AVERAGES))
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_hybrid_sharding_counts_all_processes_as_data_parallel(
     pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
@@ -220,7 +221,7 @@ def test_hybrid_sharding_counts_all_processes_as_data_parallel(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ltx2", "latte"])
+@pytest.mark.parametrize("name", ["ltx2", pytest.param("latte", marks=pytest.mark.every)])
 def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
     name: str, media_dir: Path, tmp_path: Path
 ) -> None:

@@ -56,7 +56,7 @@ def bytes_of(*modules: torch.nn.Module) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_per_kin(CASES, fast=FAST))
+@pytest.mark.parametrize("name", one_per_kin(CASES, fast=FAST, few=True))
 def test_a_plan_counts_what_the_models_of_a_pipeline_hold(
     name: str, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

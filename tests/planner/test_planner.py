@@ -130,6 +130,7 @@ def test_an_expert_that_waits_takes_its_adapters_alone(two_experts: str, memory:
         assert stay.total - wait.total == one.phases["optimizer"].weights - adapters
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_options_for_both_experts_let_the_idle_one_wait_and_shard_nothing(two_experts: str) -> None:
     config = changed(LORA, trained_component="both", num_processes=2)

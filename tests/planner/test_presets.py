@@ -26,6 +26,10 @@ MODELS: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts/benchmarks/resul
 ]
 
 
+AT_ONCE = [pytest.param(model, marks=() if model == "wan-14b" else pytest.mark.every) for model in MODELS]
+"""Models whose presets are tried on every commit, and the others."""
+
+
 def configs_of(model: str) -> dict[str, PlanConfig]:
     return {name: build(PlanConfig, plan["config"]) for name, plan in MODELS[model].items() if "config" in plan}
 
@@ -79,7 +83,7 @@ def planned_again() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", AT_ONCE)
 def test_a_preset_of_each_model_fits_as_planned(model: str, tmp_path: Path) -> None:
     check_plans(model, planned_again()[model][:1], tmp_path)
 

@@ -93,9 +93,9 @@ def test_every_row_comes_once_in_full_batches_but_for_the_tails(grouping, num_wo
     (0, {"steps_per_epoch": 9}),
     pytest.param(2, {}, marks=pytest.mark.slow),
     pytest.param(2, {"snapshot_every": 4}, marks=pytest.mark.slow),
-    pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.slow),
-    pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.slow),
-    pytest.param(2, {"dataset": "shuffled"}, marks=pytest.mark.slow),
+    pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.every),
+    pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.every),
+    pytest.param(2, {"dataset": "shuffled"}, marks=pytest.mark.every),
 ])  # fmt: skip
 def test_a_state_of_any_step_yields_exactly_the_rest(grouping, num_workers: int, options) -> None:
     def fresh():
@@ -480,7 +480,7 @@ def test_processes_take_equal_steps_and_resume_at_every_one(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.every), 2])
 def test_rows_that_workers_of_processes_cannot_read_are_counted_and_replaced_and_resume_exactly(
     num_processes: int, tmp_path: Path
 ) -> None:
