@@ -84,7 +84,7 @@ WAITS_OF_MODELS = {
             batching,
             marks=[*recipe.marks, *([pytest.mark.every] if recipe.marks and batching == "bucket" else [])],
         )
-        for recipe in one_per_kin(RECIPES, fast=FAST)
+        for recipe in one_per_kin(RECIPES, fast=FAST, few=True)
         for batching in ("bucket", "pack")
     ],
 )
