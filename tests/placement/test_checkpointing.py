@@ -162,6 +162,7 @@ def test_a_run_chooses_by_its_device(
     assert losses == plain
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_shards_compute_some_blocks_again_with_the_same_losses(
     deep_pipeline: Path, prepared_dir, tmp_path: Path

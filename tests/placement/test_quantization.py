@@ -36,6 +36,7 @@ from tests.training.training_cases import in_process, run as train_here
 CASES = "tests/placement/quantization_cases.py"
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_runs_with_torchao() -> None:
     packages = os.pathsep.join([str(Path(sys.prefix) / "torchao"), *sys.path])

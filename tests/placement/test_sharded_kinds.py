@@ -40,6 +40,7 @@ def runs(pipeline_dir: Path, prepared_dir: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*KINDS, "muon"])
 def test_sharded_and_resumed_runs_have_the_losses_of_ddp(name: str, runs: Path) -> None:
@@ -48,6 +49,7 @@ def test_sharded_and_resumed_runs_have_the_losses_of_ddp(name: str, runs: Path) 
     assert losses_of(runs / f"{name}_sharded") == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_sharded_adapters_of_each_kind_make_the_same_file_as_ddp(name: str, runs: Path) -> None:
