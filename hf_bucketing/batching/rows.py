@@ -58,9 +58,8 @@ from .checks import (
     check_reference_dropout,
 )
 from .collation import make_collator
-from .counting import ModelTokens
 from .run_data import RunData, make_cost_model, unreadable_log
-from .sample_rows import SampleRows
+from .sample_rows import ModelTokens, SampleRows
 from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)

@@ -31,8 +31,16 @@ from ..packing.names import Grid
 from ..packing.token_drop import Seed
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
-from .drawing import draw_conditions, drawn_media, noised_audio, without_references
-from .encoded import finite, finite_samples, media_of, text_of
+from .drawing import (
+    draw_conditions,
+    drawn_media,
+    finite,
+    finite_samples,
+    media_of,
+    noised_audio,
+    text_of,
+    without_references,
+)
 from .step_rows import StepRows
 
 TARGETS = ("data", "preservation", "slider")

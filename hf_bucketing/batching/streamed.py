@@ -42,9 +42,8 @@ from ..units import format_bytes
 from . import way_of
 from .checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
 from .collation import media_collator
-from .counting import ModelTokens
 from .run_data import RunData, make_cost_model, unreadable_log
-from .sample_rows import counted_tokens
+from .sample_rows import ModelTokens, counted_tokens
 from .step_rows import LargestStep, StepRows
 
 logger = get_logger(__name__)

@@ -190,7 +190,7 @@ def main(args: argparse.Namespace) -> None:
     import diffusers
     import torch
 
-    from ..adapters.strengths import load_adapters, set_strengths
+    from ..adapters.loading import load_adapters, set_strengths
     from ..models.index import read_index
     from ..models.loading import Loading, call_parameters, load_pipeline, tile
     from ..models.recipe import Recipe

@@ -16,8 +16,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
-from ..adapters.experts import expert_folder, loading_options
 from ..adapters.files import COMFYUI_WEIGHTS
+from ..adapters.loading import expert_folder, loading_options
 from ..adapters.settings import ADAPTER_NAMES
 from ..batching.run_data import RunData
 from ..buckets.assignment import count_rejections

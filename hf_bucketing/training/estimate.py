@@ -14,11 +14,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..batching.counting import ModelTokens
-from ..batching.experts import Experts
 from ..batching.rows import TrainingData, make_data
 from ..batching.run_data import RunData
+from ..batching.sample_rows import ModelTokens
 from ..batching.step_rows import LargestStep
+from ..batching.ways import Experts
 from ..buckets.sizes import Size
 from ..conditions.audio import AUDIO
 from ..conditions.names import FRAME_BY_FRAME, KEYFRAMES, MASK, REFERENCE

@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from ..batching.experts import Experts
+from ..batching.ways import Experts
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted

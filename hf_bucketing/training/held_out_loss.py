@@ -17,9 +17,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from ..batching.experts import Experts
 from ..batching.rows import TrainingData
 from ..batching.steps import Step
+from ..batching.ways import Experts
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
 from ..configuration.evaluation import HeldOutConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.utils import HFValidationError
 
-from ..adapters.experts import expert_folder
 from ..adapters.files import ADAPTER_FILES
+from ..adapters.loading import expert_folder
 from ..configuration.outputs import HubConfig
 from ..errors import HubError
 from ..models.experts import TrainedComponent, transformers_of

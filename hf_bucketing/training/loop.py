@@ -23,15 +23,15 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..adapters.experts import expert_folder
 from ..adapters.frozen import fingerprints
+from ..adapters.loading import expert_folder
 from ..batching.checks import check_data
-from ..batching.counting import ModelTokens
-from ..batching.experts import make_experts
 from ..batching.rows import make_data, make_held_out_data
 from ..batching.run_data import RunData, unreadable_log
+from ..batching.sample_rows import ModelTokens
 from ..batching.steps import StepLosses
 from ..batching.streamed import OpenedStream, make_streamed_data, open_stream
+from ..batching.ways import make_experts
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
 from ..command_line.stopping import StopSignals
 from ..conditions.shares import most_appended

@@ -11,7 +11,7 @@ import torch
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of
+from hf_bucketing.batching.drawing import media_of
 from hf_bucketing.batching.lengths import LengthStep
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.caching.encoders import describe_encoders, differences
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import MANIFEST

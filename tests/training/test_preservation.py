@@ -17,7 +17,7 @@ from hf_bucketing.adapters.frozen import base_model
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of, text_of
+from hf_bucketing.batching.drawing import media_of, text_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.rows import make_data
 from hf_bucketing.batching.steps import Step, base_targets

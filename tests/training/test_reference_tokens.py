@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError, LatentSpec, Size
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.step_rows import LargestStep
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.batching.ways import make_step

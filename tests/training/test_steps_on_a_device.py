@@ -18,7 +18,7 @@ from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import latent_frames_of, media_of, text_of
+from hf_bucketing.batching.drawing import latent_frames_of, media_of, text_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.step_rows import StepRows
 from hf_bucketing.batching.steps import Step

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from hf_bucketing import BucketingError, MediaError, PlanError
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data, make_held_out_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.step_rows import StepRows
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset

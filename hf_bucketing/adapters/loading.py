@@ -1,4 +1,4 @@
-"""Several adapters in one pipeline, each at a strength of its own."""
+"""Adapters in a pipeline: where those of each transformer lie, how they are loaded, and at which strengths."""
 
 from __future__ import annotations
 
@@ -15,9 +15,40 @@ from ..errors import BucketingError
 from ..hub import from_hub
 from ..models.experts import TrainedComponent, transformers_of
 from ..models.registry import find_recipe
-from .experts import expert_folder, loading_options
 from .files import COMFYUI_WEIGHTS, LORA_WEIGHTS, for_diffusers
 from .settings import Adapter
+
+
+def expert_folder(component: str, *, trained: TrainedComponent) -> str:
+    """Return the folder of the adapters of a transformer, relative to that of the run: its name, or `""` if alone.
+
+    Args:
+        component (`str`): Name of the transformer in its pipeline.
+        trained (`TrainedComponent`): Transformers that the run trains.
+    """
+    return component if trained == "both" else ""
+
+
+def loading_options(trained: TrainedComponent, *, file: str | None = None) -> list[dict[str, Any]]:
+    """Return the options with which diffusers' `load_lora_weights` loads the adapters of a run, call by call.
+
+    Args:
+        trained (`TrainedComponent`): Transformers that the run trained.
+        file (`str`, *optional*): Name of the file, by default that of diffusers.
+
+    Example:
+        >>> loading_options("transformer_2")
+        [{'load_into_transformer_2': True}]
+        >>> loading_options("both")[0]
+        {'subfolder': 'transformer', 'weight_name': 'pytorch_lora_weights.safetensors'}
+    """
+    calls = []
+    for component in transformers_of(trained):
+        folder = expert_folder(component, trained=trained)
+        options: dict[str, Any] = {"weight_name": file} if file is not None else {}
+        options |= {"subfolder": folder, "weight_name": file or LORA_WEIGHTS} if folder else {}
+        calls.append(options | ({f"load_into_{component}": True} if component != "transformer" else {}))
+    return calls
 
 
 def load_adapters(pipeline: Any, adapters: Sequence[Adapter], *, trained: TrainedComponent) -> None:
