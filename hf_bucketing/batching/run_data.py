@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..buckets.arrays import FloatArray
-from ..buckets.calibration import read_cost_model
-from ..buckets.cost import CostModel
+from ..buckets.cost import CostModel, read_cost_model
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable

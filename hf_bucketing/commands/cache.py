@@ -151,7 +151,7 @@ def _save(
     args: argparse.Namespace, cached: PreparedDataset, counts: Mapping[str, int], *, made_with: Mapping[str, Any]
 ) -> None:
     """Write the prepared folder, and say what was encoded."""
-    from ..caching.keys import describe_latents
+    from ..caching.views import describe_latents
 
     flags = {name: value for name, value in vars(args).items() if name != "config"}
     info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)

@@ -149,8 +149,7 @@ class Earlier:
 
     def __init__(self, earlier: str, dataset: str) -> None:
         from ..columns import PreparedDataset
-        from ..columns.data_changes import compare_locks
-        from ..columns.data_lock import require_lock
+        from ..columns.data_lock import compare_locks, require_lock
 
         self.changes = compare_locks(require_lock(earlier), require_lock(dataset))
         self.prepared = PreparedDataset.load(earlier)
@@ -222,7 +221,7 @@ def make_rows(
 def main(args: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
-    from ..caching.keys import describe_latents
+    from ..caching.views import describe_latents
     from ..columns import PreparedDataset
     from ..columns.arrays import spread
     from ..conditions.shares import read_conditions

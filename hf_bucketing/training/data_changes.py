@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..caching.keys import has_latents
+from ..caching.views import has_latents
 from ..columns.arrays import spread
-from ..columns.data_changes import compare_locks
-from ..columns.data_lock import LOCK_FILE, DataLock, read_lock
+from ..columns.data_lock import LOCK_FILE, DataLock, compare_locks, read_lock
 from ..columns.faults import NAMED_ROWS, listed, paths_of
 from ..columns.prepared import PreparedDataset
 from ..configuration.run import TrainingConfig

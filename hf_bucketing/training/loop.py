@@ -33,7 +33,7 @@ from ..batching.steps import StepLosses
 from ..batching.streamed import OpenedStream, make_streamed_data, open_stream
 from ..batching.ways import make_experts
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
-from ..command_line.stopping import StopSignals
+from ..command_line.script import StopSignals
 from ..conditions.shares import most_appended
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings

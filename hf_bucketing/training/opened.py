@@ -16,7 +16,7 @@ from accelerate.utils import DynamoBackend
 
 from ..batching import way_of
 from ..batching.checks import check_reference_views
-from ..buckets.calibration import read_cost_model
+from ..buckets.cost import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
