@@ -18,7 +18,7 @@ from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample
-from ..conditions.parts import tokens_with
+from ..conditions.rows import tokens_with
 from ..errors import BucketingError, PackingError
 from ..loaders.collators import PackCollator
 from ..loaders.random_resize import RandomResize

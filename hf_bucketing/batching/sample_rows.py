@@ -24,9 +24,8 @@ from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..conditions.condition import Condition, condition_named
 from ..conditions.names import KEYFRAMES
-from ..conditions.parts import tokens_with
 from ..conditions.references import ReferenceRule, references_of
-from ..conditions.rows import ConditionRules, RowConditions
+from ..conditions.rows import ConditionRules, RowConditions, tokens_with
 from ..conditions.shares import appended_by
 from ..errors import OversizeError
 from ..loaders.random_resize import RandomResize

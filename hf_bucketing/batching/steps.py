@@ -15,7 +15,7 @@ from ..adapters.frozen import base_model
 from ..buckets.arrays import IntArray
 from ..conditions.audio import AUDIO
 from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions
-from ..configuration.preservation import CaptionPair, PreservationConfig
+from ..configuration.objective import CaptionPair, PreservationConfig
 from ..devices import to_device
 from ..errors import BucketingError
 from ..loaders.occurrences import OCCURRENCE

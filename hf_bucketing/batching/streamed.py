@@ -23,9 +23,8 @@ from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..conditions.appended import AppendedFrames
 from ..conditions.audio import HAS_AUDIO, AudioRule
 from ..conditions.names import REFERENCE
-from ..conditions.parts import tokens_with
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
-from ..conditions.rows import ConditionRules, RowConditions
+from ..conditions.rows import ConditionRules, RowConditions, tokens_with
 from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError

@@ -24,8 +24,8 @@ from ..buckets.open_table import OpenTable
 from ..buckets.table import BucketTable
 from ..conditions.audio import HAS_AUDIO
 from ..conditions.names import REFERENCE, all_columns
-from ..conditions.parts import sample_sizes
 from ..conditions.references import REFERENCE_SIZES
+from ..conditions.rows import sample_sizes
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
 from ..media.rows import CLIP_END, CLIP_START, MediaColumns

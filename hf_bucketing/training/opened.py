@@ -22,11 +22,9 @@ from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..conditions.appended import AppendedFrames
-from ..conditions.parts import tokens_with
-from ..conditions.rows import ConditionRules
+from ..conditions.rows import ConditionRules, tokens_with
 from ..conditions.shares import most_appended
-from ..configuration.launch import LaunchConfig, check_run
-from ..configuration.run import TrainingConfig
+from ..configuration.run import LaunchConfig, TrainingConfig, check_run
 from ..errors import BucketingError
 from ..models.compilation import compiled_classes
 from ..models.experts import transformers_of

@@ -17,7 +17,7 @@ from ..adapters.frozen import without_frozen
 from ..buckets.sizes import LatentSpec, Size
 from ..conditions.names import REFERENCE
 from ..conditions.references import ReferenceRule
-from ..configuration.evaluation import ValidationConfig, rendering_name
+from ..configuration.outputs import ValidationConfig, rendering_name
 from ..errors import BucketingError
 from ..media.backgrounds import WHITE
 from ..media.probe import probe

@@ -15,7 +15,7 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.conditions.references import ReferenceRule
-from hf_bucketing.configuration.evaluation import ValidationConfig
+from hf_bucketing.configuration.outputs import ValidationConfig
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe

@@ -27,7 +27,7 @@ from hf_bucketing.columns.preparation import with_marks
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.trainer_toml import load_toml
-from hf_bucketing.configuration.preservation import PreservationConfig
+from hf_bucketing.configuration.objective import PreservationConfig
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.recipe import Recipe

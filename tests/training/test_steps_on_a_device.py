@@ -27,7 +27,7 @@ from hf_bucketing.conditions.audio import AUDIO
 from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.configuration import BatchConfig, TrainingConfig
-from hf_bucketing.configuration.preservation import PreservationConfig
+from hf_bucketing.configuration.objective import PreservationConfig
 from hf_bucketing.devices import DeviceTimer, to_device
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing

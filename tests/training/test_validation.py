@@ -15,7 +15,7 @@ from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.command_line.config_file import write_config
 from hf_bucketing.commands.train import make_parser
 from hf_bucketing.conditions.references import ReferenceRule
-from hf_bucketing.configuration.evaluation import ValidationConfig
+from hf_bucketing.configuration.outputs import ValidationConfig
 from hf_bucketing.errors import FlagError
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
