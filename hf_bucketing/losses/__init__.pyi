@@ -1,5 +1,9 @@
 from .masked import masked_mse as masked_mse, masked_snr as masked_snr
 from .names import Reduction as Reduction
-from .reduction import global_mean as global_mean, reduction_weights as reduction_weights
+from .reduction import (
+    PredictionType as PredictionType,
+    global_mean as global_mean,
+    min_snr_weights as min_snr_weights,
+    reduction_weights as reduction_weights,
+)
 from .variational import GaussianPosterior as GaussianPosterior, batch_vlb as batch_vlb
-from .weights import PredictionType as PredictionType, min_snr_weights as min_snr_weights

@@ -16,7 +16,7 @@ import torch
 from ..devices import to_device
 from ..errors import BucketingError
 from .masked import broadcast_weights, weighted_mean
-from .weights import PredictionType, check_prediction_type
+from .reduction import PredictionType, check_prediction_type
 
 VarianceType = Literal["learned_range", "learned"]
 

@@ -14,7 +14,7 @@ from ..batching.ways import Experts
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream
 from ..errors import BucketingError, quoted
-from ..media.backgrounds import WHITE
+from ..media.views import WHITE
 from ..models.experts import transformers_of
 from ..models.loading import MODEL_PARTS, ModelPart, read_trained_config
 from ..placement.sharding import rendering_in_lockstep, resharded

@@ -19,10 +19,10 @@ from ..conditions.names import REFERENCE
 from ..conditions.references import ReferenceRule
 from ..configuration.outputs import ValidationConfig, rendering_name
 from ..errors import BucketingError
-from ..media.backgrounds import WHITE
 from ..media.probe import probe
 from ..media.sample import load_first_frame, load_references
 from ..media.source import MediaSource
+from ..media.views import WHITE
 from ..media.write import Sound, write_image, write_video
 from ..models.calls import IMAGES
 from ..models.first_frame import pictures
