@@ -31,8 +31,7 @@ from ..models.samples import REFERENCES
 from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
-from ..placement.blocks import blocks_of
-from ..placement.checkpointing import checkpoint_blocks
+from ..placement.blocks import blocks_of, checkpoint_blocks
 from ..planner.components import Components, read_components
 from ..planner.memory import (
     PLAN_ERROR,

@@ -17,8 +17,7 @@ from ..errors import BucketingError, quoted
 from ..media.views import WHITE
 from ..models.experts import transformers_of
 from ..models.loading import MODEL_PARTS, ModelPart, read_trained_config
-from ..placement.sharding import rendering_in_lockstep, resharded
-from ..placement.shards import SHARDED
+from ..placement.sharding import SHARDED, rendering_in_lockstep, resharded
 from .held_out_loss import HeldOutLoss, in_evaluation
 from .opened import OpenedRun
 from .trained import TrainedModel

@@ -49,8 +49,7 @@ from ..losses.reduction import global_mean
 from ..models.caption_lengths import describe_caption_lengths
 from ..models.experts import transformers_of
 from ..models.loading import pipeline_folder
-from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
-from ..placement.shards import SHARDED
+from ..placement.sharding import SHARDED, configure_deepspeed, fingerprints_of, loads_once
 from ..placement.trust import refuse_code_in_shards
 from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked

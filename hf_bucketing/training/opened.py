@@ -39,13 +39,12 @@ from ..models.loading import (
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..models.weight_files import TransformerFile, check_weights_can_train, read_weights_of
-from ..optimizers.classes import check_optimizer
+from ..optimizers.optimizer import check_optimizer
 from ..placement.blocks import blocks_of
 from ..placement.context_parallel import check_audio, check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
-from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wraps_blocks
-from ..placement.shards import SHARDED
+from ..placement.sharding import HALF, SHARDED, loads_empty, loads_once, sharding_of, wraps_blocks
 from .caches import settle_caches
 
 logger = get_logger(__name__)

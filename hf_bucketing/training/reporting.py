@@ -28,7 +28,7 @@ from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.planned import StepCount
 from ..packing.attention.dispatch import choices
-from ..placement.shards import SHARDED
+from ..placement.sharding import SHARDED
 from ..runs.page import write_live_page
 from ..runs.run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
 from .data_changes import keep_lock

@@ -29,12 +29,11 @@ from ..optimizers.optimizer import (
     omits_updates,
     omitted_if,
 )
-from ..placement.checkpointing import checkpoint_blocks
+from ..placement.blocks import checkpoint_blocks
 from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks, offload_idle
 from ..placement.quantization import leave_frozen_weights_to_each_process
-from ..placement.sharding import block_by_block, sending_weights, sharded_adapters
-from ..placement.shards import SHARDED, averaged
+from ..placement.sharding import SHARDED, averaged, block_by_block, sending_weights, sharded_adapters
 from ..settings import changed
 from .checkpoint import gather_weights, save_pipeline
 from .estimate import out_of_memory
