@@ -57,10 +57,9 @@ from .checks import (
     check_prepared,
     check_reference_dropout,
 )
-from .collation import make_collator
-from .run_data import RunData, make_cost_model, unreadable_log
+from .run_data import LargestStep, RunData, StepRows, make_cost_model, unreadable_log
 from .sample_rows import ModelTokens, SampleRows
-from .step_rows import LargestStep, StepRows
+from .ways import make_collator
 
 logger = get_logger(__name__)
 

@@ -41,7 +41,7 @@ from .drawing import (
     text_of,
     without_references,
 )
-from .step_rows import StepRows
+from .run_data import StepRows
 
 TARGETS = ("data", "preservation", "slider")
 """Targets that a sample may have, whose losses are logged apart."""

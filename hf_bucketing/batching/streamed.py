@@ -40,10 +40,9 @@ from ..streaming.shards import warn_of_shards
 from ..units import format_bytes
 from . import way_of
 from .checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
-from .collation import media_collator
-from .run_data import RunData, make_cost_model, unreadable_log
+from .run_data import LargestStep, RunData, StepRows, make_cost_model, unreadable_log
 from .sample_rows import ModelTokens, counted_tokens
-from .step_rows import LargestStep, StepRows
+from .ways import media_collator
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The way of batching of a run, its steps, and which of two experts (Wan 2.2 A14B) a step trains."""
+"""What settings choose: the way of batching of a run, its steps, by expert if there are two, and its collator."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ..buckets.sizes import Size
+from ..caching.collator import CachedCollator
+from ..columns.prepared import PreparedDataset
+from ..columns.prepared_stream import PreparedStream
 from ..conditions.shares import read_conditions
 from ..configuration.batches import BatchConfig
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
+from ..loaders.faults import Replacements
+from ..loaders.random_resize import RandomResize
 from ..models.recipe import Recipe
 from .buckets import Buckets
-from .lengths import Lengths
-from .packs import Packs
+from .own_sizes import Lengths, Packs
 from .steps import Step
-from .way import Batching
+from .way import Batching, Collator
 
 WAYS: Mapping[str, type[Batching[Any]]] = {"bucket": Buckets, "pack": Packs, "length": Lengths}
 """Ways of batching by the names that `batching` has in settings."""
@@ -131,3 +136,50 @@ class Experts:
 def make_experts(config: TrainingConfig, recipe: Recipe, *, sharded: bool = False) -> Experts:
     """Return the experts of a run with their steps, see [`make_step`][hf_bucketing.batching.ways.make_step]."""
     return Experts(tuple(make_step(config, expert, sharded=sharded) for expert in recipe.experts))
+
+
+def make_collator(
+    way: Batching[Any], config: TrainingConfig, prepared: PreparedDataset, *, resize: RandomResize | None, log: Path
+) -> Collator | CachedCollator:
+    """Return the collator of rows: that of a cache, or of files with replacements for unreadable ones.
+
+    `log` is the file that names unreadable rows.
+    """
+    if prepared.cache is not None:
+        return CachedCollator(
+            prepared.cache,
+            caption_column=prepared.caption_column,
+            seed=config.seed,
+            first_view=config.batches.cached_views == "first",
+            null_texts="" in config.preservation.captions or config.objective.caption_dropout > 0,
+            sources=prepared.sources,
+        )
+    replacements = config.faults.replacements(prepared.dataset, log=log)
+    return media_collator(way, config, prepared, resize=resize, replacements=replacements)
+
+
+def media_collator(
+    way: Batching[Any],
+    config: TrainingConfig,
+    prepared: PreparedDataset | PreparedStream,
+    *,
+    resize: RandomResize | None = None,
+    replacements: Replacements | None = None,
+) -> Collator:
+    """Return the collator that decodes the files of rows."""
+    return way.collator(
+        way.table(prepared),
+        resize=resize,
+        column=prepared.column,
+        caption_column=prepared.caption_column,
+        captions=config.captions,
+        root=prepared.root,
+        other_roots=prepared.other_roots,
+        conditions=prepared.conditions,
+        references=prepared.references,
+        audio=prepared.audio,
+        sources=prepared.sources,
+        views=config.views,
+        seed=config.seed,
+        replacements=replacements,
+    )

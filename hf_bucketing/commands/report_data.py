@@ -27,8 +27,7 @@ from ..media.thumbnails import Thumbnail, sample_thumbnails, thumbnail
 from ..media.views import ViewRule
 from ..randomness import ROW, sample_key
 from ..report import render_page
-from ..report.data_page import DataRow, data_page, write_rows
-from ..report.data_rows import RowTexts, describe_difference, describe_row, with_stored
+from ..report.data_rows import DataRow, RowTexts, data_page, describe_difference, describe_row, with_stored, write_rows
 from ..report.text import size_label
 from ..settings import check_at_least
 

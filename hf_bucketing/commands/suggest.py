@@ -168,7 +168,7 @@ def suggest(args: argparse.Namespace) -> Suggested:
     from ..planner.suggestion import Suggester
     from ..planner.time import Speed, StepSeconds
     from ..settings import changed
-    from ..training.caches import sequence_length
+    from ..training.data_changes import sequence_length
     from .script_settings import plan_of_flags
 
     measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))

@@ -84,7 +84,7 @@ class RunConfig:
         held_out ([`HeldOutConfig`][hf_bucketing.configuration.outputs.HeldOutConfig]): Samples that are held out.
         checkpoints ([`CheckpointConfig`][hf_bucketing.training.CheckpointConfig]): Saving and resuming.
         reporting ([`ReportingConfig`]): Trackers, and the page of the run.
-        hub ([`HubConfig`][hf_bucketing.training.hub.HubConfig]): Upload of the result.
+        hub ([`HubConfig`][hf_bucketing.training.card.HubConfig]): Upload of the result.
 
     Raises:
         BucketingError: On an impossible value or combination, or a video decoder that cannot be loaded.

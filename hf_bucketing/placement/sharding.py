@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,15 +16,19 @@ from accelerate.utils import (
     broadcast,
     broadcast_object_list,
     convert_outputs_to_fp32,
+    load,
 )
 from diffusers.training_utils import EMAModel
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import metadata as parts
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..caching.fingerprints import weights_fingerprints
+from ..loaders.trust import only_values
 from ..models.recipe import Recipe
 from ..packing.context import exact_inputs, keep_inputs_exact
 from .blocks import block_names
@@ -295,3 +301,51 @@ class _ShardedEMAModel(EMAModel):
         with safe_open(Path(folder) / AVERAGES, framework="pt") as tensors:
             for index, average in enumerate(self.shadow_params):
                 copy_full(average, tensors.get_tensor(str(index)))
+
+
+_CLASSES: tuple[Any, ...] = (
+    parts.Metadata,
+    parts.MetadataIndex,
+    parts.StorageMeta,
+    parts.BytesStorageMetadata,
+    parts.TensorStorageMetadata,
+    parts.TensorProperties,
+    parts.ChunkStorageMetadata,
+    parts._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
+    type(Path()),
+)
+_ALLOWED = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
+
+
+def refuse_code_in_shards(folder: Path) -> None:
+    """Check the states of a checkpoint that FSDP saved in parts (`fsdp_state_dict_type: SHARDED_STATE_DICT`).
+
+    torch unpickles whatever their indices hold, and their values that are not tensors. Call it before
+    `accelerator.load_state`.
+
+    Raises:
+        BucketingError: If an index or a value holds more than plain values, tensors and numpy arrays.
+    """
+    for index in sorted(folder.glob("*/.metadata")):
+        with only_values(index), index.open("rb") as file:
+            state = _IndexUnpickler(file).load()
+        for key, place in (state.storage_data or {}).items():
+            if isinstance(state.state_dict_metadata[key.fqn], parts.BytesStorageMetadata):
+                path = index.parent / place.relative_path
+                with only_values(path), path.open("rb") as file:
+                    file.seek(place.offset)
+                    load(io.BytesIO(file.read(place.length)), map_location="cpu")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads an index: the names, dtypes and shapes of tensors, and their places in files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"An index of parts has no {module}.{name}.")
+        return _ALLOWED[module, name]

@@ -15,9 +15,8 @@ from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..batching.rows import TrainingData, make_data
-from ..batching.run_data import RunData
+from ..batching.run_data import LargestStep, RunData
 from ..batching.sample_rows import ModelTokens
-from ..batching.step_rows import LargestStep
 from ..batching.ways import Experts
 from ..buckets.sizes import Size
 from ..conditions.audio import AUDIO

@@ -49,11 +49,20 @@ from ..losses.reduction import global_mean
 from ..models.caption_lengths import describe_caption_lengths
 from ..models.experts import transformers_of
 from ..models.loading import pipeline_folder
-from ..placement.sharding import SHARDED, configure_deepspeed, fingerprints_of, loads_once
-from ..placement.trust import refuse_code_in_shards
+from ..placement.sharding import SHARDED, configure_deepspeed, fingerprints_of, loads_once, refuse_code_in_shards
 from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked
-from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
+from .card import (
+    Run,
+    check_drawing,
+    frame_rate,
+    makes_images,
+    open_repository,
+    result_parts,
+    trained_sizes,
+    upload,
+    write_card,
+)
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -66,12 +75,11 @@ from .checkpoint import (
 from .data_changes import LOOKED_AT, describe_changes
 from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
-from .flops import count_flops
 from .held_out_loss import HeldOutLoss
-from .hub import open_repository, result_parts, upload
-from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
+from .optimizer_steps import LossWindow
 from .reporting import OpenStep, RunReport
+from .step_metrics import count_flops
 from .terminal import describe_run, next_commands
 from .trackers import chosen_tracker
 from .trained import TrainedModel, add_trained_parts

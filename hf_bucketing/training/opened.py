@@ -45,7 +45,7 @@ from ..placement.context_parallel import check_audio, check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
 from ..placement.sharding import HALF, SHARDED, loads_empty, loads_once, sharding_of, wraps_blocks
-from .caches import settle_caches
+from .data_changes import settle_caches
 
 logger = get_logger(__name__)
 

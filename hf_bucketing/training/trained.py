@@ -38,7 +38,7 @@ from ..settings import changed
 from .checkpoint import gather_weights, save_pipeline
 from .estimate import out_of_memory
 from .opened import trained_dtype
-from .skipped import check_finite
+from .optimizer_steps import check_finite
 
 
 def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:

@@ -20,7 +20,7 @@ from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.drawing import latent_frames_of, media_of, text_of
 from hf_bucketing.batching.own_sizes import PackStep
-from hf_bucketing.batching.step_rows import StepRows
+from hf_bucketing.batching.run_data import StepRows
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.conditions.audio import AUDIO
