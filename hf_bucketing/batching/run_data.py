@@ -23,7 +23,7 @@ from ..conditions.names import MASK
 from ..conditions.rows import RowConditions
 from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
-from ..losses.reduction import Reduction
+from ..losses.per_sample import Reduction
 from ..models.condition_checks import OfSamples
 from ..models.texts import TextEmbeddings
 from ..runs.run_log import log_path

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from ..adapters.frozen import base_model
+from ..adapters.loading import base_model
 from ..buckets.arrays import IntArray
 from ..conditions.audio import AUDIO
 from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions

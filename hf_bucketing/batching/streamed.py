@@ -29,14 +29,14 @@ from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
-from ..losses.reduction import reduction_weights
+from ..losses.per_sample import reduction_weights
 from ..media import references as references_before, row_audio
 from ..media.rows import SOURCE
 from ..models.condition_checks import NO_SAMPLES, OfSamples
 from ..packing.token_drop import TokenDrop
 from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
-from ..streaming.shards import warn_of_shards
+from ..streaming.config import warn_of_shards
 from ..units import format_bytes
 from . import way_of
 from .checks import check_audio, check_named_sources, check_prepared, check_reference_dropout

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     from ..columns import PreparedDataset
     from ..conditions.shares import read_conditions
     from ..configuration.prepared import check_same_settings
-    from ..loaders.agreement import check_shared
+    from ..loaders.processes import check_shared
     from ..media.remote import is_url
     from ..media.rows import check_flips
     from ..models.caption_lengths import describe_caption_lengths

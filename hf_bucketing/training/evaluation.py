@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..adapters.frozen import without_frozen
+from ..adapters.loading import without_frozen
 from ..batching.ways import Experts
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.prepared import PreparedDataset

@@ -23,8 +23,7 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..adapters.frozen import fingerprints
-from ..adapters.loading import expert_folder
+from ..adapters.loading import expert_folder, fingerprints
 from ..batching.checks import check_data
 from ..batching.rows import make_data, make_held_out_data
 from ..batching.run_data import RunData, unreadable_log
@@ -41,11 +40,11 @@ from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
-from ..loaders.agreement import check_shared
 from ..loaders.planned import StepCount
+from ..loaders.processes import check_shared
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
-from ..losses.reduction import global_mean
+from ..losses.per_sample import global_mean
 from ..models.caption_lengths import describe_caption_lengths
 from ..models.experts import transformers_of
 from ..models.loading import pipeline_folder

@@ -13,8 +13,7 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 
-from ..adapters.frozen import add_frozen, switch_on
-from ..adapters.loading import expert_folder
+from ..adapters.loading import add_frozen, expert_folder, switch_on
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..batching import way_of
 from ..batching.run_data import RunData

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from hf_bucketing import BucketingError, CacheError, ColumnError
-from hf_bucketing.adapters.frozen import base_model
+from hf_bucketing.adapters.loading import base_model
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.buckets import BucketStep

@@ -32,7 +32,7 @@ from hf_bucketing.randomness import ROW
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of, review_run, review_sources
 from hf_bucketing.settings import changed
-from hf_bucketing.streaming.shards import warn_of_shards
+from hf_bucketing.streaming.config import warn_of_shards
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
 from hf_bucketing.training.optimizer_steps import LossWindow
