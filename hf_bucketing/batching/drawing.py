@@ -1,4 +1,4 @@
-"""What a batch of any collator holds of each sample, and what of it a model is shown.
+"""What a batch of any collator holds of each sample, and which parts a model is shown.
 
 A batch holds latents, conditions and text, from a cache or encoded. A run draws conditions from its shares
 (`conditions/shares.py`), for each sample from its own key. Frames and masked parts are kept on the grid of the

@@ -12,9 +12,8 @@ import torch
 from ...errors import PackingError
 from ..names import Backend
 from ..segments import AttentionOptions, SegmentSpans
-from .flex import attend_by_blocks, block_mask
 from .kernels import HALF, KERNELS, Capability, Device, attend_by_offsets, device_of, installed, missing
-from .sdpa import attend_by_segments, attend_densely, dense_mask
+from .torch_backends import attend_by_blocks, attend_by_segments, attend_densely, block_mask, dense_mask
 
 CUDNN_FROM: Capability = (9, 0)
 """Compute capability from which torch's SDPA takes cuDNN by itself, which is faster there than FlashAttention 2."""
