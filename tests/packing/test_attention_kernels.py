@@ -65,9 +65,8 @@ def test_blocks_made_from_ends_are_those_that_a_mask_function_gives(segments: Se
 def test_flex_attention_computes_the_same(segments: SegmentSpans) -> None:
     tokens = [side.detach() for side in tokens_for(segments, key_heads=2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch_backends, "compiled_flex_attention", lambda: flex_attention
-        )  # all pairs, but without a compiler
+        # All pairs, but without a compiler.
+        patch.setattr(torch_backends, "compiled_flex_attention", lambda: flex_attention)
         out = packed_attention(*tokens, segments, backend="flex", enable_gqa=True, scale=0.3)
     assert torch.allclose(out, by_hand(*tokens, segments, scale=0.3), atol=1e-12)
 
