@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.synthetic.demo import CHANNELS, VAE_FILE, fitted_vae, make_demo_pipeline
-from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip, render
-from hf_bucketing.synthetic.recognition import look_at
-from hf_bucketing.synthetic.scenes import demo_clip, scene
+from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip, demo_clip, look_at, render, scene
 from tests.conftest import run_script_here
 
 

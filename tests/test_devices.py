@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bucketing.configuration.loader import LoaderConfig
+from hf_bucketing.configuration.batches import LoaderConfig
 from hf_bucketing.devices import DeviceTimer, Reading
 
 

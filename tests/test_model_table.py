@@ -13,8 +13,7 @@ from hf_bucketing.adapters.files import loads_lora
 from hf_bucketing.conditions.audio import AUDIO
 from hf_bucketing.conditions.names import CONDITIONS
 from hf_bucketing.models.compilation import refusal
-from hf_bucketing.models.registry import families, recipes
-from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE
+from hf_bucketing.models.registry import OTHER_KINDS, UNPACKABLE, families, recipes
 from tests.conftest import ROOT
 
 
@@ -130,6 +129,6 @@ def test_every_transformer_of_diffusers_packs_or_is_explained() -> None:
     packed, explained = families().keys(), [*UNPACKABLE, *OTHER_KINDS]
     assert len({*packed, *explained}) == len(packed) + len(explained), "each is packed, or explained once"
     unknown = sorted(exported - {*packed, *explained})
-    assert not unknown, f"pack these, or say in models/unpackable.py why not: {unknown}"
+    assert not unknown, f"pack these, or say in models/registry.py why not: {unknown}"
     if Version(diffusers.__version__) >= Version("0.42.1"):
         assert {*packed, *explained} <= {*dir(diffusers)}

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import BucketingError
-from ..placement.shards import copy_full, name_in_files, named_weights
+from ..placement.sharding import copy_full, name_in_files, named_weights
 from .files import (
     COMFYUI_WEIGHTS,
     DOWN,

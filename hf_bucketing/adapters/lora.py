@@ -18,7 +18,7 @@ from ..errors import BucketingError
 from ..files import complete_parts
 from ..models.experts import transformers_of
 from ..models.registry import family_of
-from ..placement.shards import copy_full, gather
+from ..placement.sharding import copy_full, gather
 from .files import (
     ADAPTER_FILES,
     COMFYUI_WEIGHTS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..models.registry import family_of
-from ..placement.shards import name_in_files
+from ..placement.sharding import name_in_files
 
 _PREFIX = re.compile(
     r"(base_model\.model\.)?((model\.)?diffusion_model\.|transformer\.|lora_unet__?|lora_transformer_)?"

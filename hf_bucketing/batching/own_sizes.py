@@ -1,4 +1,4 @@
-"""What ways of batching share whose samples keep their own size, and run by the packing of a transformer."""
+"""Ways of batching whose samples keep their own size, by the packing of a transformer: packs, and padded lengths."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
+from ..buckets.arrays import IntArray
+from ..buckets.cost import CostModel
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import Size
 from ..columns.arrays import column_array
 from ..columns.buckets import BucketColumns
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, StreamSample
-from ..conditions.parts import tokens_with
-from ..errors import BucketingError, PackingError
+from ..conditions.rows import ConditionRules, tokens_with
+from ..errors import BucketingError, OversizeError, PackingError
 from ..loaders.collators import PackCollator
+from ..loaders.length_sampler import LengthBatchSampler
+from ..loaders.pack_sampler import PackBatchSampler
 from ..loaders.random_resize import RandomResize
+from ..loaders.row_column import warn_of_rejected
 from ..models.enable import disable_packing, enable_packing, packing_disabled
 from ..models.recipe import Recipe
 from ..models.samples import Samples
@@ -29,10 +34,13 @@ from ..packing.forward import packed_forward, packed_forward_with_audio
 from ..packing.names import Grid
 from ..packing.pack import Packing
 from ..packing.token_drop import Seed, TokenDrop
+from ..plans.lengths import LengthPlanConfig
 from ..plans.packs import PackPlanConfig, are_few, sample_spans, strip_tokens
+from ..plans.rows import EpochConfig
 from ..plans.ways import CachedAs
+from ..streaming.grouping import Grouping, PackGrouping
 from .drawing import loss_weights
-from .sample_rows import SampleRows, Table, beyond_positions, counted_tokens, exceeding
+from .sample_rows import SampleRows, Table, beyond_positions, counted_tokens, exceeding, with_file
 from .steps import Computed, Prediction, Step
 from .way import Batching, Plan
 
@@ -204,3 +212,130 @@ def _frames_that_fit(rows: SampleRows, packs: PackPlanConfig, *, drop: TokenDrop
         f"prepare again with {' or '.join(options)}",
         f"with --clips all --clip_frames {most_frames[most]} beside it, which makes several samples of a long video",
     ]
+
+
+class Packs(OwnSizes[PackPlanConfig]):
+    """Packs: one sequence of samples of their own sizes, each in whole strips."""
+
+    size_title: ClassVar[str] = "size in packs"
+    batch_name: ClassVar[str] = "pack"
+
+    def plan(self, order: EpochConfig, *, cost_model: CostModel, accumulation_steps: int) -> PackPlanConfig:
+        batches = self.config
+        return PackPlanConfig(
+            **vars(batches.pack_limits),
+            strategy=batches.pack_strategy,
+            balance=batches.balance,
+            cost_model=cost_model if batches.balance == "cost" else None,
+            accumulation_steps=accumulation_steps,
+            oversize="own_batch" if order.evaluation else "error",  # without gradients, it takes less memory
+            **vars(order),
+        )
+
+    def limits(self, plan: PackPlanConfig) -> PackPlanConfig:
+        return plan
+
+    def sampler(self, rows: SampleRows, plan: PackPlanConfig, **options: Any) -> PackBatchSampler:
+        try:
+            return PackBatchSampler(
+                rows.tokens_to_plan,
+                config=plan,
+                text_tokens=rows.counting.text_tokens,
+                rejection=rows.prepared.dataset["rejection"],
+                **options,
+            )
+        except OversizeError as error:
+            advice = self.frames_that_fit(rows, plan)
+            raise with_file(error, rows.prepared, advice=advice) from error
+
+    def grouping(
+        self,
+        prepared: PreparedDataset | PreparedStream,
+        *,
+        text_tokens: int,
+        conditions: ConditionRules,
+    ) -> PackGrouping:
+        return PackGrouping(**vars(self.config.pack_limits), text_tokens=text_tokens)
+
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, condition_tokens: int) -> int:
+        assert isinstance(grouping, PackGrouping), "it is that of this way"
+        span = strip_tokens(tokens + condition_tokens, grouping.strip_length) + grouping.text_tokens
+        return max(1, grouping.max_tokens // span)
+
+
+_NO_STREAMS = (
+    '`batching="length"` plans batches by the lengths of all rows, and those of a stream are not known before they '
+    'come. Omit `streaming`, or train packs (`batching="pack"`), which take rows as they come.'
+)
+
+
+class LengthStep(PackStep):
+    """Run one forward over samples of different lengths, padded to the longest.
+
+    Few of diffusers' transformers take a mask of latent tokens, and nearly all give the rows of a batch the positions
+    of one grid. The rows are therefore strips of the packing engine, one for each sample: attention leaves their
+    padding out, and each sample has the positions that it has alone. Models that look up positions by the columns of a
+    row, such as Wan's 1,024, get as few rows of equal length for each sample as they allow, with less padding.
+    """
+
+    padded = True
+
+
+class Lengths(OwnSizes[LengthPlanConfig]):
+    """Batches of samples of like length, or of any, padded to the longest."""
+
+    size_title: ClassVar[str] = "size in padded batches"
+    batch_name: ClassVar[str] = "batch"
+    step_class: ClassVar[type[PackStep]] = LengthStep
+
+    def plan(self, order: EpochConfig, *, cost_model: CostModel, accumulation_steps: int) -> LengthPlanConfig:
+        batches = self.config
+        return LengthPlanConfig(
+            batch_size=batches.train_batch_size if batches.max_tokens is None else None,
+            max_tokens=batches.token_limit,
+            strategy=batches.length_strategy,
+            num_buckets=batches.length_buckets,
+            oversize="own_batch" if order.evaluation else "error",
+            **vars(order),
+        )
+
+    def limits(self, plan: LengthPlanConfig) -> PackPlanConfig | None:
+        if plan.max_tokens is None:
+            return None
+        return PackPlanConfig(max_tokens=int(plan.max_tokens), strip_length=1, oversize=plan.oversize)
+
+    def sampler(self, rows: SampleRows, plan: LengthPlanConfig, **options: Any) -> LengthBatchSampler:
+        if rows.resize is not None:
+            raise BucketingError(
+                "The cached views of a sample have several sizes, and batches of like length are planned by one for "
+                'each row. Give `cached_views="all"` or "first", or train packs (`batching="pack"`).'
+            )
+        limits, text_tokens = self.limits(plan), rows.counting.text_tokens
+        if limits is not None:
+            try:
+                sample_spans(rows.num_tokens, limits, text_tokens=text_tokens)
+            except OversizeError as error:
+                raise with_file(error, rows.prepared, advice=self.frames_that_fit(rows, limits)) from error
+        lengths = np.where(rows.num_tokens > 0, rows.num_tokens + text_tokens, 0)
+        sampler = LengthBatchSampler(lengths, config=plan, **options)
+        rejection = rows.prepared.dataset["rejection"]
+        warn_of_rejected(lengths, lengths > 0, rejection=rejection, process_index=sampler.process_index)
+        return sampler
+
+    def computed_lengths(self, lengths: IntArray, offsets: IntArray) -> IntArray:
+        return np.repeat(np.maximum.reduceat(lengths, offsets[:-1]), np.diff(offsets))
+
+    def check_stream(self) -> None:
+        raise BucketingError(_NO_STREAMS)
+
+    def grouping(
+        self,
+        prepared: PreparedDataset | PreparedStream,
+        *,
+        text_tokens: int,
+        conditions: ConditionRules,
+    ) -> Grouping:
+        raise BucketingError(_NO_STREAMS)
+
+    def largest_batch(self, grouping: Grouping, bucket: int, *, tokens: int, condition_tokens: int) -> int:
+        raise BucketingError(_NO_STREAMS)

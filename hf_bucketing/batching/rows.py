@@ -34,12 +34,12 @@ from ..conditions.rows import RowConditions
 from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError, quoted
-from ..loaders.agreement import check_same
 from ..loaders.captions import CaptionRule
 from ..loaders.occurrences import NumberedRows
 from ..loaders.planned import PlannedBatchSampler, StepCount
+from ..loaders.processes import check_same
 from ..loaders.random_resize import RandomResize
-from ..losses.reduction import reduction_weights
+from ..losses.per_sample import reduction_weights
 from ..models.condition_checks import NO_SAMPLES, OfSamples
 from ..models.texts import TextEmbeddings
 from ..placement.context_parallel import prepare_in_groups
@@ -57,11 +57,9 @@ from .checks import (
     check_prepared,
     check_reference_dropout,
 )
-from .collation import make_collator
-from .counting import ModelTokens
-from .run_data import RunData, make_cost_model, unreadable_log
-from .sample_rows import SampleRows
-from .step_rows import LargestStep, StepRows
+from .run_data import LargestStep, RunData, StepRows, make_cost_model, unreadable_log
+from .sample_rows import ModelTokens, SampleRows
+from .ways import make_collator
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a training loop draws from: rows that a plan orders or a stream, trained or held out."""
+"""What a training loop draws from, rows or a stream, trained or held out, and what its batches count for in a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +15,63 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..buckets.arrays import FloatArray
-from ..buckets.calibration import read_cost_model
-from ..buckets.cost import CostModel
+from ..buckets.cost import CostModel, read_cost_model
 from ..buckets.open_table import OpenTable
-from ..buckets.sizes import LatentSpec
+from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
 from ..conditions.names import MASK
+from ..conditions.rows import RowConditions
 from ..configuration.run import TrainingConfig
 from ..loaders.planned import StepCount
-from ..losses.reduction import Reduction
+from ..losses.per_sample import Reduction
 from ..models.condition_checks import OfSamples
 from ..models.texts import TextEmbeddings
 from ..runs.run_log import log_path
-from . import Batching
-from .step_rows import LargestStep, StepRows
+
+if TYPE_CHECKING:
+    from . import Batching
+
+
+class StepRows(NamedTuple):
+    """What a batch counts for in its step.
+
+    Attributes:
+        tokens (array of `int`, shape `(n,)`): Tokens of each sample and of the text in its sequence.
+        weights (`torch.Tensor` of shape `(n,)`): Weight of each sample's loss; 0 for samples that do not count.
+        total (`float`, *optional*): Sum of the weights of all processes in the window of gradient accumulation; None
+            where it is not known before the window ends.
+        sources (array of `int`, shape `(n,)`, *optional*): Source of each sample, as a position in the names of the
+            sources, where there are several.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    weights: torch.Tensor
+    total: float | None
+    sources: npt.NDArray[np.int64] | None = None
+
+
+class LargestStep(NamedTuple):
+    """The step of one process that takes the most tokens.
+
+    Attributes:
+        sizes (list of [`Size`][hf_bucketing.Size]): Sizes of its samples.
+        tokens (`int`): Tokens of its samples, their conditions and texts.
+        conditions ([`RowConditions`][hf_bucketing.conditions.rows.RowConditions]): Conditions of its samples.
+    """
+
+    sizes: list[Size]
+    tokens: int
+    conditions: RowConditions
+
+    @property
+    def references(self) -> list[tuple[Size, ...]]:
+        """Sizes of each sample's references."""
+        return self.conditions.references.sizes(self.sizes)
+
+    @property
+    def audio(self) -> list[int]:
+        """Tokens of each sample's audio, which are among `tokens`; none where none is trained."""
+        return self.conditions.audio_tokens(self.sizes)
 
 
 @dataclass(kw_only=True)

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from ..adapters.frozen import base_model
+from ..adapters.loading import base_model
 from ..buckets.arrays import IntArray
 from ..conditions.audio import AUDIO
 from ..conditions.shares import NOTHING_DRAWN, Drawn, SourceConditions
-from ..configuration.preservation import CaptionPair, PreservationConfig
+from ..configuration.objective import CaptionPair, PreservationConfig
 from ..devices import to_device
 from ..errors import BucketingError
 from ..loaders.occurrences import OCCURRENCE
@@ -31,9 +31,17 @@ from ..packing.names import Grid
 from ..packing.token_drop import Seed
 from ..placement.offload import activations_on_cpu
 from ..randomness import Purpose, generator, sample_key
-from .drawing import draw_conditions, drawn_media, noised_audio, without_references
-from .encoded import finite, finite_samples, media_of, text_of
-from .step_rows import StepRows
+from .drawing import (
+    draw_conditions,
+    drawn_media,
+    finite,
+    finite_samples,
+    media_of,
+    noised_audio,
+    text_of,
+    without_references,
+)
+from .run_data import StepRows
 
 TARGETS = ("data", "preservation", "slider")
 """Targets that a sample may have, whose losses are logged apart."""

@@ -23,29 +23,26 @@ from ..columns.sources import SAMPLED_ROWS, bytes_in
 from ..conditions.appended import AppendedFrames
 from ..conditions.audio import HAS_AUDIO, AudioRule
 from ..conditions.names import REFERENCE
-from ..conditions.parts import tokens_with
 from ..conditions.references import REFERENCE_SIZES, ReferenceRule
-from ..conditions.rows import ConditionRules, RowConditions
+from ..conditions.rows import ConditionRules, RowConditions, tokens_with
 from ..configuration.objective import weights_of_sources
 from ..configuration.run import TrainingConfig
 from ..errors import BucketingError
 from ..loaders.planned import StepCount
-from ..losses.reduction import reduction_weights
+from ..losses.per_sample import reduction_weights
 from ..media import references as references_before, row_audio
 from ..media.rows import SOURCE
 from ..models.condition_checks import NO_SAMPLES, OfSamples
 from ..packing.token_drop import TokenDrop
 from ..randomness import Purpose, integer_seed
 from ..streaming.batcher import StreamingBucketBatcher
-from ..streaming.shards import warn_of_shards
+from ..streaming.config import warn_of_shards
 from ..units import format_bytes
 from . import way_of
 from .checks import check_audio, check_named_sources, check_prepared, check_reference_dropout
-from .collation import media_collator
-from .counting import ModelTokens
-from .run_data import RunData, make_cost_model, unreadable_log
-from .sample_rows import counted_tokens
-from .step_rows import LargestStep, StepRows
+from .run_data import LargestStep, RunData, StepRows, make_cost_model, unreadable_log
+from .sample_rows import ModelTokens, counted_tokens
+from .ways import media_collator
 
 logger = get_logger(__name__)
 

@@ -1,8 +1,7 @@
 """Sizes, rounding, crops, bucket tables, ladders and the assignment of samples to buckets."""
 
 from .assignment import REJECTED_BUCKET, Assignment, AssignmentRule, Rejection
-from .calibration import CostFit, fit_costs, read_cost_model
-from .cost import CostModel
+from .cost import CostFit, CostModel, fit_costs, read_cost_model
 from .fitted import fitted_ladder
 from .ladders import novelai_ladder, token_ladder
 from .open_table import ImageSizes, OpenTable, open_table

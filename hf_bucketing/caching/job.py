@@ -28,9 +28,9 @@ from ..plans.ways import stacks
 from .columns import LatentColumns, Media, SeeingTextColumns, TextColumns
 from .encoders import describe_encoders
 from .fingerprints import Encoder, latents_fingerprint, text_fingerprint
-from .keys import has_keys
 from .settings import CacheConfig
 from .store import TensorCache
+from .views import has_keys
 
 _STACKS_PER_CALL = 8
 

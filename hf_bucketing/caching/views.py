@@ -1,4 +1,7 @@
-"""The cached views that an epoch holds of each row: another one in each epoch, or all as rows of their own."""
+"""The rows of a cached data set: which have latents, and which of their cached views an epoch holds.
+
+An epoch holds another view of each row than the last one, or all views as rows of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Features, Value, concatenate_datasets
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Value, concatenate_datasets
 
-from ..buckets.arrays import IntArray
+from ..buckets.arrays import BoolArray, IntArray, stored_column
 from ..columns.apply import with_columns
-from ..columns.arrays import column_array
+from ..columns.arrays import column_array, is_list_type
 from ..columns.prepared import PreparedDataset
 from ..loaders.random_resize import RandomResize, numbers_of_rows
 from ..randomness import COLUMN_PREFIX, ROW, Purpose, generator
+from ..units import format_bytes
+from .store import TensorCache
 
 CACHED_VIEW = f"{COLUMN_PREFIX}cached_view"
 """Column, and list of a batch, of the view that a row stands for, where each view is a row of its own."""
@@ -78,3 +84,38 @@ def views_as_rows(prepared: PreparedDataset) -> PreparedDataset:
         features=Features({**types, CACHED_VIEW: Value("int8")}),
     )
     return replace(prepared, dataset=dataset)
+
+
+_MEASURED = 200
+"""Rows whose entries are measured, spread evenly; few, as an object store answers one request for each."""
+
+
+def has_latents(rows: Dataset) -> BoolArray:
+    """Return whether each row has cached latents, `(n,)`; rejected and unreadable ones have none."""
+    return has_keys(rows, "latents_key")
+
+
+def has_keys(rows: Dataset, column: str) -> BoolArray:
+    """Return whether each row has all keys of a column, `(n,)`: its cell, or all in its lists, are not empty."""
+    keys = stored_column(rows, column).combine_chunks()
+    has, row_of = np.ones(len(keys), np.bool_), np.arange(len(keys))
+    while is_list_type(keys.type):
+        row_of, keys = row_of[pc.list_parent_indices(keys).to_numpy()], pc.list_flatten(keys)
+    has[row_of[pc.equal(keys, "").to_numpy(zero_copy_only=False)]] = False
+    return has
+
+
+def describe_latents(prepared: PreparedDataset) -> str:
+    """Return the views and the size of the latents of a cached data set, as `"6 rows in 2 views, about 0.07 MiB"`.
+
+    Entries that rows or views share count for each, and missing ones nothing.
+    """
+    assert prepared.cache is not None, "only cached data sets have latents"
+    rows = np.flatnonzero(has_latents(prepared.dataset))
+    measured = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _MEASURED)).astype(np.int64))]
+    cells = prepared.dataset.select_columns(["latents_key"]).select(measured)["latents_key"]
+    cache = TensorCache(prepared.cache.folder)
+    keys = [key for cell in cells for key in ([cell] if isinstance(cell, str) else cell)]
+    mean = sum(map(cache.size, keys)) / max(len(measured), 1)
+    views = prepared.cache.views_per_sample
+    return f"{len(rows):,} rows in {views} view{'s' * (views > 1)}, about {format_bytes(len(rows) * mean)}"

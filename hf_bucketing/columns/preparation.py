@@ -34,7 +34,7 @@ from .metadata import MediaMetadata, add_sizes
 from .nested import nested_names, with_nested
 from .prepared import ROW_WEIGHT, PreparedDataset
 from .settings import ClipRule, RowsConfig, SourceConfig, TableConfig, read_size_columns
-from .shares import name_sources, row_weights
+from .source_lists import name_sources, row_weights
 from .sources import MediaDataset, load_rows
 
 

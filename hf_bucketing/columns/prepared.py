@@ -22,9 +22,8 @@ from ..buckets.table import BucketTable
 from ..command_line.config_file import CONFIG_FILE, read_config_file, write_config
 from ..conditions.audio import AudioRule
 from ..conditions.condition import Condition
-from ..conditions.lists import Lists
 from ..conditions.names import REFERENCE, all_columns
-from ..conditions.references import ReferenceRule
+from ..conditions.references import Lists, ReferenceRule
 from ..conditions.rows import ConditionRules, RowConditions
 from ..errors import BucketingError, ColumnError, MediaError, explains_arguments
 from ..files import complete_folder

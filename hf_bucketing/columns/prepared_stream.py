@@ -56,7 +56,7 @@ from .prepared import (
     write_settings,
 )
 from .settings import RowsConfig, SourceConfig
-from .shares import normalized_shares
+from .source_lists import normalized_shares
 from .sources import SAMPLED_ROWS, bytes_in, find_rows
 from .stream_columns import CAPTION, MEDIA, OneOfSources, StreamColumns
 

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     from ..columns import PreparedDataset
     from ..conditions.shares import read_conditions
     from ..configuration.prepared import check_same_settings
-    from ..loaders.agreement import check_shared
+    from ..loaders.processes import check_shared
     from ..media.remote import is_url
     from ..media.rows import check_flips
     from ..models.caption_lengths import describe_caption_lengths
@@ -151,7 +151,7 @@ def _save(
     args: argparse.Namespace, cached: PreparedDataset, counts: Mapping[str, int], *, made_with: Mapping[str, Any]
 ) -> None:
     """Write the prepared folder, and say what was encoded."""
-    from ..caching.keys import describe_latents
+    from ..caching.views import describe_latents
 
     flags = {name: value for name, value in vars(args).items() if name != "config"}
     info = None if cached.cache is None else replace(cached.cache, prepared=args.dataset_dir)

@@ -44,8 +44,7 @@ def read_texts(folder: str, rows: list[int]) -> list[RowTexts]:
 
 
 def main(args: argparse.Namespace) -> None:
-    from ..columns.data_changes import compare_locks
-    from ..columns.data_lock import require_lock
+    from ..columns.data_lock import compare_locks, require_lock
 
     check_at_least(0, args, "max_rows")
     check_writable(args.json)

@@ -35,7 +35,7 @@ def make_parser() -> FlagParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from ..configuration.launch import configured_precision
+    from ..configuration.run import configured_precision
     from ..planner.gpus import TimeConfig
     from ..planner.memory import verdict_on
     from ..planner.options import (

@@ -36,10 +36,9 @@ from ..report import (
     make_report,
     render_page,
 )
-from ..report.crops import SampleCrop
 from ..report.peers import choose_peers, compare_peers, describe_peers
-from ..report.peers.choose import PEERS
-from ..report.peers.outcome import PeerReport
+from ..report.peers.outcome import PEERS, PeerReport
+from ..report.samples import SampleCrop
 from ..report.text import size_label
 from ..settings import not_default
 from .script_settings import settings_of_scripts

@@ -27,8 +27,7 @@ from ..media.thumbnails import Thumbnail, sample_thumbnails, thumbnail
 from ..media.views import ViewRule
 from ..randomness import ROW, sample_key
 from ..report import render_page
-from ..report.data_page import DataRow, data_page, write_rows
-from ..report.data_rows import RowTexts, describe_difference, describe_row, with_stored
+from ..report.data_rows import DataRow, RowTexts, data_page, describe_difference, describe_row, with_stored, write_rows
 from ..report.text import size_label
 from ..settings import check_at_least
 
@@ -149,8 +148,7 @@ class Earlier:
 
     def __init__(self, earlier: str, dataset: str) -> None:
         from ..columns import PreparedDataset
-        from ..columns.data_changes import compare_locks
-        from ..columns.data_lock import require_lock
+        from ..columns.data_lock import compare_locks, require_lock
 
         self.changes = compare_locks(require_lock(earlier), require_lock(dataset))
         self.prepared = PreparedDataset.load(earlier)
@@ -222,7 +220,7 @@ def make_rows(
 def main(args: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
-    from ..caching.keys import describe_latents
+    from ..caching.views import describe_latents
     from ..columns import PreparedDataset
     from ..columns.arrays import spread
     from ..conditions.shares import read_conditions

@@ -24,7 +24,7 @@ from ..command_line.flags import FlagParser
 from ..errors import FlagError
 from ..files import check_writable
 from ..models.experts import TrainedComponent
-from ..models.grids import Cell, RenderGrid
+from .renderings import Cell, RenderGrid, labelled_grid
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -190,7 +190,7 @@ def main(args: argparse.Namespace) -> None:
     import diffusers
     import torch
 
-    from ..adapters.strengths import load_adapters, set_strengths
+    from ..adapters.loading import load_adapters, set_strengths
     from ..models.index import read_index
     from ..models.loading import Loading, call_parameters, load_pipeline, tile
     from ..models.recipe import Recipe
@@ -283,7 +283,6 @@ def write(
 ) -> None:
     """Write the file: one rendering, or all of them side by side."""
     from ..media import write_image, write_video
-    from ..media.grid import labelled_grid
 
     clips = [(recipe.frames_of(results[cell]) * 255).round().astype("uint8") for cell in grid.cells]
     levels = clips[0] if len(clips) == 1 else labelled_grid(clips, rows=grid.rows, columns=grid.columns)

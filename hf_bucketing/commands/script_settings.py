@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..command_line.config_file import CACHE, CACHED_DIR, PREPARE, SOURCES, TRAIN, ConfigFile
-from ..configuration.launch import LaunchConfig
+from ..configuration.run import LaunchConfig
 from ..planner.settings import PlanConfig
 from ..settings import changed_settings, marked, names_of
 from .table import COMMANDS

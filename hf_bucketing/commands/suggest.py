@@ -160,7 +160,7 @@ def suggest(args: argparse.Namespace) -> Suggested:
     """Read the headers of the data, and plan all runs."""
     sources = sources_of(args)  # a wrong flag ends the script before the slow imports
 
-    from ..buckets.calibration import read_cost_fit
+    from ..buckets.cost import read_cost_fit
     from ..columns.prepared import MANIFEST
     from ..planner.components import read_components
     from ..planner.gpus import TimeConfig
@@ -168,7 +168,7 @@ def suggest(args: argparse.Namespace) -> Suggested:
     from ..planner.suggestion import Suggester
     from ..planner.time import Speed, StepSeconds
     from ..settings import changed
-    from ..training.caches import sequence_length
+    from ..training.data_changes import sequence_length
     from .script_settings import plan_of_flags
 
     measured = None if args.cost_model is None else StepSeconds.measured(read_cost_fit(args.cost_model))
@@ -216,7 +216,7 @@ def main(args: argparse.Namespace) -> None:
 def write_page(suggested: Suggested, args: argparse.Namespace) -> None:
     """Write the runs as a page."""
     from ..report.page import render_page
-    from .suggestion_page import suggestion_page
+    from .suggested import suggestion_page
 
     suggestion, machine, rows, data = suggested
     name = f"{args.pretrained_model_name_or_path} on "

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,31 @@ from ..buckets.sizes import LatentSpec, Size
 from ..errors import explains_arguments
 from .audio import AUDIO_BITS
 from .condition import Condition, Enters, condition_named, has_size
-from .lists import Lists
 from .names import REFERENCE
+
+
+class Lists(NamedTuple):
+    """Lists of whole numbers, one for each row.
+
+    Attributes:
+        values (array of `int`, shape `(k,)`): Numbers of one list after another.
+        counts (array of `int`, shape `(n,)`): Length of each list.
+    """
+
+    values: IntArray
+    counts: IntArray
+
+    @classmethod
+    def of(cls, cells: Sequence[Sequence[int]]) -> Lists:
+        """Return those of cells.
+
+        Example:
+            >>> [part.tolist() for part in Lists.of([[1, 2], [], [3]])]
+            [[1, 2, 3], [2, 0, 1]]
+        """
+        counts = np.fromiter(map(len, cells), np.int64, len(cells))
+        return cls(np.array([number for cell in cells for number in cell], np.int64), counts)
+
 
 REFERENCE_SIZES = "reference_sizes"
 """Column of the sizes of each row's references as they are stored: frames, height and width of one after another."""

@@ -1,6 +1,9 @@
-from .batches import BatchConfig as BatchConfig
-from .evaluation import ValidationConfig as ValidationConfig
-from .loader import LoaderConfig as LoaderConfig
+from .batches import BatchConfig as BatchConfig, LoaderConfig as LoaderConfig
 from .objective import ObjectiveConfig as ObjectiveConfig
-from .outputs import CheckpointConfig as CheckpointConfig, HubConfig as HubConfig, ReportingConfig as ReportingConfig
+from .outputs import (
+    CheckpointConfig as CheckpointConfig,
+    HubConfig as HubConfig,
+    ReportingConfig as ReportingConfig,
+    ValidationConfig as ValidationConfig,
+)
 from .run import TrainingConfig as TrainingConfig

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from ..conditions.shares import most_appended
 from ..errors import BucketingError, quoted
 from ..packing.family import Family
-from ..placement.shards import SHARDED
+from ..placement.sharding import SHARDED
 from ..settings import changed, marked, settings_in
 from .run import TrainingConfig
 

@@ -15,8 +15,7 @@ from ..buckets.assignment import REJECTED_BUCKET, has_bucket
 from ..buckets.open_table import OpenTable
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
-from ..conditions.parts import BucketParts, bucket_parts
-from ..conditions.rows import RowConditions
+from ..conditions.rows import BucketParts, RowConditions, bucket_parts
 from ..errors import PlanError, explains_arguments
 from ..plans.buckets import BucketPlanConfig, plan_buckets, row_weights
 from ..plans.deal import Remainder

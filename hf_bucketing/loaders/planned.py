@@ -20,7 +20,8 @@ from ..errors import PlanError
 from ..plans import BucketPlanConfig, EpochPlan, LengthPlanConfig, PackPlanConfig
 from ..plans.rows import column_of, earlier_occurrences
 from ..settings import numbers_by_id, plain_bool, plain_number
-from .host import (
+from .occurrences import RepeatedRow
+from .processes import (
     check_host,
     current_loader,
     group_rank,
@@ -29,7 +30,6 @@ from .host import (
     processes_started,
     skipped_by,
 )
-from .occurrences import RepeatedRow
 from .row_column import RowColumn
 from .state import VERSION, check_state, describe, epoch_number
 

@@ -14,8 +14,8 @@ from ..buckets.arrays import IntArray
 from ..errors import BucketingError, PlanError
 from ..plans.epoch import EpochPlan
 from ..randomness import Purpose, integer_seed
-from .host import check_host, current_loader, data_parallel_size, samplers_of
 from .planned import PlannedBatchSampler
+from .processes import check_host, current_loader, data_parallel_size, samplers_of
 from .state import epoch_number
 from .window import AccumulationWindow
 

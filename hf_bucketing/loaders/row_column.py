@@ -16,8 +16,8 @@ from torch.utils.data import Subset
 from ..buckets.arrays import BoolArray, column_values, stored_column
 from ..buckets.assignment import count_rejections
 from ..errors import PlanError
-from .host import process_rank
 from .occurrences import NumberedRows
+from .processes import process_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ import torch
 
 from ..devices import to_device
 from ..errors import BucketingError
-from .masked import broadcast_weights, weighted_mean
-from .weights import PredictionType, check_prediction_type
+from .per_sample import PredictionType, broadcast_weights, check_prediction_type, weighted_mean
 
 VarianceType = Literal["learned_range", "learned"]
 

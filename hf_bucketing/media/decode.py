@@ -21,9 +21,7 @@ from av.video.stream import VideoStream
 from PIL import ImageOps
 
 from ..errors import BucketingError, MediaError, explains_arguments
-from .backgrounds import WHITE
 from .colours import Colours, corrected_to_bt709, is_untagged_hd, rgb_pixels
-from .decoders import DecoderName, check_decoder, torchcodec
 from .images import exif_orientation, laid_on, open_image, rgb_array
 from .probe import (
     MAX_REORDERED,
@@ -41,6 +39,7 @@ from .probe import (
     video_stream,
 )
 from .source import MediaSource
+from .views import WHITE, DecoderName, check_decoder, torchcodec
 
 Frame = npt.NDArray[np.uint8]
 

@@ -16,9 +16,9 @@ from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageEr
 
 from ..buckets.sizes import CropBox
 from ..errors import MediaError
-from .backgrounds import WHITE
 from .containers import container_of, is_heif
 from .source import MediaSource
+from .views import WHITE
 
 _OPAQUE = 128
 """Least opacity, of 255, of the pixels whose colours tell whether a mask has one colour."""

@@ -19,13 +19,12 @@ from ..conditions.references import ReferenceRule
 from ..devices import to_device
 from ..errors import BucketingError, MediaError
 from .audio import CHANNELS, read_audio
-from .backgrounds import WHITE
 from .decode import Frame, iter_frames
 from .images import cropped_part, is_image
 from .probe import MediaInfo
 from .rows import FileSample
 from .source import MediaSource
-from .views import View
+from .views import WHITE, View
 
 _IMAGE_FPS = 1.0
 """Frame rate of images. Any rate gives the same result, since the only frame of an image lies at 0 seconds."""

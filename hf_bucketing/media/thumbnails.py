@@ -11,11 +11,11 @@ from PIL import Image
 
 from ..conditions.names import FACE, MASK, MOVING, REFERENCE
 from .decode import Frame, iter_frames
-from .decoders import frame_times
 from .images import cropped_part, is_image
 from .probe import probe
 from .rows import FileSample
 from .source import MediaSource
+from .views import frame_times
 
 _MOST_FRAMES = 24
 _QUALITY = 72

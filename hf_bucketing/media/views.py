@@ -1,9 +1,11 @@
-"""The part of a file that a sample shows: its frames, its crop, and whether it is flipped."""
+"""How a sample shows its file: which part (frames, crop, flip), by which decoder, and on which background."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import ModuleType
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +14,12 @@ from ..buckets.sizes import CropBox, Size, cover_resize, crop_box
 from ..errors import BucketingError, MediaError, explains_arguments
 from ..randomness import Purpose, generator, sample_key
 from ..settings import check_literals, check_shares, marked, setting
-from .backgrounds import WHITE, check_colour
-from .decoders import DecoderName, check_decoder, frame_times
 
+DecoderName = Literal["pyav", "torchcodec"]
 FramePicking = Literal["start", "uniform", "random"]
+
+WHITE = "white"
+"""Colour on which transparent parts are laid by default."""
 
 _CENTRE = (0.0, 0.5, 0.5, 1.0)
 """Values of the draws where nothing is random: the first frame, the centre, not flipped."""
@@ -166,3 +170,60 @@ def seeded_draws(count: int, *, seed: int, epoch: int, index: int, occurrence: i
     """Return the first uniform numbers in [0, 1) of an occurrence of a sample in an epoch, of shape `(count,)`."""
     key = sample_key(seed=seed, epoch=epoch, index=index, occurrence=occurrence)
     return generator(Purpose.VIEW, *key).random(count)
+
+
+def check_decoder(video_decoder: str) -> None:
+    """Raise unless `video_decoder` is known and can be loaded.
+
+    Raises:
+        BucketingError: If it is not; the message says how to install what is missing.
+    """
+    if video_decoder not in get_args(DecoderName):
+        raise BucketingError(f'`video_decoder` must be "pyav" or "torchcodec", got {video_decoder!r}.')
+    if video_decoder == "torchcodec":
+        torchcodec()
+
+
+def frame_times(count: int, fps: float, *, start: int = 0) -> list[float]:
+    """Return the times in seconds of `count` frames at `fps`, from frame `start` on; all 0.0 for an image (fps 0).
+
+    Example:
+        >>> frame_times(3, 8.0, start=4)
+        [0.5, 0.625, 0.75]
+    """
+    return [(start + position) / fps if fps else 0.0 for position in range(count)]
+
+
+def torchcodec() -> ModuleType:
+    """Import torchcodec; newer releases can be imported without FFmpeg, and then report no FFmpeg version."""
+    try:
+        library = importlib.import_module("torchcodec")
+        if library.ffmpeg_major_version is None:
+            raise ImportError("it finds no FFmpeg")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BucketingError(
+            f'`video_decoder="torchcodec"` cannot be loaded ({reason}). Install a release that fits your torch and '
+            'device, pip install "hf_bucketing[torchcodec]", and the shared libraries of FFmpeg, for example apt-get '
+            'install ffmpeg; or decode with PyAV (`video_decoder="pyav"`).'
+        ) from error
+    return library
+
+
+def check_colour(name: str, colour: str) -> None:
+    """Raise unless a text is a colour without transparency, as Pillow and CSS write it.
+
+    Raises:
+        BucketingError: If it is not; the message calls it by `name`.
+    """
+    if colour == WHITE:
+        return
+
+    from PIL import ImageColor
+
+    try:
+        known = len(ImageColor.getrgb(colour)) == 3
+    except ValueError:
+        known = False
+    if not known:
+        raise BucketingError(f"`{name}` must be a colour, such as white, #808080 or rgb(0,128,0); got {colour!r}.")

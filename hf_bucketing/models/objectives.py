@@ -13,9 +13,8 @@ import torch
 
 from ..devices import to_device
 from ..errors import BucketingError
-from ..losses.masked import masked_mse
+from ..losses.per_sample import masked_mse, min_snr_weights
 from ..losses.variational import GaussianPosterior, batch_vlb
-from ..losses.weights import min_snr_weights
 from ..packing.batch import PackedBatch
 from ..packing.losses import packed_mse, packed_vlb
 from ..randomness import Purpose, integer_seed, sample_key

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..losses.masked import masked_mse
+from ..losses.per_sample import masked_mse
 from ..marks import mark
 from ..packing.attachment import unwrap
 from ..packing.batch import PackedBatch

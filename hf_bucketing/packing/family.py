@@ -56,7 +56,7 @@ class Family:
         title (`str`): Name of the models, for tables.
         transformer_class (`str`): Name of the class in `diffusers`.
         tested_forwards (`tuple[str, ...]`): Digests of the code of that class and its blocks, in the versions of
-            diffusers that packing was tested with; see `models/stock.py`.
+            diffusers that packing was tested with; see `models/enable.py`.
         processor_class (`type`): Packed processor of the attention modules.
         stock_processors (`tuple` of `str`): Names of the processors in diffusers that it stands for; models with
             others are refused.

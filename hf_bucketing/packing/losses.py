@@ -9,7 +9,7 @@ import torch
 
 from ..devices import to_device
 from ..errors import BucketingError
-from ..losses.masked import weighted_mean
+from ..losses.per_sample import weighted_mean
 from ..losses.variational import GaussianPosterior, vlb_terms
 from .layout import PackedLayout
 

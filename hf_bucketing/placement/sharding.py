@@ -1,28 +1,46 @@
-"""Training where each process holds a part of the weights: FSDP2 and DeepSpeed, as accelerate starts them."""
+"""Training where each process holds a part of the weights (FSDP2, DeepSpeed), and tensors whole and in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
     broadcast,
     broadcast_object_list,
     convert_outputs_to_fp32,
+    load,
 )
+from diffusers.training_utils import EMAModel
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import metadata as parts
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..caching.fingerprints import weights_fingerprints
+from ..loaders.trust import only_values
 from ..models.recipe import Recipe
 from ..packing.context import exact_inputs, keep_inputs_exact
 from .blocks import block_names
 from .conflicts import Sharding
-from .shards import SHARDED, name_in_files, named_weights
+
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""Distributed types in which no process holds all weights."""
+
+
+AVERAGES = "averaged_weights.safetensors"
+"""File of a checkpoint with the averages of sharded weights, by their number."""
+
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Type of numbers in each mixed precision."""
@@ -217,3 +235,117 @@ def resharded(transformer: torch.nn.Module) -> Iterator[None]:
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def name_in_files(name: str) -> str:
+    """Return the name of a weight or a module in files, which does not show FSDP's activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of a module by their names in files."""
+    for name, parameter in module.named_parameters():
+        yield name_in_files(name), parameter
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor whole and on the CPU in the main process, empty in others; call it on every process.
+
+    Tensors that are whole already are returned as they are.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    sharded: Any = tensor.detach().to(tensor.device_mesh.device_type)
+    full: torch.Tensor = sharded.full_tensor()
+    return full.cpu() if PartialState().is_main_process else full.new_empty(0, device="cpu")
+
+
+@torch.no_grad()
+def copy_full(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor, which every process has, to `target`, of which each may hold a part."""
+    if isinstance(target, DTensor):
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(full)
+
+
+def averaged(weights: Sequence[torch.nn.Parameter], *, decay: float, accelerator: Accelerator) -> EMAModel:
+    """Return the moving average of weights, in float32, and make accelerate's checkpoints hold it."""
+    kind = _ShardedEMAModel if accelerator.distributed_type in SHARDED else EMAModel
+    average = kind(weights, decay=decay)
+    average.to(dtype=torch.float32)  # in bf16, small changes of an average are lost
+    accelerator.register_for_checkpointing(average)
+    if isinstance(average, _ShardedEMAModel):
+        accelerator.register_save_state_pre_hook(average.save)
+        accelerator.register_load_state_pre_hook(average.load)
+    return average
+
+
+class _ShardedEMAModel(EMAModel):
+    """Averaged weights of which each process holds its part, and a file of a checkpoint the whole.
+
+    Averaging goes part by part, without communication. Of the file, a process reads one tensor at a time.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the averages."""
+        return {**super().state_dict(), "shadow_params": None}
+
+    def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        """Write the averages; called on every process."""
+        tensors = {str(index): gather(average) for index, average in enumerate(self.shadow_params)}
+        if PartialState().is_main_process:
+            save_file(tensors, Path(folder) / AVERAGES)
+
+    def load(self, models: list[Any], folder: str) -> None:
+        """Read the averages; called on every process."""
+        with safe_open(Path(folder) / AVERAGES, framework="pt") as tensors:
+            for index, average in enumerate(self.shadow_params):
+                copy_full(average, tensors.get_tensor(str(index)))
+
+
+_CLASSES: tuple[Any, ...] = (
+    parts.Metadata,
+    parts.MetadataIndex,
+    parts.StorageMeta,
+    parts.BytesStorageMetadata,
+    parts.TensorStorageMetadata,
+    parts.TensorProperties,
+    parts.ChunkStorageMetadata,
+    parts._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
+    type(Path()),
+)
+_ALLOWED = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
+
+
+def refuse_code_in_shards(folder: Path) -> None:
+    """Check the states of a checkpoint that FSDP saved in parts (`fsdp_state_dict_type: SHARDED_STATE_DICT`).
+
+    torch unpickles whatever their indices hold, and their values that are not tensors. Call it before
+    `accelerator.load_state`.
+
+    Raises:
+        BucketingError: If an index or a value holds more than plain values, tensors and numpy arrays.
+    """
+    for index in sorted(folder.glob("*/.metadata")):
+        with only_values(index), index.open("rb") as file:
+            state = _IndexUnpickler(file).load()
+        for key, place in (state.storage_data or {}).items():
+            if isinstance(state.state_dict_metadata[key.fqn], parts.BytesStorageMetadata):
+                path = index.parent / place.relative_path
+                with only_values(path), path.open("rb") as file:
+                    file.seek(place.offset)
+                    load(io.BytesIO(file.read(place.length)), map_location="cpu")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads an index: the names, dtypes and shapes of tensors, and their places in files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"An index of parts has no {module}.{name}.")
+        return _ALLOWED[module, name]

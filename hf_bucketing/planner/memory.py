@@ -12,8 +12,7 @@ from typing import Literal
 
 import torch
 
-from ..adapters.experts import expert_folder
-from ..adapters.frozen import count_weights
+from ..adapters.loading import count_weights, expert_folder
 from ..adapters.lora import check_loads_lora
 from ..buckets.sizes import LatentSpec, Size, round_to_multiple
 from ..conditions.appended import AppendedFrames

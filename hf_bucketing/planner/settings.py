@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..buckets.sizes import Size
-from ..configuration.launch import LaunchConfig, check_run
-from ..configuration.run import RunConfig
+from ..configuration.run import LaunchConfig, RunConfig, check_run
 from ..errors import BucketingError
 from ..placement.settings import Precision
 from ..settings import build, check_at_least, check_literals, part, setting
@@ -74,7 +73,7 @@ class PlanConfig:
         samples ([`SampleConfig`]): Samples of a step.
         run ([`RunConfig`][hf_bucketing.configuration.run.RunConfig]): Settings of the run. Where they name no
             precision, it is `"no"`, which is accelerate's own.
-        launch ([`LaunchConfig`][hf_bucketing.configuration.launch.LaunchConfig]): Processes of the run.
+        launch ([`LaunchConfig`][hf_bucketing.configuration.run.LaunchConfig]): Processes of the run.
 
     Raises:
         BucketingError: If the settings cannot be combined, or memory is not planned for the launch.

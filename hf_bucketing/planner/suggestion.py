@@ -20,7 +20,7 @@ from ..buckets.assignment import REJECTED_BUCKET, count_rejections
 from ..buckets.sizes import Size
 from ..conditions.appended import NO_FRAMES, AppendedFrames
 from ..conditions.names import KEYFRAMES
-from ..conditions.parts import bucket_parts
+from ..conditions.rows import bucket_parts
 from ..conditions.shares import appended_by, read_conditions
 from ..errors import BucketingError
 from ..placement.context_parallel import check_model

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets.arrays import FloatArray, IntArray
-from ..buckets.calibration import CostFit
-from ..buckets.cost import CostModel
+from ..buckets.cost import CostFit, CostModel
 from ..buckets.sizes import Size
 from ..plans.epoch import EpochPlan
 from ..settings import changed

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
-from ..adapters.frozen import base_model
+from ..adapters.loading import base_model
 from ..adapters.lora import add_adapters
 from ..adapters.settings import AdapterConfig
 from ..errors import BucketingError
@@ -38,14 +38,12 @@ from ..packing.batch import Rows, has_latent_size
 from ..packing.context import bind_checkpoints
 from ..packing.family import Family, freeze_unused, output_of
 from ..packing.names import Grid
-from ..placement.blocks import block_names, blocks_of
-from ..placement.checkpointing import check_checkpoints, checkpoint_blocks
+from ..placement.blocks import block_names, blocks_of, check_checkpoints, checkpoint_blocks
 from ..placement.quantization import quantized_linears
 from ..placement.settings import Precision, Quantization
 from ..placement.sharding import HALF
 from .components import Component
-from .trackers import FlopCounter, Flops, Kinds, Peaks, PeakTracker, ShardedPeakTracker
-from .values import KnownValues
+from .trackers import FlopCounter, Flops, Kinds, KnownValues, Peaks, PeakTracker, ShardedPeakTracker
 
 LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks")
 """Settings of a transformer's configuration that count its blocks."""

@@ -15,8 +15,7 @@ from ..buckets.arrays import BoolArray, FloatArray, IntArray
 from ..errors import PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_at_least
-from .assemble import unbucketed_plan, with_steps
-from .balance import even_batches
+from .assemble import even_batches, unbucketed_plan, with_steps
 from .buckets import BucketPlanConfig, plan_lockstep
 from .deal import Remainder
 from .epoch import MIXED, EpochPlan

@@ -14,8 +14,7 @@ from ..buckets.cost import CostModel
 from ..errors import OversizeError, PlanError, explains_arguments
 from ..randomness import Purpose
 from ..settings import check_at_least, check_types, plain_number
-from .assemble import unbucketed_plan
-from .balance import even_batches, longest_first_to_least_loaded, similar_costs_together
+from .assemble import even_batches, longest_first_to_least_loaded, similar_costs_together, unbucketed_plan
 from .bin_packing import Limits, PackStrategy, fill_packs
 from .epoch import PACKED, EpochPlan
 from .rows import EpochRows, RowPlanConfig, check_positive, column_of, epoch_rows

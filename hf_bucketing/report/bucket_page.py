@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ..buckets.sizes import Size
 from .charts import bar_chart
 from .compare import Report
-from .crops import SampleCrop
 from .figures import MAX_BARS, data_charts, occupancy, strategies
 from .page import Block, Charts, Facts, Gallery, Page, Paragraphs, Picture, Section, Table, Verdict
 from .peers import PeerReport
 from .peers.outcome import READING, peer_cells, peer_notes
+from .samples import SampleCrop
 from .sources import SourceUse, source_cells
 from .text import (
     NO_BUCKET,

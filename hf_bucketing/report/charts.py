@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files import complete_file
-from .histograms import Histogram
+from .samples import Histogram
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -20,8 +20,6 @@ from ..conditions.rows import RowConditions
 from ..plans.epoch import EpochPlan
 from ..plans.packs import PackPlanConfig, plan_packs, strip_tokens
 from ..randomness import Purpose, generator
-from .crops import SampleCrop, random_samples, worst_crops
-from .histograms import Histogram, aspect_histogram, duration_histogram, size_histogram, token_histogram
 from .measure import (
     AssignedColumns,
     BucketReport,
@@ -41,6 +39,16 @@ from .measure import (
 )
 from .references import AppendedReport, ReferenceReport, measure_appended, measure_references
 from .rejections import RejectedRows, explain_rejections
+from .samples import (
+    Histogram,
+    SampleCrop,
+    aspect_histogram,
+    duration_histogram,
+    random_samples,
+    size_histogram,
+    token_histogram,
+    worst_crops,
+)
 
 StrategyName = Literal["padding", "bucketing", "packing"]
 

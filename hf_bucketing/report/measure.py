@@ -17,8 +17,7 @@ from ..buckets.kept import kept_area
 from ..buckets.open_table import open_table
 from ..buckets.sizes import LatentSpec, Size
 from ..buckets.table import BucketTable
-from ..conditions.parts import BucketParts, bucket_parts
-from ..conditions.rows import RowConditions
+from ..conditions.rows import BucketParts, RowConditions, bucket_parts
 from ..errors import BucketingError
 from ..plans.buckets import BucketPlanConfig, plan_buckets
 from ..plans.epoch import EpochPlan

@@ -12,8 +12,7 @@ from ..buckets.assignment import has_bucket
 from ..buckets.sizes import LatentSpec
 from ..buckets.table import BucketTable
 from ..conditions.appended import AppendedFrames
-from ..conditions.parts import bucket_parts
-from ..conditions.rows import RowConditions
+from ..conditions.rows import RowConditions, bucket_parts
 from .measure import ReportConfig, Targets, plan_batches
 
 _FILLED = 0.9

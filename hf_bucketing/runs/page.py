@@ -15,7 +15,7 @@ import numpy as np
 
 from ..adapters.settings import ADAPTER_NAMES
 from ..buckets.sizes import Size
-from ..configuration.evaluation import rendering_name
+from ..configuration.outputs import rendering_name
 from ..errors import BucketingError, MediaError
 from ..files import complete_file
 from ..marks import NOT_CHECKED, mark

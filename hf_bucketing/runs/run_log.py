@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..buckets.calibration import CostFit, fit_costs
+from ..buckets.cost import CostFit, fit_costs
 from ..configuration.run import COST_MODEL
 from ..errors import BucketingError
 from ..files import complete_file

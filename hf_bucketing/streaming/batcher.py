@@ -18,7 +18,7 @@ from ..columns.faults import path_of
 from ..errors import BucketingError, MediaError, explains_arguments
 from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
-from ..loaders.host import num_running, process_rank
+from ..loaders.processes import num_running, process_rank
 from ..loaders.state import describe
 from ..randomness import ROW
 from ..settings import check_at_least, chosen_config, names_of

@@ -27,7 +27,7 @@ from ..models.experts import transformers_of
 from ..models.index import INDEX, MODULAR_INDEX, copy_index, read_index
 from ..models.loading import vae_from_file
 from ..models.recipe import Recipe
-from ..placement.shards import SHARDED
+from ..placement.sharding import SHARDED
 
 logger = get_logger(__name__)
 

@@ -14,11 +14,10 @@ from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..batching.counting import ModelTokens
-from ..batching.experts import Experts
 from ..batching.rows import TrainingData, make_data
-from ..batching.run_data import RunData
-from ..batching.step_rows import LargestStep
+from ..batching.run_data import LargestStep, RunData
+from ..batching.sample_rows import ModelTokens
+from ..batching.ways import Experts
 from ..buckets.sizes import Size
 from ..conditions.audio import AUDIO
 from ..conditions.names import FRAME_BY_FRAME, KEYFRAMES, MASK, REFERENCE
@@ -31,8 +30,7 @@ from ..models.samples import REFERENCES
 from ..models.texts import AUDIO_TEXT
 from ..optimizers.optimizer import make_optimizer, set_training
 from ..packing.batch import has_latent_size
-from ..placement.blocks import blocks_of
-from ..placement.checkpointing import checkpoint_blocks
+from ..placement.blocks import blocks_of, checkpoint_blocks
 from ..planner.components import Components, read_components
 from ..planner.memory import (
     PLAN_ERROR,

@@ -17,13 +17,13 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from ..batching.experts import Experts
 from ..batching.rows import TrainingData
 from ..batching.steps import Step
+from ..batching.ways import Experts
 from ..buckets.arrays import FloatArray, IntArray
 from ..columns.arrays import column_array
-from ..configuration.evaluation import HeldOutConfig
-from ..configuration.loader import LoaderConfig
+from ..configuration.batches import LoaderConfig
+from ..configuration.outputs import HeldOutConfig
 from ..errors import BucketingError, MediaError
 from ..loaders.collators import Row
 from ..loaders.faults import OnFault
@@ -57,8 +57,8 @@ class HeldOutLoss:
 
     Args:
         data ([`TrainingData`][hf_bucketing.batching.rows.TrainingData]): Held-out rows, planned for evaluation.
-        config ([`HeldOutConfig`][hf_bucketing.configuration.evaluation.HeldOutConfig]): Number of noise levels.
-        workers ([`LoaderConfig`][hf_bucketing.configuration.loader.LoaderConfig]): Worker processes, which end
+        config ([`HeldOutConfig`][hf_bucketing.configuration.outputs.HeldOutConfig]): Number of noise levels.
+        workers ([`LoaderConfig`][hf_bucketing.configuration.batches.LoaderConfig]): Worker processes, which end
             after each computation.
         on_error (`"raise"` or `"replace"`): Whether an unreadable sample ends the run, or does not count and is named.
     """

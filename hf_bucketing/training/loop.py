@@ -23,17 +23,16 @@ from accelerate.utils import (
 )
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..adapters.experts import expert_folder
-from ..adapters.frozen import fingerprints
+from ..adapters.loading import expert_folder, fingerprints
 from ..batching.checks import check_data
-from ..batching.counting import ModelTokens
-from ..batching.experts import make_experts
 from ..batching.rows import make_data, make_held_out_data
 from ..batching.run_data import RunData, unreadable_log
+from ..batching.sample_rows import ModelTokens
 from ..batching.steps import StepLosses
 from ..batching.streamed import OpenedStream, make_streamed_data, open_stream
+from ..batching.ways import make_experts
 from ..command_line.config_file import TRAIN, ConfigFile, write_config
-from ..command_line.stopping import StopSignals
+from ..command_line.script import StopSignals
 from ..conditions.shares import most_appended
 from ..configuration.on_resume import applied_changes, check_references, check_weights, resumed_config, settings_of
 from ..configuration.prepared import check_same_settings
@@ -41,20 +40,28 @@ from ..configuration.run import TrainingConfig
 from ..devices import DeviceTimer
 from ..errors import BucketingError, Interrupted
 from ..files import check_folder_writable
-from ..loaders.agreement import check_shared
 from ..loaders.planned import StepCount
+from ..loaders.processes import check_shared
 from ..loaders.resume import resume
 from ..lock import check_unlocked, locked
-from ..losses.reduction import global_mean
+from ..losses.per_sample import global_mean
 from ..models.caption_lengths import describe_caption_lengths
 from ..models.experts import transformers_of
 from ..models.loading import pipeline_folder
-from ..placement.sharding import configure_deepspeed, fingerprints_of, loads_once
-from ..placement.shards import SHARDED
-from ..placement.trust import refuse_code_in_shards
+from ..placement.sharding import SHARDED, configure_deepspeed, fingerprints_of, loads_once, refuse_code_in_shards
 from ..runs.run_log import Status, write_cost_model
 from ..settings import changed, marked
-from .card import Run, check_drawing, frame_rate, makes_images, trained_sizes, write_card
+from .card import (
+    Run,
+    check_drawing,
+    frame_rate,
+    makes_images,
+    open_repository,
+    result_parts,
+    trained_sizes,
+    upload,
+    write_card,
+)
 from .checkpoint import (
     Progress,
     find_checkpoint,
@@ -67,12 +74,11 @@ from .checkpoint import (
 from .data_changes import LOOKED_AT, describe_changes
 from .estimate import describe_memory, fill_checkpointing, fill_max_tokens
 from .evaluation import Evaluation, plan_validation
-from .flops import count_flops
 from .held_out_loss import HeldOutLoss
-from .hub import open_repository, result_parts, upload
-from .loss_window import LossWindow
 from .opened import OpenedRun, check_settings, open_run
+from .optimizer_steps import LossWindow
 from .reporting import OpenStep, RunReport
+from .step_metrics import count_flops
 from .terminal import describe_run, next_commands
 from .trackers import chosen_tracker
 from .trained import TrainedModel, add_trained_parts

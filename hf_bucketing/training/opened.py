@@ -16,17 +16,15 @@ from accelerate.utils import DynamoBackend
 
 from ..batching import way_of
 from ..batching.checks import check_reference_views
-from ..buckets.calibration import read_cost_model
+from ..buckets.cost import read_cost_model
 from ..buckets.sizes import LatentSpec, Size
 from ..columns.arrays import column_array
 from ..columns.prepared import PreparedDataset
 from ..columns.prepared_stream import PreparedStream, holds_stream
 from ..conditions.appended import AppendedFrames
-from ..conditions.parts import tokens_with
-from ..conditions.rows import ConditionRules
+from ..conditions.rows import ConditionRules, tokens_with
 from ..conditions.shares import most_appended
-from ..configuration.launch import LaunchConfig, check_run
-from ..configuration.run import TrainingConfig
+from ..configuration.run import LaunchConfig, TrainingConfig, check_run
 from ..errors import BucketingError
 from ..models.compilation import compiled_classes
 from ..models.experts import transformers_of
@@ -41,14 +39,13 @@ from ..models.loading import (
 from ..models.recipe import Recipe
 from ..models.registry import recipe_of
 from ..models.weight_files import TransformerFile, check_weights_can_train, read_weights_of
-from ..optimizers.classes import check_optimizer
+from ..optimizers.optimizer import check_optimizer
 from ..placement.blocks import blocks_of
 from ..placement.context_parallel import check_audio, check_model, check_sizes
 from ..placement.offload import check_blocks
 from ..placement.quantization import check_package, quantization_of
-from ..placement.sharding import HALF, loads_empty, loads_once, sharding_of, wraps_blocks
-from ..placement.shards import SHARDED
-from .caches import settle_caches
+from ..placement.sharding import HALF, SHARDED, loads_empty, loads_once, sharding_of, wraps_blocks
+from .data_changes import settle_caches
 
 logger = get_logger(__name__)
 

@@ -14,8 +14,7 @@ from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
 from ..adapters.settings import SETTINGS
-from ..batching.run_data import RunData, unreadable_log
-from ..batching.step_rows import StepRows
+from ..batching.run_data import RunData, StepRows, unreadable_log
 from ..batching.steps import TARGETS, Computed, StepLosses
 from ..buckets.arrays import FloatArray, IntArray
 from ..caching.views import CACHED_VIEW
@@ -28,14 +27,13 @@ from ..loaders.collators import PLANNED
 from ..loaders.faults import FaultLog
 from ..loaders.planned import StepCount
 from ..packing.attention.dispatch import choices
-from ..placement.shards import SHARDED
+from ..placement.sharding import SHARDED
 from ..runs.page import write_live_page
 from ..runs.run_log import COST_MODEL, TABLE, RunLog, Status, read_log, write_status
 from .data_changes import keep_lock
-from .flops import StepFlops
 from .held_out_loss import unreadable_message
-from .skipped import SkippedSteps, describe_unencoded
-from .step_metrics import PendingMetrics, StepMetrics
+from .optimizer_steps import SkippedSteps, describe_unencoded
+from .step_metrics import PendingMetrics, StepFlops, StepMetrics
 from .terminal import TIMED_STEPS, time_left
 from .trackers import start_trackers
 

@@ -13,8 +13,7 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 
-from ..adapters.experts import expert_folder
-from ..adapters.frozen import add_frozen, switch_on
+from ..adapters.loading import add_frozen, expert_folder, switch_on
 from ..adapters.lora import checkpoint_adapters_only, save_lora, start_adapters
 from ..batching import way_of
 from ..batching.run_data import RunData
@@ -29,17 +28,16 @@ from ..optimizers.optimizer import (
     omits_updates,
     omitted_if,
 )
-from ..placement.checkpointing import checkpoint_blocks
+from ..placement.blocks import checkpoint_blocks
 from ..placement.context_parallel import ContextParallel
 from ..placement.offload import offload_blocks, offload_idle
 from ..placement.quantization import leave_frozen_weights_to_each_process
-from ..placement.sharding import block_by_block, sending_weights, sharded_adapters
-from ..placement.shards import SHARDED, averaged
+from ..placement.sharding import SHARDED, averaged, block_by_block, sending_weights, sharded_adapters
 from ..settings import changed
 from .checkpoint import gather_weights, save_pipeline
 from .estimate import out_of_memory
 from .opened import trained_dtype
-from .skipped import check_finite
+from .optimizer_steps import check_finite
 
 
 def add_trained_parts(recipe: Recipe, config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:

@@ -34,11 +34,9 @@ from hf_bucketing import BucketingError, BucketTable, LatentSpec, Size
 from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.report.measure import Sizes
-from hf_bucketing.report.peers.ai_toolkit import AIToolkit
 from hf_bucketing.report.peers.diffusion_pipe import DiffusionPipe
-from hf_bucketing.report.peers.ltx_trainer import LTXTrainer
 from hf_bucketing.report.peers.musubi_tuner import Folder, MusubiTuner
-from hf_bucketing.report.peers.novelai import NovelAI
+from hf_bucketing.report.peers.short_rules import AIToolkit, LTXTrainer, NovelAI
 
 Cell = tuple[int, ...]
 """Row, frames, height and width of a sample and, where the trainer says, height and width before the crop."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketTable, open_table, token_ladder
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of, text_of
+from hf_bucketing.batching.drawing import media_of, text_of
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import BucketColumns, MediaMetadata, PreparedDataset, load_source, map_columns
 from hf_bucketing.command_line.flags import FlagParser

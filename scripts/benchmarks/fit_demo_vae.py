@@ -16,8 +16,7 @@ from hf_bucketing.command_line.flags import FlagParser
 from hf_bucketing.command_line.script import run_script
 from hf_bucketing.files import complete_file
 from hf_bucketing.synthetic.demo import CHANNELS, SIDE, VAE_FILE, fitted_vae
-from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip
-from hf_bucketing.synthetic.scenes import demo_clip, scene
+from hf_bucketing.synthetic.media import DEMO_CLIPS, Clip, demo_clip, scene
 
 FITTED = (Clip(3, 96, 96), Clip(3, 64, 112), Clip(3, 112, 64), Clip(3, 72, 128))
 """Sizes to fit to."""

@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
     from diffusers import DiffusionPipeline
 
     from hf_bucketing.media import write_video
-    from hf_bucketing.synthetic.recognition import look_at
+    from hf_bucketing.synthetic.media import look_at
 
     check_writable(args.figure)
     rows = {"in the data": [drawn(prompt, clip) for prompt, clip in PROMPTS]}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, DOWN, LORA_WEIGHTS, UP
-from hf_bucketing.adapters.frozen import add_frozen, base_model, count_weights, switch_on, without_frozen
 from hf_bucketing.adapters.kinds import merge_adapters
+from hf_bucketing.adapters.loading import add_frozen, base_model, count_weights, switch_on, without_frozen
 from hf_bucketing.adapters.lora import adapters_of, save_lora, start_adapters
 from hf_bucketing.adapters.settings import Adapter, AdapterConfig
 from hf_bucketing.command_line.config_file import write_config

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from hf_bucketing import BucketingError
 from hf_bucketing.adapters.files import read_lora
 from hf_bucketing.adapters.kinds import merge_adapters
+from hf_bucketing.adapters.loading import load_adapters, set_strengths
 from hf_bucketing.adapters.lora import save_lora
 from hf_bucketing.adapters.settings import Adapter, parse_adapter
-from hf_bucketing.adapters.strengths import load_adapters, set_strengths
 from tests.adapters.test_kinds import KINDS, kinds, trained
 
 

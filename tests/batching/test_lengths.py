@@ -12,9 +12,8 @@ import torch
 
 from hf_bucketing import BucketingError, CostModel
 from hf_bucketing.batching import LengthStep, way_of
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import TrainingData, make_data, make_held_out_data
-from hf_bucketing.batching.sample_rows import SampleRows
+from hf_bucketing.batching.sample_rows import ModelTokens, SampleRows
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.conditions.rows import ConditionRules
 from hf_bucketing.configuration import BatchConfig

@@ -13,9 +13,9 @@ import torch
 from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError
-from hf_bucketing.batching.counting import ModelTokens
-from hf_bucketing.batching.encoded import media_of, text_of
+from hf_bucketing.batching.drawing import media_of, text_of
 from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.caching.columns import NULL_TEXT_KEY
 from hf_bucketing.caching.store import TensorCache, entry_key

@@ -24,8 +24,8 @@ from hf_bucketing import (
 )
 from hf_bucketing.batching.rows import make_data, make_held_out_data
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
-from hf_bucketing.caching.keys import describe_latents, has_latents
 from hf_bucketing.caching.store import TensorCache
+from hf_bucketing.caching.views import describe_latents, has_latents
 from hf_bucketing.columns import CacheInfo, PreparedDataset, map_columns
 from hf_bucketing.loaders import NumberedRows
 from hf_bucketing.loaders.occurrences import OCCURRENCE

@@ -12,8 +12,15 @@ from datasets import Dataset
 
 from hf_bucketing import BucketingError, BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
-from hf_bucketing.columns.data_changes import DataChanges, compare_locks
-from hf_bucketing.columns.data_lock import LOCK_FILE, LOCKED, DataLock, read_lock, require_lock
+from hf_bucketing.columns.data_lock import (
+    LOCK_FILE,
+    LOCKED,
+    DataChanges,
+    DataLock,
+    compare_locks,
+    read_lock,
+    require_lock,
+)
 from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.conditions.audio import AudioRule
 from hf_bucketing.conditions.references import ReferenceRule

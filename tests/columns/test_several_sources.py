@@ -18,8 +18,13 @@ from hf_bucketing.columns.merge import merge_sources
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
-from hf_bucketing.columns.shares import name_sources, row_weights
-from hf_bucketing.columns.source_lists import make_sources, settings_of_sources, sources_from
+from hf_bucketing.columns.source_lists import (
+    make_sources,
+    name_sources,
+    row_weights,
+    settings_of_sources,
+    sources_from,
+)
 from hf_bucketing.errors import ColumnError, MediaError
 from hf_bucketing.media import MediaColumns, probe
 from hf_bucketing.media.rows import SOURCE_COLUMN

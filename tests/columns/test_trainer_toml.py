@@ -12,8 +12,7 @@ from PIL import Image
 from hf_bucketing import MediaError
 from hf_bucketing.columns import load_source, load_toml
 from hf_bucketing.columns.settings import SourceConfig
-from hf_bucketing.columns.shares import name_sources
-from hf_bucketing.columns.source_lists import make_sources
+from hf_bucketing.columns.source_lists import make_sources, name_sources
 from hf_bucketing.columns.trainer_toml import load_repeats
 from hf_bucketing.settings import build, names_of
 from tests.columns.formats import TEXTS, json_rows, write_captioned_media, write_media

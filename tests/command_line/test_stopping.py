@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_bucketing.command_line.stopping import StopSignals
+from hf_bucketing.command_line.script import StopSignals
 from hf_bucketing.errors import Interrupted
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import log_path, read_status
@@ -36,7 +36,7 @@ def test_the_first_signal_is_noted_and_the_second_does_what_it_does_outside(numb
 def test_what_a_launcher_repeats_at_once_is_one_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     seconds = 100.0
-    monkeypatch.setattr("hf_bucketing.command_line.stopping.time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr("hf_bucketing.command_line.script.time", SimpleNamespace(monotonic=lambda: seconds))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with StopSignals():

@@ -12,9 +12,8 @@ from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.conditions.appended import AppendedFrames
 from hf_bucketing.conditions.audio import AudioRule, RowAudio
 from hf_bucketing.conditions.condition import Condition, token_conditions
-from hf_bucketing.conditions.parts import bucket_parts, sample_sizes
 from hf_bucketing.conditions.references import ReferenceRule, RowReferences
-from hf_bucketing.conditions.rows import ConditionRules, RowConditions
+from hf_bucketing.conditions.rows import ConditionRules, RowConditions, bucket_parts, sample_sizes
 from hf_bucketing.errors import BucketingError
 
 IMAGES = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))

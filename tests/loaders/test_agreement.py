@@ -13,7 +13,7 @@ import pytest
 
 from hf_bucketing import BucketingError
 from hf_bucketing.columns import PreparedDataset
-from hf_bucketing.loaders import agreement
+from hf_bucketing.loaders import processes
 from hf_bucketing.runs.review import losses_of
 from tests.conftest import ROOT, TRAINING_SCRIPT, launch_flags
 from tests.processes import launched_environments, run_forked
@@ -23,23 +23,23 @@ TWO = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=l
 
 def test_a_different_value_is_named_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {"rows": "5", "table": "a"}
-    monkeypatch.setattr(agreement, "gather_object", lambda mine: [*mine, theirs])
-    agreement.check_same(TWO, theirs, what="rows", advice="copy them")
+    monkeypatch.setattr(processes, "gather_object", lambda mine: [*mine, theirs])
+    processes.check_same(TWO, theirs, what="rows", advice="copy them")
     with pytest.raises(BucketingError, match=r"Processes 0 and 1 have different data: rows 4 and 5. If .* copy them"):
-        agreement.check_same(TWO, {**theirs, "rows": "4"}, what="data", advice="copy them")
+        processes.check_same(TWO, {**theirs, "rows": "4"}, what="data", advice="copy them")
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_folder_that_another_process_does_not_see_is_refused(
     shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "gather_object", lambda mine: [*mine, shared])
-    monkeypatch.setattr(agreement, "broadcast_object_list", lambda values: values)
+    monkeypatch.setattr(processes, "gather_object", lambda mine: [*mine, shared])
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda values: values)
     if shared:
-        agreement.check_shared(TWO, tmp_path, advice="share it")
+        processes.check_shared(TWO, tmp_path, advice="share it")
     else:
         with pytest.raises(BucketingError, match=r"Process 1 does not see .*; share it"):
-            agreement.check_shared(TWO, tmp_path, advice="share it")
+            processes.check_shared(TWO, tmp_path, advice="share it")
     assert not list(tmp_path.iterdir())
 
 

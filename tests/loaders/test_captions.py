@@ -11,8 +11,8 @@ from datasets import List, Value
 from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError, ColumnError
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.caching import CacheConfig, CachedCollator, cache_dataset
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.apply import with_columns

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketBatchSampler, BucketTable, LatentSpec
-from hf_bucketing.conditions.parts import sample_sizes
 from hf_bucketing.conditions.references import ReferenceRule, RowReferences
-from hf_bucketing.conditions.rows import RowConditions
+from hf_bucketing.conditions.rows import RowConditions, sample_sizes
 from hf_bucketing.errors import PlanError
 
 SPEC = LatentSpec(temporal_stride=1, spatial_stride=8, patch=(1, 2, 2))

@@ -14,10 +14,9 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 
 from hf_bucketing import PackingError
-from hf_bucketing.models import disable_packing, enable_packing, stock
+from hf_bucketing.models import disable_packing, enable, enable_packing
 from hf_bucketing.models.families.wan import WanFamily
-from hf_bucketing.models.registry import families, family_of
-from hf_bucketing.models.unpackable import OTHER_KINDS, UNPACKABLE
+from hf_bucketing.models.registry import OTHER_KINDS, UNPACKABLE, families, family_of
 from hf_bucketing.packing import packed_forward
 from tests.models.cases import TIMESTEPS, Samples, largest_difference, make_model
 from tests.models.families import CASES
@@ -194,17 +193,17 @@ def test_a_foreign_class_of_the_same_name_is_refused() -> None:
 
 @pytest.mark.parametrize("family", families().values(), ids=list(families()))
 def test_the_installed_diffusers_runs_each_model_as_packing_was_tested_with(family) -> None:
-    assert stock.stock_digest(family) in family.tested_forwards
+    assert enable.stock_digest(family) in family.tested_forwards
 
 
 def test_a_changed_forward_is_said_when_packing_is_enabled(monkeypatch, caplog) -> None:
     enable_packing(make_model(), strip_length=4)
-    assert not [record for record in caplog.records if record.name == stock.__name__]
+    assert not [record for record in caplog.records if record.name == enable.__name__]
     module = sys.modules[WanTransformer3DModel.__module__]
     changed = inspect.getsource(module).replace("+ temb.float()", "+ 2 * temb.float()")
-    monkeypatch.setattr(stock.inspect, "getsource", lambda module: changed)
-    stock.stock_digest.cache_clear()
+    monkeypatch.setattr(enable.inspect, "getsource", lambda module: changed)
+    enable.stock_digest.cache_clear()
     enable_packing(make_model(), strip_length=4)
-    stock.stock_digest.cache_clear()
-    (record,) = [record for record in caplog.records if record.name == stock.__name__]
+    enable.stock_digest.cache_clear()
+    (record,) = [record for record in caplog.records if record.name == enable.__name__]
     assert "runs WanTransformer3DModel in another way" in record.getMessage()

@@ -17,7 +17,7 @@ from hf_bucketing.models import disable_packing, enable_packing, verify_packing
 from hf_bucketing.models.families import cosmos
 from hf_bucketing.models.registry import family_of
 from hf_bucketing.packing import PackedAttnProcessor, PackedLayout, packed_forward, use_layout
-from hf_bucketing.packing.attention import choice, dispatch, grouped
+from hf_bucketing.packing.attention import dispatch, torch_backends
 from hf_bucketing.packing.family import freeze_unused
 from tests.models.cases import Samples, largest_difference
 from tests.models.cross_models import make_cosmos
@@ -148,17 +148,17 @@ def test_the_attention_of_latte_over_frames_stays_on_segments_where_auto_is_varl
 
     def offsets(query, key, value, segments, options):
         calls.append(("varlen", segments))
-        return grouped.attend_by_segments(query, key, value, segments, options)
+        return torch_backends.attend_by_segments(query, key, value, segments, options)
 
     def runs(query, key, value, segments, options):
         calls.append(("segments", segments))
-        return grouped.attend_by_segments(query, key, value, segments, options)
+        return torch_backends.attend_by_segments(query, key, value, segments, options)
 
     case = CASES["latte"]
     model, samples = case.model(), Samples(case=case, order=(0, 1))
     samples.latents = [torch.randn(4, 5, 16, 18), torch.randn(4, 1, 20, 16)]
     expected = samples.alone(model)
-    monkeypatch.setattr(choice, "HALF", (torch.float32,))
+    monkeypatch.setattr(dispatch, "HALF", (torch.float32,))
     with flash_attention_4():
         monkeypatch.setattr(dispatch, "_BACKENDS", {"varlen:fa4": offsets, "segments": runs})
         batch = samples.pack(enable_packing(model, strip_length=16))

@@ -16,8 +16,8 @@ from hf_bucketing.models.index import MODULAR_INDEX, copy_index, read_index
 from hf_bucketing.models.loading import Loading, empty_transformer, read_config
 from hf_bucketing.models.registry import recipe_of
 from hf_bucketing.planner.components import read_components
+from hf_bucketing.training.card import result_parts
 from hf_bucketing.training.checkpoint import save_pipeline
-from hf_bucketing.training.hub import result_parts
 
 
 @pytest.fixture

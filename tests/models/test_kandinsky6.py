@@ -19,7 +19,7 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, PackingError, Size
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of
+from hf_bucketing.batching.drawing import media_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.caching.settings import CacheConfig

@@ -30,8 +30,8 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.columns.settings import RowsConfig
 from hf_bucketing.conditions.references import REFERENCE_SIZES
 from hf_bucketing.conditions.shares import read_condition, read_conditions

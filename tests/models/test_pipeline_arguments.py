@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bucketing.batching.encoded import media_of, text_of
+from hf_bucketing.batching.drawing import media_of, text_of
 from hf_bucketing.buckets.sizes import Size
 from hf_bucketing.conditions.names import MASK, REFERENCE
 from hf_bucketing.models.calls import IMAGES

@@ -11,9 +11,8 @@ import torch
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of
-from hf_bucketing.batching.lengths import LengthStep
-from hf_bucketing.batching.own_sizes import PackStep
+from hf_bucketing.batching.drawing import media_of
+from hf_bucketing.batching.own_sizes import LengthStep, PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.objectives import Denoising, DiffusionForcing, Objective, sample_generator

@@ -15,8 +15,8 @@ from PIL import Image
 
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.batching import way_of
-from hf_bucketing.batching.encoded import media_of
-from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.drawing import media_of
+from hf_bucketing.batching.run_data import LargestStep
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.media import MediaSource, probe, write_video

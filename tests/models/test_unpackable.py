@@ -13,7 +13,7 @@ from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 from diffusers.pipelines.omnigen.processor_omnigen import OmniGenCollator
 from torch.utils._pytree import tree_leaves
 
-from hf_bucketing.models.unpackable import UNPACKABLE
+from hf_bucketing.models.registry import UNPACKABLE
 
 helios = pytest.importorskip("diffusers.models.transformers.transformer_helios")
 refiner = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm_refiner")

@@ -13,8 +13,8 @@ from PIL import Image
 
 from hf_bucketing import PackingError, Size
 from hf_bucketing.batching import way_of
-from hf_bucketing.batching.encoded import media_of
-from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.drawing import media_of
+from hf_bucketing.batching.run_data import LargestStep
 from hf_bucketing.configuration import BatchConfig
 from hf_bucketing.models import enable_packing
 from hf_bucketing.models.families.wan_animate import KNOWN

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hf_bucketing import PackingError
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of
+from hf_bucketing.batching.drawing import media_of
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.families.wan_animate import KNOWN
 from hf_bucketing.models.loss_mask import LOSS_MASK

@@ -15,7 +15,7 @@ from PIL import Image
 from hf_bucketing import BucketingError, BucketTable, Size
 from hf_bucketing.caching.fingerprints import latents_fingerprint
 from hf_bucketing.conditions.references import ReferenceRule
-from hf_bucketing.configuration.evaluation import ValidationConfig
+from hf_bucketing.configuration.outputs import ValidationConfig
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.recipe import Recipe
@@ -24,7 +24,7 @@ from hf_bucketing.models.samples import Samples
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import plan_components
 from hf_bucketing.planner.settings import PlanConfig
-from hf_bucketing.training.validation import Validation, images_of
+from hf_bucketing.training.evaluation import Validation, images_of
 from tests.conftest import run_script_here
 from tests.models.recipe_cases import samples_of
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
-from hf_bucketing.optimizers.classes import check_optimizer, optimizer_class
 from hf_bucketing.optimizers.optimizer import (
     apply_settings,
+    check_optimizer,
     make_optimizer,
     make_schedule,
+    optimizer_class,
     set_training,
     state_bytes,
 )

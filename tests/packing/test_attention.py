@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from hf_bucketing import PackingError
 from hf_bucketing.packing import PackedLayout, SegmentSpans, attention, packed_attention
-from hf_bucketing.packing.attention import dense, dispatch, grouped
+from hf_bucketing.packing.attention import dispatch, torch_backends
 from tests.packing.flash_attention import flash_attention_4
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_dropout_drops_weights_and_keeps_their_mean(backend) -> None:
 @settings(max_examples=60)
 def test_runs_cover_each_segment_once_with_views_of_the_pack(segments: SegmentSpans) -> None:
     attended = []
-    for run in grouped.find_runs(segments):
+    for run in torch_backends.find_runs(segments):
         for number in range(run.queries.times):
             spans = [(s.start + number * s.step, s.start + number * s.step + s.length) for s in run]
             attended.append(tuple(spans))
@@ -156,7 +156,7 @@ def test_masks_above_two_gib_are_refused_with_the_backend_to_use() -> None:
     tokens = torch.zeros(length, 1, 1)
     with pytest.raises(PackingError, match=r"2\.00 GiB; use 'varlen' on a CUDA device, or 'segments'"):
         packed_attention(tokens, tokens, tokens, segments, backend="dense")
-    assert 46340**2 <= dense.MASK_LIMIT < length**2
+    assert 46340**2 <= torch_backends.MASK_LIMIT < length**2
 
 
 def test_what_a_backend_derives_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

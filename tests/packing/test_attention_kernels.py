@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from hf_bucketing.packing import SegmentSpans, packed_attention
-from hf_bucketing.packing.attention import flex
+from hf_bucketing.packing.attention import torch_backends
 from hf_bucketing.packing.attention.dispatch import choose_backend
 from hf_bucketing.packing.attention.kernels import installed
 from tests.devices import CUDA
@@ -49,7 +49,7 @@ def by_mask_function(segments: SegmentSpans):
 @settings(max_examples=20)
 def test_blocks_made_from_ends_are_those_that_a_mask_function_gives(segments: SegmentSpans) -> None:
     for case in (segments, long_segments()):
-        made, expected = flex.block_mask(case, CPU), by_mask_function(case)
+        made, expected = torch_backends.block_mask(case, CPU), by_mask_function(case)
         assert torch.equal(made.to_dense(), expected.to_dense())
         for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             assert torch.equal(getattr(made, part), getattr(expected, part)), part
@@ -65,7 +65,8 @@ def test_blocks_made_from_ends_are_those_that_a_mask_function_gives(segments: Se
 def test_flex_attention_computes_the_same(segments: SegmentSpans) -> None:
     tokens = [side.detach() for side in tokens_for(segments, key_heads=2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "compiled_flex_attention", lambda: flex_attention)  # all pairs, but without a compiler
+        # All pairs, but without a compiler.
+        patch.setattr(torch_backends, "compiled_flex_attention", lambda: flex_attention)
         out = packed_attention(*tokens, segments, backend="flex", enable_gqa=True, scale=0.3)
     assert torch.allclose(out, by_hand(*tokens, segments, scale=0.3), atol=1e-12)
 

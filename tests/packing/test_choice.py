@@ -13,7 +13,7 @@ from hypothesis import given, settings as hypothesis_settings
 from hf_bucketing import PackingError
 from hf_bucketing.packing import SegmentSpans, packed_attention
 from hf_bucketing.packing.attention import dispatch, kernels
-from hf_bucketing.packing.attention.choice import Segments, choose
+from hf_bucketing.packing.attention.dispatch import Segments, choose
 from hf_bucketing.packing.attention.kernels import KERNELS, Device
 from hf_bucketing.packing.segments import AttentionOptions
 from tests.packing.flash_attention import clear, flash_attention_4

@@ -17,7 +17,7 @@ from hf_bucketing import BucketingError, PackingError
 from hf_bucketing.models import compile_blocks, enable, enable_packing
 from hf_bucketing.models.enable import packing_disabled
 from hf_bucketing.packing import packed_forward, packed_mse
-from hf_bucketing.packing.attention import flex
+from hf_bucketing.packing.attention import torch_backends
 from tests.conftest import ROOT
 from tests.models.cases import (
     SIZES,
@@ -93,7 +93,7 @@ def test_packs_of_other_samples_need_no_further_graph(backend: str, checkpointin
 @pytest.mark.slow
 def test_flex_attention_needs_no_further_graph_either(monkeypatch) -> None:
     """Here FlexAttention runs without gradients and eagerly."""
-    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex.flex_attention)
+    monkeypatch.setattr(torch_backends, "compiled_flex_attention", lambda: torch_backends.flex_attention)
     model, graphs = make_model(num_layers=1), Graphs()
     packing = enable_packing(model, strip_length=4, backend="flex")
     compiled = torch.compile(model, backend=graphs)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_bucketing import PackingError
 from hf_bucketing.losses.variational import GaussianPosterior
 from hf_bucketing.packing import PackedLayout, TokenDrop, packed_mse, packed_vlb
-from hf_bucketing.packing.attention import flex, packed_attention
+from hf_bucketing.packing.attention import packed_attention, torch_backends
 from hf_bucketing.packing.names import Backend
 from hf_bucketing.packing.strips import from_strips, strips_to_tokens, to_strips
 
@@ -50,7 +50,7 @@ def test_references_follow_a_sample_in_its_strips() -> None:
 
 @pytest.mark.parametrize("backend", ["segments", "dense", "flex"])
 def test_references_apart_attend_to_themselves_alone(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex.flex_attention)
+    monkeypatch.setattr(torch_backends, "compiled_flex_attention", lambda: torch_backends.flex_attention)
     layout = replace(LITERAL, references_apart=True, text_lengths=(2, 0, 3), text_slots=1)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(layout.num_tokens, 2, 16, generator=draw) for _ in range(3))

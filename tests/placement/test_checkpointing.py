@@ -16,8 +16,7 @@ from diffusers import WanTransformer3DModel
 from hf_bucketing import BucketingError, Size
 from hf_bucketing.adapters import AdapterConfig
 from hf_bucketing.placement import MemoryConfig
-from hf_bucketing.placement.blocks import blocks_of
-from hf_bucketing.placement.checkpointing import spread_blocks
+from hf_bucketing.placement.blocks import blocks_of, spread_blocks
 from hf_bucketing.placement.settings import checkpointing
 from hf_bucketing.planner.components import read_components
 from hf_bucketing.planner.memory import MemoryParts, MemoryPlan, StepShape, fewest_checkpoints

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader
 
 from hf_bucketing import BucketingError
 from hf_bucketing.models.recipe import Recipe
-from hf_bucketing.models.registry import families, family_of
-from hf_bucketing.models.unpackable import UNPACKABLE
+from hf_bucketing.models.registry import UNPACKABLE, families, family_of
 from hf_bucketing.placement.context_parallel import check_model, fill_up_text, form_groups
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of

@@ -23,8 +23,7 @@ from hf_bucketing import BucketingError
 from hf_bucketing.adapters.files import LORA_WEIGHTS
 from hf_bucketing.placement import sharding
 from hf_bucketing.placement.blocks import block_names
-from hf_bucketing.placement.shards import AVERAGES
-from hf_bucketing.placement.trust import refuse_code_in_shards
+from hf_bucketing.placement.sharding import AVERAGES, refuse_code_in_shards
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline

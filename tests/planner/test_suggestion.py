@@ -17,8 +17,7 @@ from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.preparation import prepare
 from hf_bucketing.columns.prepared_stream import PreparedStream, prepare_stream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
-from hf_bucketing.commands.suggested import describe_suggestion
-from hf_bucketing.commands.suggestion_page import suggestion_page
+from hf_bucketing.commands.suggested import describe_suggestion, suggestion_page
 from hf_bucketing.conditions.references import RowReferences
 from hf_bucketing.conditions.rows import RowConditions
 from hf_bucketing.planner import PlanConfig, options, suggestion as suggestion_module

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hf_bucketing import BucketingError, Size
-from hf_bucketing.buckets.calibration import CostFit
+from hf_bucketing.buckets.cost import CostFit
 from hf_bucketing.placement import MemoryConfig
 from hf_bucketing.planner import PlanConfig
 from hf_bucketing.planner.components import Components, read_components

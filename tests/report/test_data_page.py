@@ -16,7 +16,7 @@ from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.conditions.references import ReferenceRule
 from hf_bucketing.media.write import write_video
-from hf_bucketing.report.data_page import DataRow, data_page, write_rows
+from hf_bucketing.report.data_rows import DataRow, data_page, write_rows
 from hf_bucketing.report.page import render_page
 from tests.browser import look_at
 from tests.conftest import run_script_here

@@ -19,9 +19,8 @@ from hf_bucketing import BucketTable, LatentSpec, Size, open_table
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.report import Beside, MemoryRow, SizeColumns, bucket_page, make_report, render_page
 from hf_bucketing.report.charts import Line, bar_chart, histogram_chart, line_chart
-from hf_bucketing.report.crops import RANDOM_SAMPLES
-from hf_bucketing.report.histograms import Histogram
 from hf_bucketing.report.page import Charts, Gallery, Page, Paragraphs, Picture, Section, Table
+from hf_bucketing.report.samples import RANDOM_SAMPLES, Histogram
 from hf_bucketing.report.verdict import choose_way
 from tests.browser import look_at
 from tests.conftest import run_script_here

@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 from hf_bucketing import AssignmentRule, BucketingError, BucketTable, LatentSpec, Size, cover_resize
 from hf_bucketing.report import ReportConfig, SizeColumns, format_report, make_report
 from hf_bucketing.report.compare import StrategyReport
-from hf_bucketing.report.histograms import aspect_histogram, token_histogram
 from hf_bucketing.report.measure import BucketReport, read_subject
+from hf_bucketing.report.samples import aspect_histogram, token_histogram
 from hf_bucketing.report.text import strategy_cells
 
 SPEC = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))  # a token is 16 × 16 pixels

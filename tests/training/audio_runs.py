@@ -14,7 +14,7 @@ import torch
 
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
-from hf_bucketing.batching.encoded import media_of, text_of
+from hf_bucketing.batching.drawing import media_of, text_of
 from hf_bucketing.batching.steps import TARGETS, Step
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.conditions.audio import AUDIO

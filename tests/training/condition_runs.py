@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 from accelerate import Accelerator
 
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.loaders.resume import resume
 from hf_bucketing.models.registry import recipe_of

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 
 from hf_bucketing import BucketingError, Size
-from hf_bucketing.batching.counting import ModelTokens
-from hf_bucketing.batching.encoded import latent_frames_of
+from hf_bucketing.batching.drawing import latent_frames_of
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.conditions.appended import AppendedFrames

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
 from hf_bucketing import BucketingError
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset, preparation

@@ -18,14 +18,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.caching.encoders import describe_encoders, differences
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import MANIFEST
 from hf_bucketing.models.loading import Loading
 from hf_bucketing.models.registry import recipe_of, recipes
 from hf_bucketing.synthetic.pipelines import make_tiny_pipeline
-from hf_bucketing.training.caches import sequence_length, settle_caches
+from hf_bucketing.training.data_changes import sequence_length, settle_caches
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import run_script_here
 from tests.training.training_cases import in_process, run

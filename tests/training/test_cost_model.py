@@ -43,7 +43,7 @@ def measured(monkeypatch) -> None:
     def media(recipe, batch):  # in place of the VAE, which takes most of the time of so small a model
         return {"latents": [torch.ones(4, *np.multiply(step_grid(size), (1, 2, 2))) for size in batch["size"]]}
 
-    monkeypatch.setattr("hf_bucketing.batching.encoded.media_of", media)
+    monkeypatch.setattr("hf_bucketing.batching.drawing.media_of", media)
     monkeypatch.setattr(PackStep, "__call__", timed)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import ROW_WEIGHT
 from hf_bucketing.planner import PlanConfig

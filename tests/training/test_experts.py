@@ -17,13 +17,13 @@ from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 from safetensors.torch import load_file
 
 from hf_bucketing import BucketingError
-from hf_bucketing.adapters.experts import expert_folder, loading_options
 from hf_bucketing.adapters.files import COMFYUI_WEIGHTS, LORA_WEIGHTS, PEFT_FILES
 from hf_bucketing.adapters.kinds import adapters_of as adapters_in
+from hf_bucketing.adapters.loading import expert_folder, loading_options
 from hf_bucketing.adapters.lora import add_lora, check_component, save_lora, start_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
-from hf_bucketing.batching.experts import make_experts
 from hf_bucketing.batching.steps import Step
+from hf_bucketing.batching.ways import make_experts
 from hf_bucketing.models.experts import TrainedComponent, transformers_of
 from hf_bucketing.models.families.wan import WanRecipe
 from hf_bucketing.models.objectives import FlowMatching

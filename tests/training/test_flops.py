@@ -16,9 +16,9 @@ from hf_bucketing.planner.trackers import FlopCounter
 from hf_bucketing.report.page import render_page
 from hf_bucketing.runs.page import run_page
 from hf_bucketing.runs.run_log import read_log
-from hf_bucketing.training import flops as flops_module
-from hf_bucketing.training.flops import StepFlops, traced_sizes
+from hf_bucketing.training import step_metrics
 from hf_bucketing.training.loop import Trainer
+from hf_bucketing.training.step_metrics import StepFlops, traced_sizes
 from tests.training.training_cases import in_process, run
 
 TFLOPS = {"model_tflops", "hardware_tflops"}
@@ -89,7 +89,7 @@ def test_logged_operations_are_those_that_the_steps_compute(
 def test_a_run_shows_its_share_of_the_peak_on_its_page(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flops_module, "_peak_of", lambda accelerator: 0.5)
+    monkeypatch.setattr(step_metrics, "_peak_of", lambda accelerator: 0.5)
     run(in_process(pipeline_dir, prepared_dir, tmp_path, log_tflops=True))
     for line in read_log(tmp_path, "losses"):
         assert line["mfu"] == pytest.approx(line["model_tflops"] / 0.5)
@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_traced_trains_without_them(
     def fail(*args: object) -> None:
         raise RuntimeError("no shapes")
 
-    monkeypatch.setattr(flops_module, "training_flops", fail)
+    monkeypatch.setattr(step_metrics, "training_flops", fail)
     run(in_process(pipeline_dir, prepared_dir, tmp_path, log_tflops=True))
     assert "No TFLOP/s are logged, as operations are not counted: RuntimeError: no shapes" in caplog.text
     assert not any(TFLOPS & line.keys() for line in read_log(tmp_path, "losses"))

@@ -25,8 +25,7 @@ from hf_bucketing.buckets.assignment import count_rejections
 from hf_bucketing.columns import PreparedDataset, column_array
 from hf_bucketing.errors import HubError
 from hf_bucketing.training import HubConfig
-from hf_bucketing.training.card import Run, without_folders, write_card
-from hf_bucketing.training.hub import open_repository, upload
+from hf_bucketing.training.card import Run, open_repository, upload, without_folders, write_card
 from hf_bucketing.training.loop import Trainer
 from tests.conftest import TRAINING_SCRIPT, as_flags, launch, run_script_here
 from tests.training.hub_server import TOKEN, Hub, serving

@@ -13,8 +13,7 @@ import torch
 
 from hf_bucketing import BucketingError, TokenDrop
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.drawing import loss_weights
-from hf_bucketing.batching.encoded import media_of
+from hf_bucketing.batching.drawing import loss_weights, media_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.caching import CacheConfig, cache_dataset
 from hf_bucketing.columns import PreparedDataset

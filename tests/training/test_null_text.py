@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from hf_bucketing import BucketingError, open_table
 from hf_bucketing.batching.buckets import BucketStep
 from hf_bucketing.batching.checks import check_cached
-from hf_bucketing.batching.encoded import text_of
+from hf_bucketing.batching.drawing import text_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.rows import make_data
 from hf_bucketing.batching.steps import Step

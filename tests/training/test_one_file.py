@@ -11,7 +11,7 @@ import pytest
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.commands import plan
 from hf_bucketing.commands.script_settings import plan_of_flags
-from hf_bucketing.configuration.launch import configured_precision
+from hf_bucketing.configuration.run import configured_precision
 from hf_bucketing.errors import BucketingError
 from hf_bucketing.planner.memory import plan_memory
 from hf_bucketing.planner.settings import PlanConfig

@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset
 
 from hf_bucketing import BucketTable, LatentSpec, Size
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data, make_held_out_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.buckets.open_table import open_table
 from hf_bucketing.columns import BucketColumns, PreparedDataset, map_columns
 from hf_bucketing.errors import BucketingError, OversizeError

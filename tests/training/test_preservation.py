@@ -13,11 +13,11 @@ import torch
 from datasets import Dataset
 
 from hf_bucketing import BucketingError, CacheError, ColumnError
-from hf_bucketing.adapters.frozen import base_model
+from hf_bucketing.adapters.loading import base_model
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of, text_of
+from hf_bucketing.batching.drawing import media_of, text_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.rows import make_data
 from hf_bucketing.batching.steps import Step, base_targets
@@ -27,7 +27,7 @@ from hf_bucketing.columns.preparation import with_marks
 from hf_bucketing.columns.prepared_stream import PreparedStream
 from hf_bucketing.columns.settings import SourceConfig, TableConfig
 from hf_bucketing.columns.trainer_toml import load_toml
-from hf_bucketing.configuration.preservation import PreservationConfig
+from hf_bucketing.configuration.objective import PreservationConfig
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.recipe import Recipe

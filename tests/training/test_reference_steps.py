@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import media_of
+from hf_bucketing.batching.drawing import media_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.conditions.references import ReferenceRule

@@ -19,9 +19,9 @@ from accelerate import Accelerator
 from datasets import Sequence as Cells, Value
 
 from hf_bucketing import BucketingError, LatentSpec, Size
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data
-from hf_bucketing.batching.step_rows import LargestStep
+from hf_bucketing.batching.run_data import LargestStep
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import PreparedDataset

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import ROW_WEIGHT
-from hf_bucketing.losses.reduction import global_mean
+from hf_bucketing.losses.per_sample import global_mean
 from hf_bucketing.models.objectives import Objective
 from hf_bucketing.training import loop
 from hf_bucketing.training.loop import Trainer

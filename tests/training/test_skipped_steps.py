@@ -20,7 +20,7 @@ from hf_bucketing.runs.logs import StepLog
 from hf_bucketing.runs.review import losses_of, running_mean, summarise_losses
 from hf_bucketing.runs.run_log import read_log, read_status
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.skipped import SkippedSteps, check_finite
+from hf_bucketing.training.optimizer_steps import SkippedSteps, check_finite
 from hf_bucketing.training.step_metrics import StepMetrics
 from tests.training.training_cases import in_process
 

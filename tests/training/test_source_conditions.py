@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data, make_held_out_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.models.registry import recipe_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import text_of
+from hf_bucketing.batching.drawing import text_of
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.texts import TextEmbeddings

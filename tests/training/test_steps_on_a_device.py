@@ -18,16 +18,16 @@ from hf_bucketing.adapters.kinds import adapters_of
 from hf_bucketing.adapters.lora import add_adapters
 from hf_bucketing.adapters.settings import AdapterConfig
 from hf_bucketing.batching.buckets import BucketStep
-from hf_bucketing.batching.encoded import latent_frames_of, media_of, text_of
+from hf_bucketing.batching.drawing import latent_frames_of, media_of, text_of
 from hf_bucketing.batching.own_sizes import PackStep
-from hf_bucketing.batching.step_rows import StepRows
+from hf_bucketing.batching.run_data import StepRows
 from hf_bucketing.batching.steps import Step
 from hf_bucketing.buckets.cost import CostModel
 from hf_bucketing.conditions.audio import AUDIO
 from hf_bucketing.conditions.names import KEYFRAMES
 from hf_bucketing.conditions.shares import read_conditions
 from hf_bucketing.configuration import BatchConfig, TrainingConfig
-from hf_bucketing.configuration.preservation import PreservationConfig
+from hf_bucketing.configuration.objective import PreservationConfig
 from hf_bucketing.devices import DeviceTimer, to_device
 from hf_bucketing.media.rows import REGULARIZATION
 from hf_bucketing.models import enable_packing

@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from hf_bucketing import BucketingError, MediaError, PlanError
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.rows import make_data, make_held_out_data
-from hf_bucketing.batching.step_rows import StepRows
+from hf_bucketing.batching.run_data import StepRows
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.streamed import make_streamed_data, open_stream
 from hf_bucketing.columns import PreparedDataset
 from hf_bucketing.columns.prepared import ROW_WEIGHT
@@ -32,10 +32,10 @@ from hf_bucketing.randomness import ROW
 from hf_bucketing.runs.logs import Logs
 from hf_bucketing.runs.review import losses_of, review_run, review_sources
 from hf_bucketing.settings import changed
-from hf_bucketing.streaming.shards import warn_of_shards
+from hf_bucketing.streaming.config import warn_of_shards
 from hf_bucketing.training import TrainingConfig
 from hf_bucketing.training.loop import Trainer
-from hf_bucketing.training.loss_window import LossWindow
+from hf_bucketing.training.optimizer_steps import LossWindow
 from tests.columns.stream_cases import samples_of, write_parquet, write_tars
 from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_process, run, train
 

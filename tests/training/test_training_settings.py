@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hf_bucketing import BucketingError, CostModel, Size
-from hf_bucketing.batching.counting import ModelTokens
 from hf_bucketing.batching.own_sizes import PackStep
 from hf_bucketing.batching.rows import TrainingData, make_data
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.batching.ways import make_step
 from hf_bucketing.columns import CacheInfo, PreparedDataset
 from hf_bucketing.command_line.flags import FlagParser, from_flags

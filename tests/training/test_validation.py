@@ -15,12 +15,12 @@ from hf_bucketing import BucketingError, LatentSpec, Size
 from hf_bucketing.command_line.config_file import write_config
 from hf_bucketing.commands.train import make_parser
 from hf_bucketing.conditions.references import ReferenceRule
-from hf_bucketing.configuration.evaluation import ValidationConfig
+from hf_bucketing.configuration.outputs import ValidationConfig
 from hf_bucketing.errors import FlagError
 from hf_bucketing.media import MediaSource, probe
 from hf_bucketing.models.recipe import Recipe
 from hf_bucketing.models.registry import recipe_of
-from hf_bucketing.training.validation import Validation, parse_sizes
+from hf_bucketing.training.evaluation import Validation, parse_sizes
 
 WAN = LatentSpec(temporal_stride=4, spatial_stride=8, patch=(1, 2, 2))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 
-from hf_bucketing.batching.counting import ModelTokens
+from hf_bucketing.batching.sample_rows import ModelTokens
 from hf_bucketing.runs.review import losses_of
 from hf_bucketing.runs.run_log import read_sample_logs
 from hf_bucketing.training import TrainingConfig

@@ -1,4 +1,4 @@
-"""Kernels of variable lengths: what each needs, whether it is installed, and how it is called."""
+"""The backend `"varlen"`: kernels for segments given as offsets, what each needs, and how it is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from ..segments import AttentionOptions, VarlenOffsets
+from ..segments import AttentionOptions, SegmentSpans, VarlenOffsets
 
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes that these kernels compute in."""
@@ -177,3 +177,23 @@ def describe_kernels() -> list[str]:
 def device_of(device: torch.device) -> Device:
     """Return what a choice reads of a device."""
     return Device(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+def attend_by_offsets(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: SegmentSpans,
+    options: AttentionOptions,
+    *,
+    kernel: str,
+) -> torch.Tensor:
+    """Compute [`packed_attention`][hf_bucketing.packing.packed_attention] by a kernel that was imported.
+
+    Padding is not removed by a copy: flash attention writes zeros for segments without keys, and zero gradients for
+    keys without queries.
+    """
+    offsets = segments.varlen(query.device)
+    if offsets.key_index is not None:
+        key, value = (side.index_select(0, offsets.key_index) for side in (key, value))
+    return LOADED[kernel]((query, key, value), offsets, options)

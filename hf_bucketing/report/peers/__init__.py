@@ -1,6 +1,5 @@
 """What other trainers would do with rows, by their public rules: one module for each trainer."""
 
-from .choose import choose_peers
-from .outcome import PeerReport, compare_peers, describe_peers
+from .outcome import PeerReport, choose_peers, compare_peers, describe_peers
 
 __all__ = ["PeerReport", "choose_peers", "compare_peers", "describe_peers"]

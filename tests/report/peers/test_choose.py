@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hf_bucketing import BucketingError
-from hf_bucketing.report.peers.choose import PEERS, choose_peers
 from hf_bucketing.report.peers.diffusion_pipe import DiffusionPipe
 from hf_bucketing.report.peers.musubi_tuner import Folder, MusubiTuner
+from hf_bucketing.report.peers.outcome import PEERS, choose_peers
 from tests.report.peers.test_rules import SPEC, TABLE
 
 MUSUBI = """

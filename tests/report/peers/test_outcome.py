@@ -10,10 +10,9 @@ import pytest
 from hf_bucketing import BucketTable, Size
 from hf_bucketing.report import ReportConfig, SizeColumns, make_report
 from hf_bucketing.report.peers import PeerReport, compare_peers, describe_peers
-from hf_bucketing.report.peers.ai_toolkit import AIToolkit
-from hf_bucketing.report.peers.diffusers_examples import DiffusersExamples
 from hf_bucketing.report.peers.musubi_tuner import Folder, MusubiTuner
 from hf_bucketing.report.peers.outcome import peer_cells
+from hf_bucketing.report.peers.short_rules import AIToolkit, DiffusersExamples
 from hf_bucketing.report.peers.simple_tuner import SimpleTuner
 from hf_bucketing.report.peers.views import Peer
 from tests.conftest import run_script_here

@@ -13,13 +13,10 @@ import pytest
 
 from hf_bucketing import BucketTable, LatentSpec, Size
 from hf_bucketing.report.measure import Sizes
-from hf_bucketing.report.peers.ai_toolkit import AIToolkit
-from hf_bucketing.report.peers.choose import PEERS
-from hf_bucketing.report.peers.diffusers_examples import DiffusersExamples
 from hf_bucketing.report.peers.diffusion_pipe import DiffusionPipe
-from hf_bucketing.report.peers.ltx_trainer import LTXTrainer
 from hf_bucketing.report.peers.musubi_tuner import Folder, MusubiTuner
-from hf_bucketing.report.peers.novelai import NovelAI
+from hf_bucketing.report.peers.outcome import PEERS
+from hf_bucketing.report.peers.short_rules import AIToolkit, DiffusersExamples, LTXTrainer, NovelAI
 from hf_bucketing.report.peers.simple_tuner import SimpleTuner
 from hf_bucketing.report.peers.views import Peer, Views
 

@@ -1,19 +1,67 @@
-"""The backend `"segments"`: one call of `scaled_dot_product_attention` for all segments of the same lengths.
+"""The backends that torch itself has: `"dense"`, `"segments"` and `"flex"`.
 
-It is the specification of the other backends. Equal segments at equal distances are a view of the pack, so a pack of
-samples of one size is computed like a plain batch. N segments of a group, L tokens of a segment, H heads, D head_dim.
+`"dense"` is one call of `scaled_dot_product_attention` with a mask of all queries and keys. `"segments"` is one call
+for all segments of the same lengths, and the specification of the other backends. Equal segments at equal distances
+are a view of the pack, so a pack of samples of one size is computed like a plain batch. `"flex"` is FlexAttention,
+which skips the blocks that no segment touches. N segments of a group, L tokens of a segment, H heads, D head_dim.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ...devices import to_device
+from ...errors import PackingError
+from ...units import format_bytes
 from ..segments import AttentionOptions, SegmentSpans, Span
+
+MASK_LIMIT = 2 * 2**30
+"""Largest mask in bytes; a pair of a query and a key takes one byte."""
+
+
+def attend_densely(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, options: AttentionOptions
+) -> torch.Tensor:
+    """Compute [`packed_attention`][hf_bucketing.packing.packed_attention].
+
+    Raises:
+        PackingError: If the mask would be larger than 2 GiB.
+    """
+    mask, has_key = dense_mask(segments, query.device), segments.has_key(query.device)
+    # (tokens, heads, head_dim) -> (1, heads, tokens, head_dim)
+    q, k, v = (side.transpose(0, 1)[None] for side in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options.for_sdpa())
+    return torch.where(has_key[:, None, None], out[0].transpose(0, 1), 0)
+
+
+def dense_mask(segments: SegmentSpans, device: torch.device) -> torch.Tensor:
+    """Return which queries attend to which keys, `bool`, `(num_queries, num_keys)`.
+
+    A query without keys attends to all keys: kernels disagree on rows without keys, up to NaN gradients.
+    """
+    size = segments.num_queries * segments.num_keys
+    if size > MASK_LIMIT:
+        raise PackingError(
+            f"A mask of {segments.num_queries} queries and {segments.num_keys} keys takes {format_bytes(size)}, and "
+            f"the backend 'dense' takes at most {format_bytes(MASK_LIMIT)}; use 'varlen' on a CUDA device, or "
+            "'segments'."
+        )
+
+    def make() -> torch.Tensor:
+        mask, keys = ~segments.has_key(device)[:, None], torch.arange(segments.num_keys, device=device)
+        for start, stop in segments.key_bounds(device):
+            mask = mask | ((keys >= start[:, None]) & (keys < stop[:, None]))
+        return mask
+
+    return segments.made(("dense", device), make)
 
 
 class Stretch(NamedTuple):
@@ -177,3 +225,71 @@ def _join_outputs(parts: Sequence[tuple[torch.Tensor, Stretch]], num_queries: in
     for (part, _), gap in zip(parts, gaps[1:], strict=True):
         pieces += [part, zeros[:, :gap]] if gap else [part]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).squeeze(0)
+
+
+BLOCK = 128
+"""Queries and keys of a block, FlexAttention's default."""
+
+
+def attend_by_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: SegmentSpans, options: AttentionOptions
+) -> torch.Tensor:
+    """Compute [`packed_attention`][hf_bucketing.packing.packed_attention]."""
+    # (tokens, heads, head_dim) -> (1, heads, tokens, head_dim)
+    q, k, v = (side.transpose(0, 1)[None] for side in (query, key, value))
+    attend: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    mask = block_mask(segments, query.device)
+    out: torch.Tensor = attend(q, k, v, block_mask=mask, scale=options.scale, enable_gqa=options.enable_gqa)
+    return out[0].transpose(0, 1)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Return FlexAttention compiled; uncompiled it computes all pairs."""
+    return torch.compile(flex_attention)
+
+
+def block_mask(segments: SegmentSpans, device: torch.device) -> BlockMask:
+    """Return the blocks that segments touch, made from the segments' bounds alone.
+
+    Evaluating a mask function at every pair would take time and memory quadratic in the tokens.
+    """
+
+    def make() -> BlockMask:
+        touched, full = block_tables(segments)
+        (start, stop), *more = segments.key_bounds(device)
+
+        def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            inside = (key >= start[query]) & (key < stop[query])
+            for first, last in more:
+                inside = inside | ((key >= first[query]) & (key < last[query]))
+            return inside
+
+        return BlockMask.from_kv_blocks(
+            *_ordered(touched & ~full, device),
+            *_ordered(full, device),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=attends,
+            seq_lengths=(segments.num_queries, segments.num_keys),
+        )
+
+    return segments.made(("flex", device), make)
+
+
+def block_tables(segments: SegmentSpans) -> tuple[np.ndarray, np.ndarray]:
+    """Return which blocks of queries and keys a segment touches, and which one fills: two `bool` tables."""
+    shape = -(-segments.num_queries // BLOCK), -(-segments.num_keys // BLOCK)
+    touched, full = np.zeros(shape, bool), np.zeros(shape, bool)
+    for side in segments.key_sides:
+        for queries, keys in zip(segments.queries, side, strict=True):
+            if keys[1] > keys[0]:
+                touched[tuple(slice(start // BLOCK, -(-stop // BLOCK)) for start, stop in (queries, keys))] = True
+                full[tuple(slice(-(-start // BLOCK), stop // BLOCK) for start, stop in (queries, keys))] = True
+    return touched, full
+
+
+def _ordered(table: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of blocks per row, `(1, 1, rows)`, and which they are, `(1, 1, rows, columns)`."""
+    indices = torch.from_numpy(np.argsort(~table, axis=1, kind="stable").astype(np.int32))
+    counts = torch.from_numpy(table.sum(1, dtype=np.int32))
+    return to_device(counts[None, None], device), to_device(indices[None, None], device)

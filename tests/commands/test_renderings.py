@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_bucketing.media.grid import labelled_grid
+from hf_bucketing.commands.renderings import labelled_grid
 
 
 def test_a_grid_has_every_clip_in_its_place_below_its_labels() -> None:
