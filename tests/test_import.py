@@ -119,6 +119,7 @@ print(*{name.partition('.')[0] for name in sys.modules})"""
     }
 
 
+@pytest.mark.slow
 def test_families_are_found_without_what_training_installs(in_fresh_interpreter: Callable[[str], str]) -> None:
     code = """import sys
 sys.modules |= dict.fromkeys(["ftfy", "peft", "tensorboard", "transformers"])

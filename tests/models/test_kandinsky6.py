@@ -407,6 +407,7 @@ def test_a_cache_holds_first_frames_as_a_step_encodes_them(tiny_folder: Callable
     assert not torch.allclose(first, batch["conditions"][KEYFRAMES][1][0], atol=1e-3), "as in a clip, it is another"
 
 
+@pytest.mark.slow
 def test_plans_count_a_picture_as_a_frame(tiny_folder: Callable[[str], Path]) -> None:
     components, size = read_components(str(tiny_folder("kandinsky6"))), Size(9, 32, 64)
     with_, without = (

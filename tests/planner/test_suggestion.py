@@ -244,6 +244,7 @@ def test_a_sample_of_rows_says_the_steps_of_all(components: Components) -> None:
     assert same.disk.cache == pytest.approx(10 * whole.disk.cache)
 
 
+@pytest.mark.slow
 def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) -> None:
     once = suggest(components, MIXED, dataclasses.replace(MACHINE, num_train_epochs=1, cpus=3)).candidates[0]
     cached = suggest(components, MIXED).candidates[0]
@@ -266,6 +267,7 @@ def test_what_does_not_fit_is_refused_with_the_reason_of_each_way(components: Co
         suggest(components, small, dataclasses.replace(MACHINE, cpu_memory=0.1), names="buckets")
 
 
+@pytest.mark.slow
 def test_references_count_in_tokens_memory_and_time(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("flux2")))
     spec = components.spec

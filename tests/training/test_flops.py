@@ -118,6 +118,7 @@ def test_a_model_that_cannot_be_traced_trains_without_them(
     assert not any(TFLOPS & line.keys() for line in read_log(tmp_path, "losses"))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_a_run_without(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     with_them, without = (
         run(in_process(pipeline_dir, prepared_dir, tmp_path / str(wanted), log_tflops=wanted, **PACKED))

@@ -22,9 +22,10 @@ from tests.conftest import run_command_here
 PHASE = re.compile(r"^ +([a-z ]+: weights .+)$", re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param("", marks=pytest.mark.slow), "mixed_precision: bf16\ntrain_batch_size: 2\nema_decay: 0.9\n"],
+    ["", "mixed_precision: bf16\ntrain_batch_size: 2\nema_decay: 0.9\n"],
 )
 def test_a_plan_and_a_dry_run_of_one_file_say_the_same(
     settings: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
