@@ -41,7 +41,11 @@ def test_the_notebook_of_fine_tuning_ends_in_a_clip() -> None:
 
 
 @pytest.mark.slow
-@notebooks
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem.startswith("03") else pytest.mark.every) for path in NOTEBOOKS],
+    ids=lambda path: path.name,
+)
 def test_notebooks_run_and_store_the_texts_of_that_run(path: Path) -> None:
     run_script("tools/update_notebooks.py", path, "--check")
 

@@ -119,6 +119,7 @@ def test_every_link_and_anchor_of_the_site_resolves(site: Path) -> None:
     assert not broken
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_every_page_is_whole_in_a_browser(site: Path, address: str, browser: Browser) -> None:
     context, faults = browser.new_context(), {}  # of one cache: scripts and fonts are loaded once
@@ -171,6 +172,7 @@ def test_the_tables_of_memory_are_whole_on_a_laptop(address: str, browser: Brows
     assert all(needed <= width for needed, width in widths)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_copy_buttons_copy_the_code_alone(address: str, page: Page) -> None:
     copied = copies_of(page, f"{address}getting-started/")

@@ -149,8 +149,9 @@ def test_what_fails_is_said_once_and_ends_the_launcher_with_its_code(
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.every
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.every), 2])
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_reaches_the_processes_and_is_answered_once(
     num_processes: int, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

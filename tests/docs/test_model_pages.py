@@ -56,7 +56,14 @@ def on_small_weights(arguments: list[str], names: dict[str, str]) -> Iterator[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["wan", "ltx", "hunyuan-video", "qwen-image", "flux2", "z-image", "krea2", "minimax-h3"]
+    "family",
+    [
+        *("wan", "ltx", "qwen-image"),
+        *(
+            pytest.param(name, marks=pytest.mark.every)
+            for name in ("hunyuan-video", "flux2", "z-image", "krea2", "minimax-h3")
+        ),
+    ],
 )
 def test_the_commands_of_a_page_train_and_render(
     family: str, media_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -217,11 +217,11 @@ def test_twenty_stacks_share_a_graph_for_each_kind_of_block(name: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
-        pytest.param("varlen:fa4", torch.float32, marks=pytest.mark.slow),
+        pytest.param("varlen:fa4", torch.float32, marks=pytest.mark.every),
         pytest.param("varlen:fa4", torch.bfloat16, marks=pytest.mark.slow),
         ("auto", torch.bfloat16),
         pytest.param("segments", torch.float32, marks=pytest.mark.slow),
-        pytest.param("segments", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("segments", torch.bfloat16, marks=pytest.mark.every),
     ],
     ids=str,
 )

@@ -58,10 +58,6 @@ def test_more_blocks_than_a_model_has_are_refused() -> None:
         spread_blocks(model, 9)
 
 
-OF_TWO_KINDS = ("flux", "hunyuan-video")
-"""Models with blocks of two kinds."""
-
-
 def deep(tiny_folder: Callable[[str], Path], name: str) -> TracedStep:
     """Return a step of a transformer of several blocks of each kind."""
     components = read_components(str(tiny_folder(name)))
@@ -76,8 +72,10 @@ def deep(tiny_folder: Callable[[str], Path], name: str) -> TracedStep:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_TWO_KINDS)])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.every), 2])
+@pytest.mark.parametrize(
+    "name", ["flux", *(pytest.param(name, marks=pytest.mark.every) for name in ("wan", "hunyuan-video"))]
+)
 def test_some_blocks_are_planned_as_they_are_traced(name: str, lora: int | None, tiny_folder) -> None:
     step = dataclasses.replace(deep(tiny_folder, name), adapters=AdapterConfig(lora_rank=lora))
     layers = tuple((setting, 8) for setting in LAYERS if setting in step.transformer.config)

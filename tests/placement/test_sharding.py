@@ -182,7 +182,7 @@ def test_a_sharded_transformer_is_saved_as_stock_diffusers_loads_it(runs: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ddp", "fsdp"), [SAME[0], SAME[2]])
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.every), 4])
 def test_sharded_validation_renders_what_ddp_renders(ddp: str, fsdp: str, step: int, runs: Path) -> None:
     expected, found = (frame_of(runs / name / RENDERED.format(step)) for name in (ddp, fsdp))
     assert np.abs(expected - found).max() <= 2

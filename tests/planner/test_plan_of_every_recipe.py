@@ -163,7 +163,14 @@ def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "billions"), [("flux", 11.9), ("hunyuan-video", 12.8), ("wan-animate", 17.3)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        pytest.param("flux", 11.9, marks=pytest.mark.every),
+        ("hunyuan-video", 12.8),
+        pytest.param("wan-animate", 17.3, marks=pytest.mark.every),
+    ],
+)
 def test_a_published_model_with_several_kinds_of_blocks_has_its_published_weights(
     name: str, billions: float, tmp_path: Path
 ) -> None:

@@ -452,6 +452,7 @@ def test_a_model_that_cannot_be_traced_gets_a_line_that_says_why(monkeypatch) ->
     )
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
     sharded = changed(CPU, num_processes=2, sharding="fsdp2")
@@ -465,6 +466,7 @@ def test_a_sharded_run_is_planned_beside_its_own_process_group(configs) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @pytest.mark.slow
 def test_the_tables_in_the_documentation_are_what_the_script_writes(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
     [
         pytest.param("wan", CONFIG, id="wan-all", marks=pytest.mark.slow),
         pytest.param("qwen-image", CHECKPOINTED_LORA, id="qwen-image-lora"),
-        pytest.param("ltx", CHECKPOINTED_LORA, id="ltx-lora", marks=pytest.mark.slow),
-        pytest.param("hunyuan-video", CONFIG, id="hunyuan-video-all", marks=pytest.mark.slow),
-        pytest.param("flux", CHECKPOINTED_LORA, id="flux-lora", marks=pytest.mark.slow),
+        pytest.param("ltx", CHECKPOINTED_LORA, id="ltx-lora", marks=pytest.mark.every),
+        pytest.param("hunyuan-video", CONFIG, id="hunyuan-video-all", marks=pytest.mark.every),
+        pytest.param("flux", CHECKPOINTED_LORA, id="flux-lora", marks=pytest.mark.every),
     ],
 )
 def test_three_traced_sizes_say_the_operations_of_all_others(name: str, config: PlanConfig, tiny_folder) -> None:

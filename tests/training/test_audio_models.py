@@ -233,7 +233,7 @@ def test_each_modality_is_generated_shown_or_absent_and_has_the_loss_by_hand(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batching", ["pack", "bucket"])
+@pytest.mark.parametrize("batching", ["pack", pytest.param("bucket", marks=pytest.mark.every)])
 def test_base_predictions_are_targets_of_both_modalities(
     batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
 ) -> None:

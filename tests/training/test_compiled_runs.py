@@ -58,12 +58,12 @@ RUNS = {
 }
 
 
-ALIKE = ("packs", "bf16", "padded", "loha", "lokr", "offload_activations", "packs, rendered")
-"""Runs whose settings others have too, in other combinations; they run with `-m every`."""
+AT_ONCE = ("packs bf16", "ema, rendered")
+"""Runs that are compared on every commit; the others run with `-m every`."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.every if name in ALIKE else pytest.mark.slow) for name in RUNS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in AT_ONCE else pytest.mark.every) for name in RUNS]
 )
 def test_a_compiled_run_has_the_losses_of_another(
     name: str, graphs: list[Any], pipeline_dir: Path, prepared_dir: Path, tmp_path: Path

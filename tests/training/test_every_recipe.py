@@ -164,7 +164,7 @@ def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batching", ["bucket", "pack"])
+@pytest.mark.parametrize("batching", [pytest.param("bucket", marks=pytest.mark.every), "pack"])
 def test_minimax_h3_trains_its_transformer_of_references_resumes_and_renders_with_one(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -357,7 +357,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "combined",
     [
-        pytest.param(name, marks=pytest.mark.every if name in ("loha", "comfyui") else pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.slow if name == "schedule-free" else pytest.mark.every)
         for name in COMBINED
     ],
 )

@@ -215,7 +215,9 @@ def test_the_code_of_a_card_loads_adapters_that_are_saved_for_comfyui_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [False, True], ids=["pipeline", "lora"])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(False, id="pipeline", marks=pytest.mark.every), pytest.param(True, id="lora")]
+)
 def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     adapters: bool, reached: Hub, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -71,7 +71,9 @@ def check_resume(pipeline: Path, prepared: Path, folder: Path, **settings: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("lora", "lokr") else pytest.mark.every) for kind in KINDS]
+)
 def test_adapters_of_each_kind_resume_exactly_load_in_the_stock_pipeline_and_start_other_runs(
     kind: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
@@ -99,13 +101,13 @@ def test_adapters_of_each_kind_resume_exactly_load_in_the_stock_pipeline_and_sta
     trainer.release()
 
 
-ALIKE = ("torch.optim:Adafactor", "bitsandbytes.optim:Lion8bit", "pytorch_optimizer:CAME")
-"""Optimizers that run with `-m every`: others of their kind, by their names or of their libraries, are tried too."""
+AT_ONCE = ("torch.optim:Muon", "schedulefree:AdamWScheduleFree")
+"""Optimizers that are tried on every commit; the others run with `-m every`."""
 
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=pytest.mark.every if name in ALIKE else pytest.mark.slow) for name in OPTIMIZERS],
+    [pytest.param(name, marks=pytest.mark.slow if name in AT_ONCE else pytest.mark.every) for name in OPTIMIZERS],
 )
 def test_optimizers_of_each_family_learn_and_resume_exactly(
     optimizer: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path

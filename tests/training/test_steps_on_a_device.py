@@ -132,7 +132,7 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(device: Device, batch
 @pytest.mark.parametrize("conditions", [None, "video:0.4,audio:0.4,no_audio:0.2"], ids=["both", "shown"])
 @pytest.mark.parametrize("tokens", [(16, 0, 28), (16,), (0,)], ids=["pack", "stack", "silent stack"])
 @pytest.mark.parametrize(
-    "name", ["ltx2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax-h3", "kandinsky6"))]
+    "name", ["ltx2", *(pytest.param(name, marks=pytest.mark.every) for name in ("minimax-h3", "kandinsky6"))]
 )
 def test_a_step_with_audio_waits_at_its_end_alone(
     device: Device, name: str, tokens: tuple[int, ...], conditions: str | None, folder_of

@@ -14,11 +14,15 @@ from tests.training.training_cases import BATCHING, in_process, run, train, trai
 
 STEPS = 4
 EVERY_VALUE = [("bucket", "full", 1), ("pack", "adapters", 2), ("length", "adapters", 2)]
+AT_ONCE = [
+    EVERY_VALUE[1],
+    *(pytest.param(*values, marks=pytest.mark.every) for values in (EVERY_VALUE[0], EVERY_VALUE[2])),
+]
 """Every value of batching, trained weights and number of processes occurs."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batching", "weights", "num_processes"), EVERY_VALUE)
+@pytest.mark.parametrize(("batching", "weights", "num_processes"), AT_ONCE)
 def test_a_killed_and_resumed_run_repeats_the_losses_and_samples_of_an_uninterrupted_one(
     batching: str, weights: str, num_processes: int, pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:
