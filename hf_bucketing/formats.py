@@ -10,8 +10,8 @@ GGUF = ".gguf"
 WEIGHT_FILES = (".safetensors", GGUF)
 """Ends of the names of files of weights."""
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Precisions as files of safetensors name them, and as torch does."""
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
+"""Types of numbers as files of safetensors name them, and as torch does."""
 
 
 def is_weight_file(name_or_path: str) -> bool:

@@ -138,15 +138,19 @@ def differences(cached: Mapping[str, Any], running: Mapping[str, Any], *, texts:
     return listed
 
 
-def _describe_model(component: Component, file_weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-    """Describe a model of the weights in its place, or of those that come from a file of their own."""
+def _describe_model(
+    component: Component, file_weights: tuple[str, Mapping[str, torch.Tensor]] | None = None
+) -> dict[str, Any]:
+    """Describe a model of the weights in its place, or of those of a file of its own."""
     config = _file_of(component, "config.json")
+    place = posixpath.join(component.name_or_path, component.subfolder)
+    place, weights = (place, None) if file_weights is None else file_weights
     return {
-        "place": posixpath.join(component.name_or_path, component.subfolder),
+        "place": place,
         "library": component.library,
         "class_name": component.class_name,
         "config": None if config is None else json.loads(config.read_text(encoding="utf-8")),
-        "weights": _describe_weights(component) if file_weights is None else _describe_state(file_weights),
+        "weights": _describe_weights(component) if weights is None else _describe_state(weights),
     }
 
 

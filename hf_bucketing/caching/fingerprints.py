@@ -32,8 +32,8 @@ class Encoder(Protocol):
     def components(self) -> Mapping[str, Any]:
         """Components of the pipeline by name, each a `Component` of caching/encoders.py."""
 
-    def file_weights(self, component: str) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights of a component that come from a file of their own, by their names; None if none do."""
+    def file_weights(self, component: str) -> tuple[str, Mapping[str, torch.Tensor]] | None:
+        """Return the file that a component has to itself, and the weights in it by name; None if it has none."""
 
     def latents_rule(self) -> str:
         """Return a name of the way in which media is encoded, beside what the models and `media_rule` say."""

@@ -134,11 +134,11 @@ class Recipe(ConditionChecks):
         """Components of the pipeline by name, as its index has them."""
         return read_index(self.name_or_path).components
 
-    def file_weights(self, component: str) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights of a component that come from a file of their own, by their names in diffusers."""
+    def file_weights(self, component: str) -> tuple[str, Mapping[str, torch.Tensor]] | None:
+        """Return the file that a component has to itself, and the weights in it by their names in diffusers."""
         if component != "vae" or self.vae_file is None:
             return None
-        return read_vae_weights(self.vae_file, empty_component(self.name_or_path, "vae"))
+        return self.vae_file, read_vae_weights(self.vae_file, empty_component(self.name_or_path, "vae"))
 
     @classmethod
     def latents_rule(cls) -> str:

@@ -187,7 +187,6 @@ def load_vae(file: str, empty: Any, *, place: IndexEntry) -> Any:
     Raises:
         BucketingError: As [`read_weights_of`].
     """
-    read_weights_of(file, empty)
     return _from_single_file(type(empty), read_vae_weights(file, empty), place=place, dtype=torch.float32)
 
 

@@ -53,10 +53,8 @@ def test_settings_of_accelerate_that_come_with_the_package_are_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ddp").write_text("num_processes: 2")
     folder = ACCELERATE_CONFIGS
-    assert flags("--config_file", "fsdp2", "--num_processes", "8") == [
-        *("--config_file", f"{folder / 'fsdp2.yaml'}"),
-        *("--num_processes", "8"),
-    ]
+    fsdp2 = str(folder / "fsdp2.yaml")
+    assert flags("--config_file", "fsdp2", "--num_processes", "8") == ["--config_file", fsdp2, "--num_processes", "8"]
     assert flags("--config_file=deepspeed") == [f"--config_file={folder / 'deepspeed.yaml'}"]
     for words in (["--config_file", "ddp"], ["--config_file", "other.yaml"], ["--main_process_ip", "fsdp2"]):
         assert flags(*words) == words

@@ -213,6 +213,10 @@ def test_a_vae_of_a_file_caches_trains_and_is_saved_as_that_of_the_folder(
     run_command_here("cache", **flags, vae_file=vae)
     for pipeline, named in ((pipeline_dir, {}), (bare, {"vae_file": str(vae)})):  # the same weights
         run(in_process(pipeline, cached, tmp_path / "cached-run", max_train_steps=1, **named))
+    with pytest.raises(
+        BucketingError, match=r"its vae was that of \S*vae.safetensors, and that of \S*bare/vae cannot"
+    ):
+        run(in_process(bare, cached, tmp_path / "refused", max_train_steps=1))
     with pytest.raises(BucketingError, match=r"its vae had other weights.*--vae_file \S*other.safetensors"):
         run(in_process(bare, cached, tmp_path / "refused", max_train_steps=1, vae_file=str(other)))
 
