@@ -69,13 +69,15 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# What only tests need: bitsandbytes, which takes steps on CPUs from 0.50 on and says at each import that it lacks a
-# kernel; and two apart: torchcodec, as datasets imports it wherever it is installed, and fails if it finds no FFmpeg;
-# and torchao, as diffusers imports it wherever it is installed, which prints lines about kernels that it lacks.
+# What only tests need; and three packages apart, which other libraries import wherever they are installed: torchcodec,
+# at which datasets fails if it finds no FFmpeg, torchao, at which diffusers prints lines about kernels that it lacks, and
+# bitsandbytes, with which peft takes two seconds more to import. It takes steps on CPUs from 0.50 on.
 $(VENV)/tested: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
 		--upgrade --target $(VENV)/torchcodec torchcodec
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
 		--upgrade --target $(VENV)/torchao torchao
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+		--upgrade --target $(VENV)/bitsandbytes "bitsandbytes>=0.50"
 	touch $@

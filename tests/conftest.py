@@ -8,8 +8,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,27 @@ def _few_objects_to_search() -> None:
     spare_collector()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of tests with `@pytest.mark.cases(fast=(...), slow=(...))`, patterns of what runs more often."""
+    named: defaultdict[str, bool] = defaultdict(bool)
+    for item in items:
+        mark = item.get_closest_marker("cases")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        tier = "every"
+        for name in ("slow", "fast"):
+            for pattern in mark.kwargs.get(name, ()):
+                matches = fnmatchcase(item.callspec.id, pattern)
+                named[f"{item.nodeid.partition('[')[0]}[{pattern}]"] |= matches
+                tier = name if matches else tier
+        if tier != "fast":
+            item.add_marker(tier)
+    unused = [name for name, matches in named.items() if not matches]
+    if unused and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"No test is called {', '.join(unused)}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch
@@ -70,6 +93,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # unlike that of matmul, on by default
     return {"pretended": PRETENDED, "cuda": CUDA}[request.param]
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test import bitsandbytes, which `make test` installs in a folder of its own."""
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "bitsandbytes")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ SMALL = {
     "references": {"samples": 12, "side": 64, "epoch_side": 64, "layers": 1, "heads": 1},
     "training": {"images": 2, "side": 16, "samples": 6, "workers": 0},
 }
-LONG = ("mapping", "preservation", "sampling", "saving")
+LONG = ("lengths", "mapping", "preservation", "sampling", "saving")
 """Benchmarks that take ten to forty seconds also when they are small, many of them to start processes."""
 YARDSTICKS = {"open_sora": 2000, "knapformer": 2, "videosys": 400, "durations": 600}
 

@@ -137,6 +137,7 @@ def test_every_name_that_a_package_exports_can_be_imported(stub: Path) -> None:
         assert not isinstance(getattr(package, name), ModuleType), name
 
 
+@pytest.mark.slow
 def test_a_function_named_as_its_module_stays_the_function_after_the_module_is_imported(
     in_fresh_interpreter: Callable[[str], str],
 ) -> None:

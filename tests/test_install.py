@@ -307,6 +307,7 @@ def test_a_wheel_alone_trains_and_samples_by_its_commands(newest: Path, tmp_path
     run_getting_started(newest, tmp_path)
 
 
+@pytest.mark.every
 def test_a_wheel_alone_takes_messy_files_to_both_pages_and_a_lora(newest: Path, tmp_path: Path) -> None:
     env = {**ALONE, "ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     write_messy(tmp_path / "clips")

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 CLONE = re.compile(r"\w\.py\b|\bscripts/|\btests/")
@@ -22,6 +24,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_no_message_names_a_file_of_a_clone() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from tests.conftest import ROOT
 
 PYTHON = sorted([*(ROOT / "hf_bucketing").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
@@ -211,6 +213,7 @@ def sources() -> list[Text]:
     return [*(Text(path, 1, path.read_text()) for path in [*PYTHON, *MARKDOWN]), *notebooks]
 
 
+@pytest.mark.slow
 def test_forbidden_words_are_not_used() -> None:
     hits = []
     for name, word in WORDS.items():
@@ -252,6 +255,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str, bool]]:
                 yield getattr(node, "lineno", 1), text, is_action
 
 
+@pytest.mark.slow
 def test_docstrings_open_in_plain_english() -> None:
     hits: dict[bool, list[str]] = {True: [], False: []}
     for path in PYTHON:

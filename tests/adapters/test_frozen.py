@@ -134,7 +134,7 @@ def frozen(pipeline_dir: Path, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_a_run_learns_what_it_learns_from_a_pipeline_into_which_they_were_merged(
     batching: str, pipeline_dir: Path, prepared_dir: Path, frozen: Path, tmp_path: Path
@@ -190,6 +190,7 @@ def test_prompts_are_rendered_without_them(pipeline_dir, prepared_dir, frozen: P
     assert losses_of(tmp_path / "out0") != losses_of(tmp_path / "out1")
 
 
+@pytest.mark.slow
 def test_plans_count_their_weights(pipeline_dir: Path, frozen: Path) -> None:
     numbers = count_weights(frozen)
     assert numbers > sum(value.numel() for value in load_file(frozen).values() if value.ndim == 2) > 0

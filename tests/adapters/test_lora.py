@@ -106,7 +106,8 @@ def as_wide_as_published(pipeline: DiffusionPipeline) -> DiffusionPipeline:
     return pipeline
 
 
-@pytest.mark.parametrize("name", ["wan", "flux2", pytest.param("hunyuan-video", marks=pytest.mark.slow)])
+@pytest.mark.cases(fast=("wan", "flux2"))
+@pytest.mark.parametrize("name", ["wan", "flux2", "hunyuan-video"])
 def test_stock_transformers_predict_the_same_with_either_file(name: str, load, tmp_path: Path) -> None:
     def rendered(pipeline: DiffusionPipeline) -> torch.Tensor:
         pipeline.set_progress_bar_config(disable=True)

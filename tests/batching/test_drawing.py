@@ -340,6 +340,7 @@ def test_an_image_to_video_model_is_shown_its_first_frame_unless_others_are_draw
     assert (kept ^ without).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ltx"], indirect=True)
 def test_held_out_samples_are_shown_the_same_whatever_the_seed(recipe: Recipe) -> None:
     batch = make_batch(recipe, stacked=True)

@@ -207,6 +207,7 @@ def test_a_resumed_run_repeats_the_losses_of_a_whole_one_and_its_logs_count_ever
     assert "size in padded batches (frames×height×width)" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_dry_run_say_how_much_is_padding(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> None:
     config = in_process(pipeline_dir, prepared_dir, tmp_path, **LENGTH, length_strategy="random", dry_run=True)
     lines = "\n".join(Trainer(config).describe())
@@ -214,7 +215,7 @@ def test_a_plan_and_a_dry_run_say_how_much_is_padding(pipeline_dir: Path, prepar
     assert re.search(r"Tokens per step and process = .* of 640 filled, at most \d+\.\d% padding", lines)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_two_processes_train_every_row_once(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     flags = ("--batching", "length", "--max_tokens", 640, "--num_train_epochs", 2, "--lora_rank", 2)

@@ -159,6 +159,7 @@ def test_the_models_own_sizes_are_kept_whole() -> None:
         assert tuple(NATIVE.size(bucket)) == cases[sample], sample
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(64, 1500), st.integers(64, 1500)), min_size=1, max_size=3),
     st.lists(st.integers(2000, 40_000), min_size=1, max_size=3, unique=True),

@@ -79,6 +79,7 @@ def load_seeing(folder: Path) -> Any:
     return kind.load(str(folder), max_sequence_length=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_cached_references_and_texts_are_those_of_the_files(
     batching: str, referenced: PreparedDataset, pipeline_dir: Path, tmp_path: Path

@@ -135,6 +135,7 @@ def test_an_epoch_of_all_views_holds_each_once_at_its_own_size_also_resumed_on_o
         assert sorted(seen) == sorted(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files_anywhere")
 @pytest.mark.parametrize("views", ["draw", "all"])
 def test_references_count_beside_each_view_in_the_size_that_is_cached(

@@ -224,6 +224,7 @@ def test_the_script_names_the_views_and_a_run_plans_them(several_dir: Path, pipe
         data_of(folder=several_dir.parent / "prepared", cached_views="all")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files_anywhere")
 def test_texts_that_see_references_are_those_of_the_view(
     referenced: PreparedDataset, pipeline_dir: Path, tmp_path: Path
@@ -263,7 +264,7 @@ def reference_of(prepared: PreparedDataset, row: dict[str, Any]) -> tuple[torch.
     return references
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("draw",))
 @pytest.mark.parametrize("views", ["draw", "all"])
 def test_a_resumed_run_repeats_the_views_and_losses_of_a_whole_one(
     views: str, several_dir: Path, pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

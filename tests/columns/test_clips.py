@@ -147,6 +147,7 @@ def number_at(row, second: float) -> int:
     return math.floor(second * rate + 0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clips",
     [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("head", "uniform:4", "slide:7")), "all", "scenes"],
@@ -191,6 +192,7 @@ def test_every_clip_begins_with_the_frame_at_its_start_in_buckets_packs_and_cach
         assert round(last["clip_end"] * 12) == 61, "the last frame of the video is in a clip"
 
 
+@pytest.mark.slow
 def test_random_frames_of_a_clip_stay_inside_it(videos: Path) -> None:
     data = prepared(videos, "slide:20", clip_frames=20)
     collator = BucketCollator(data.table, column=data.column, root=data.root, seed=0)

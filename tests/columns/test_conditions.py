@@ -345,6 +345,7 @@ SIZES_OF_SOURCES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [pytest.param((0, 1, 2, 3), marks=pytest.mark.slow), (3, 2, 1, 0), (1,), (2,), (1, 3)]
 )

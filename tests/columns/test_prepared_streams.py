@@ -249,6 +249,7 @@ def sources(media_dir, tars, tmp_path: Path) -> list[SourceConfig]:
     ]
 
 
+@pytest.mark.cases(fast=("True",), slow=("False",))
 @pytest.mark.parametrize("packed", [False, True])
 def test_several_sources_are_mixed_by_their_shares_and_each_row_comes_once(sources, packed: bool, tmp_path) -> None:
     whole = prepare(sources, spec=SPEC, say=lambda sentence: None)
@@ -293,6 +294,7 @@ def collate_indices(rows):
     return {"index": [row[ROW] for row in rows]}
 
 
+@pytest.mark.cases(fast=("0",), slow=("4",))
 @pytest.mark.parametrize("shuffle_buffer", [0, 4])
 def test_a_stream_of_several_sources_resumes_exactly(sources, shuffle_buffer: int) -> None:
     stream, _ = prepare_stream(sources, spec=SPEC, say=lambda sentence: None)

@@ -42,7 +42,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("all",))
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "only the second"])
 def test_an_error_of_several_processes_is_said_once_and_of_one_by_that_one(ranks, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
@@ -89,7 +89,7 @@ def interrupt(
     return process.returncode
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("terminal",))
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "signal"])
 def test_ctrl_c_ends_preparing_with_several_processes(group: bool, media_dir, pipeline_dir, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
@@ -136,7 +136,7 @@ def training(pipeline: Path, prepared: Path, output: Path) -> list[object]:
     return [TRAIN, *flags, *BATCHING["bucket"]]
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_the_signal_of_schedulers_saves_the_step_and_says_how_to_go_on(
     pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:

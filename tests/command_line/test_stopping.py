@@ -49,6 +49,7 @@ def test_what_a_launcher_repeats_at_once_is_one_signal(monkeypatch: pytest.Monke
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "lora_rank"), [(signal.SIGTERM, 2), pytest.param(signal.SIGINT, None, marks=pytest.mark.slow)]
 )

@@ -46,6 +46,7 @@ def sampled(pipeline_dir: Path, tmp_path: Path):
     return sample
 
 
+@pytest.mark.slow
 def test_a_grid_holds_what_is_rendered_alone(sampled, adapter: Path) -> None:
     grid = sampled(
         *("--prompt", "red", "a blue square", "--seed", 0, 1, "--num_inference_steps", 1, 2),

@@ -70,6 +70,7 @@ def test_every_setting_has_one_rule_for_resuming() -> None:
     assert sorted(ON_RESUME) == sorted(names_of(TrainingConfig))
 
 
+@pytest.mark.slow
 def test_changed_settings_of_the_optimizer_are_applied_and_said(make: Make, caplog) -> None:
     caplog.set_level(logging.INFO)
     first = make(max_train_steps=2, checkpointing_steps=2, lr_scheduler="polynomial", num_train_epochs=2)
@@ -214,6 +215,7 @@ def test_settings_of_the_plan_are_refused_by_the_samplers_state_and_others_of_th
         Trainer(resumed(first, lora_rank=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["full", "adapters"])
 def test_other_weights_of_the_same_architecture_are_refused(settings, make: Make, pipeline_dir, tmp_path) -> None:
     first = make(max_train_steps=1, checkpointing_steps=1, **settings)

@@ -145,6 +145,7 @@ def test_every_script_that_reads_a_folder_refuses_a_file_of_other_settings(
     assert "target_fps is 4 and was 8" in said.stderr
 
 
+@pytest.mark.slow
 def test_every_preset_fits_a_folder_that_was_prepared_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     presets = sorted(PRESETS.glob("*/*.yaml"))
     assert presets

@@ -180,6 +180,7 @@ def test_the_blocks_of_a_page_run(name: str, run_page: Any) -> None:
     assert run_page(name)
 
 
+@pytest.mark.slow
 def test_batching_makes_batches_of_buckets(run_page: Any) -> None:
     names = run_page("docs/batching.md")
     assert names["sampler"].plan(0).kept == 14
@@ -192,6 +193,7 @@ def test_resuming_counts_epochs(run_page: Any) -> None:
     assert (names["loader"].epoch, names["loader"].step) == (2, 0)
 
 
+@pytest.mark.slow
 def test_packing_returns_each_sample(run_page: Any) -> None:
     names = run_page("docs/packing.md")
     assert [output.shape for output in names["outputs"]] == [latent.shape for latent in names["latents"]]
@@ -258,6 +260,7 @@ def side(block: str, sign: str) -> str:
     return "\n".join(line[1:] for line in kept)
 
 
+@pytest.mark.cases(slow=("docs/your-own-loop.md-1",), fast=("*",))
 @pytest.mark.parametrize(("name", "block"), DIFFS, ids=[f"{name}-{number}" for number, (name, _) in enumerate(DIFFS)])
 def test_both_sides_of_a_diff_run(name: str, block: str, given: Given) -> None:
     assert side(block, "-") != side(block, "+")

@@ -110,7 +110,7 @@ def test_every_replacement_and_every_exception_is_in_a_page() -> None:
     assert not [beginning for beginning in OTHER_TESTS if f"\n{beginning}" not in f"\n{shown}"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("README.md",))
 @pytest.mark.parametrize("name", PAGES_RUN)
 def test_the_commands_of_a_page_run_on_clips_of_3_to_40_seconds(name: str, folder: Path) -> None:
     if name == "README.md":
@@ -135,7 +135,7 @@ def spans_of(name: str, beginning: str) -> str:
     return span
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_packs_in_place_of_buckets_take_the_same_clips(folder: Path) -> None:
     """Getting started names the flags of packs, to give "instead of" those of buckets."""
     name = "docs/getting-started.md"

@@ -17,7 +17,7 @@ ON_A_CPU = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_the_commands_of_the_page_train_and_render(
     media_dir: Path, pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_pack_batches_are_lists_at_native_size(data: PreparedDataset, num_worker
     assert sorted(seen) == list(range(len(data.dataset)))
 
 
+@pytest.mark.slow
 def test_seeded_crops_follow_seed_epoch_and_index_alone(data: PreparedDataset) -> None:
     rows = [row for row in data.dataset if row["bucket_id"] == data.dataset[0]["bucket_id"]]
 

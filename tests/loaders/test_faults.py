@@ -137,6 +137,7 @@ def broken(images: Dataset, positions) -> Dataset:
     return images.remove_columns("image").add_column("image", paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_more_than_the_share_of_an_epoch_stops_training(images: Dataset, num_workers: int, tmp_path: Path) -> None:
     bad = broken(images, [3, 50])
@@ -304,7 +305,7 @@ def test_replacements_read_a_column_at_once(tmp_path: Path) -> None:
     assert Replacements(FakeColumns(), log=tmp_path / "log").column("bucket_id").tolist() == [4, 7, 7]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("die",))
 @pytest.mark.parametrize("fault", ["die", "hang"])
 def test_a_worker_that_dies_or_hangs_ends_all_processes_and_is_named(fault: str, tmp_path: Path) -> None:
     options = {"epochs": 1, "save_every": 0, "kill_at": 0, "num_workers": 2, "fault": fault, "persistent": True}

@@ -97,6 +97,7 @@ def test_a_state_of_any_step_yields_exactly_the_rest(make, num_processes: int, s
             assert rest == wanted[finished:]
 
 
+@pytest.mark.cases(fast=("plain-True-1",), slow=("stateful-True-2", "plain-False-2"))
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
@@ -327,6 +328,7 @@ def test_check_loader_sends_stateful_loaders_to_resume_which_makes_them_exact() 
         check_loader(Accelerator(cpu=True), DataLoader(range(len(IDS)), batch_sampler=sampler))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "num_workers"), [(bucket, 0), (pack, 0), (bucket, 2)])
 def test_a_stateful_loader_of_torchdata_resumes_with_the_batch_after_the_last_one(make, num_workers: int) -> None:
     def stateful() -> StatefulDataLoader:

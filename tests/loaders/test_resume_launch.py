@@ -44,7 +44,7 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("2",))
 @pytest.mark.parametrize("num_processes", COMBINATIONS)
 def test_save_state_and_load_state_repeat_rows_and_losses_from_every_step(num_processes: int, tmp_path: Path) -> None:
     combinations = [{"rows": min(20 * num_processes, len(IDS)), **options} for options in COMBINATIONS[num_processes]]

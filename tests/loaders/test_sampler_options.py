@@ -280,6 +280,7 @@ EVALUATIONS = {
 }
 
 
+@pytest.mark.cases(slow=("*-7",), fast=("*-1", "*-2", "*-3"))
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
 @pytest.mark.parametrize("make", EVALUATIONS)
 def test_evaluation_takes_every_row_once_of_what_gather_for_metrics_keeps(make, num_processes: int) -> None:

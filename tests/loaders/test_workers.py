@@ -77,6 +77,7 @@ def test_workers_come_from_a_fork_server() -> None:
     assert os.getpid() not in workers
 
 
+@pytest.mark.slow
 def test_the_fork_server_imports_what_workers_need_once_for_all(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(IMPORTED)
@@ -90,6 +91,7 @@ def test_the_fork_server_imports_what_workers_need_once_for_all(tmp_path: Path) 
     } <= imported
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_before_workers_start(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(UNGUARDED)
@@ -100,6 +102,7 @@ def test_a_script_without_a_main_guard_is_told_before_workers_start(tmp_path: Pa
     assert "bootstrapping" not in result.stderr
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("arguments", [
     ["{folder}/guarded.py"],
     pytest.param(["-c", UNGUARDED], marks=pytest.mark.every),
@@ -148,7 +151,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_workers_outlive_the_signal_that_a_scheduler_sends_to_all_processes(tmp_path: Path) -> None:
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)

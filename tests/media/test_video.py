@@ -313,6 +313,7 @@ def test_sound_that_is_longer_than_the_picture_adds_no_frames(tmp_path: Path) ->
     assert probe(source(str(tmp_path / "talk.mkv"))) == (WIDTH, HEIGHT, 12, 12.0, True)
 
 
+@pytest.mark.cases(fast=("reordered.mp4-*",), slow=("*",))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.parametrize(("name", "stamps", "earlier", "options"), [
     ("reordered.mp4", None, 0, {"g": "9", "bf": "3"}),

@@ -110,6 +110,7 @@ def test_a_stack_is_what_its_samples_are_alone_also_recomputed(name: str, length
         assert largest_difference(expected.values(), found.values()) <= 1e-9
 
 
+@pytest.mark.cases(fast=("pretended-ltx2.3",), slow=("*",))
 @pytest.mark.parametrize("name", EACH)
 def test_a_pack_with_audio_waits_for_no_device(device: Device, name: str) -> None:
     samples = AudioSamples(name)

@@ -59,6 +59,7 @@ def test_levels_are_distributed_as_non_decreasing_sequences_around_a_chosen_fram
     assert levels.mean(0).tolist() == pytest.approx([first, 0.5, 1 - first], abs=0.015)
 
 
+@pytest.mark.cases(fast=("options0",), slow=("*",))
 @pytest.mark.parametrize("options", [{}, {"weighting_scheme": "uniform", "shift": 3.0}, {"sigmas": (0.2, 0.6)}])
 def test_images_have_levels_distributed_as_in_flow_matching(options: dict[str, Any]) -> None:
     count = 4000

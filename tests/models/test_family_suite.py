@@ -18,9 +18,8 @@ from hf_bucketing.models import disable_packing, enable_packing
 from hf_bucketing.models.registry import families, family_of
 from hf_bucketing.packing import TokenDrop, packed_forward, packed_mse
 from tests.models.cases import Samples, assert_same_gradients, gradients, in_dtype, packed_outputs
-from tests.models.families import CASES, KIN, each_family, each_kin
+from tests.models.families import CASES, KIN, each_case, each_family, each_kin
 
-each_case = pytest.mark.parametrize("name", CASES)
 OUTPUTS, GRADIENTS = 1e-11, 1e-6
 
 

@@ -116,6 +116,7 @@ def test_gradients_of_a_stack_of_chroma_with_padding_are_finite(load: Load) -> N
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
+@pytest.mark.slow
 def test_a_plan_encodes_no_more_tokens_than_clip_takes(folder_of) -> None:
     plan = plan_memory(
         folder_of("flux"),

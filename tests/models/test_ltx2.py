@@ -108,6 +108,7 @@ def test_a_length_that_the_connectors_cannot_fill_up_is_refused(folder: Path) ->
         recipe_of(str(folder)).load(str(folder), max_sequence_length=60)
 
 
+@pytest.mark.slow
 def test_a_plan_of_memory_counts_what_is_trained(folder: Path, recipe: Recipe) -> None:
     transformer = read_components(str(folder)).transformer
     traced = trace(TracedStep(transformer=transformer, latent_sizes=((2, 4, 4),), text_length=8))

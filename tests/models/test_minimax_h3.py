@@ -270,6 +270,7 @@ def test_a_pack_with_first_and_last_frames_is_what_the_pipelines_calls_of_the_mo
         assert largest_difference([videos[3]], [others[3]]) > 1e-6, name
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_sample_alone_with_first_and_last_frames_is_what_the_pipelines_call_gives(
     tiny_folder: Callable[[str], Path],
@@ -292,6 +293,7 @@ def test_a_sample_alone_with_first_and_last_frames_is_what_the_pipelines_call_gi
         assert largest_difference(expected[2 * row : 2 * row + 2], outputs) <= 1e-11
 
 
+@pytest.mark.slow
 def test_audio_has_the_level_of_its_schedule_in_the_step_in_which_video_has_its_own(
     tiny_folder: Callable[[str], Path],
 ) -> None:
@@ -332,6 +334,7 @@ REFERENCES = (
 )
 
 
+@pytest.mark.slow
 def test_a_pack_with_pictures_as_references_is_what_the_pipelines_calls_of_the_model_give(
     tiny_folder: Callable[[str], Path],
 ) -> None:
@@ -511,7 +514,7 @@ class ReferenceStep(KeyframeStep):
         return self.recipe.reference_arguments(frames, self.sizes[row])
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack-KeyframeStep", "bucket-ReferenceStep"))
 @pytest.mark.parametrize("kind", [KeyframeStep, ReferenceStep])
 @pytest.mark.parametrize("batching", ["pack", "bucket"])
 def test_a_step_with_pictures_has_the_loss_of_the_pipelines_call(

@@ -96,7 +96,7 @@ def outcome(case: RecipeCase, recipe: Recipe, call: Call, folder: Path) -> list[
     return [losses.detach(), torch.stack(gradients)]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("wan-vace", "minimax-h3", "ltx2-i2v", "latte", "flux2", "qwen-image-edit-2511"))
 @each_recipe
 def test_each_step_is_that_of_a_fresh_transformer(name: str, tiny_folder: Callable[[str], Path]) -> None:
     """The transformer that runs all, stacks before and after packs, also recomputes its blocks in backward passes."""

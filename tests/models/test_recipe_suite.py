@@ -26,12 +26,14 @@ from tests.models.recipe_cases import Drawn, RecipeCase, draw_conditions
 FAST = ("wan-2.2-ti2v", "wan-vace", "flux2", "ltx2-in-context")
 """Recipes that are tried with conditions in every run of the tests; of others the slow ones try those of FEW."""
 FIRST = {next((name for name in names if name in RECIPES and not RECIPES[name].needs_shown), None) for names in KIN}
-"""A recipe of each kin that is tried without conditions in every run of the tests."""
+"""A recipe of each kin that is tried without conditions: in `make test` those of FEW."""
 
 
 def marks_of(name: str, shown: tuple[str, ...]) -> Any:
-    if (not shown and name in FIRST) or (name in FAST and shown == RECIPES[name].shown[-1]):
+    if name in FAST and shown == RECIPES[name].shown[-1]:
         return ()
+    if not shown and name in FIRST:
+        return () if name in FEW else pytest.mark.slow
     return pytest.mark.slow if name in (*FAST, *FEW) else pytest.mark.every
 
 
@@ -141,6 +143,7 @@ def test_every_recipe_belongs_to_one_kin() -> None:
     assert sorted(name for names in KIN for name in names) == sorted(RECIPES)
 
 
+@pytest.mark.cases(fast=("flux",), slow=("*",))
 @pytest.mark.parametrize("name", ["flux", "flux-control", "flux2", "hunyuan-video", "hunyuan-image"])
 @torch.no_grad()
 def test_the_guidance_reaches_models_that_embed_it_as_their_pipelines_pass_it(name: str, folder_of) -> None:
@@ -188,6 +191,7 @@ def record_text_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
+@pytest.mark.slow
 def test_every_recipe_has_a_case(folder_of) -> None:
     assert {recipe_of(str(folder_of(case))).pipeline_class for case in RECIPES.values()} == set(recipes())
 

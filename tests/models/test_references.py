@@ -212,9 +212,16 @@ CASES = {
 }
 ALIKE = ("flux2-klein", "ltx", "qwen-image-edit-2511")
 """Pipelines that pass references as another one does; they run with `-m every`."""
+FEW = ("flux-kontext", "ltx-condition", "qwen-image-edit")
+"""Pipelines of models that many train; others do not run in `make test`."""
 each_pipeline = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=pytest.mark.every if name in ALIKE else ()) for name, case in CASES.items()],
+    [
+        pytest.param(
+            case, id=name, marks=() if name in FEW else pytest.mark.every if name in ALIKE else pytest.mark.slow
+        )
+        for name, case in CASES.items()
+    ],
 )
 
 

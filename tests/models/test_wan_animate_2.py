@@ -61,6 +61,7 @@ def test_the_stock_model_has_no_backward_pass_on_a_cpu(uncompiled: None) -> None
         family_of(model).run(model, stacked(Samples(case=CASE), 0))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stack_runs_as_its_samples_alone(uncompiled: None) -> None:
     model, samples = CASE.model(), Samples(case=CASE)
@@ -157,6 +158,7 @@ def meaning(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.as_tensor(value).double() for name, value in meant.items()}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_recipe_passes_what_the_pipeline_passes_in_both_passes(
     recipe: Recipe, tiny_folder: Callable[[str], Path]
@@ -185,6 +187,7 @@ def test_the_recipe_passes_what_the_pipeline_passes_in_both_passes(
             assert torch.allclose(value, of_recipe[name], atol=2e-5), name
 
 
+@pytest.mark.slow
 def test_a_stack_that_runs_as_a_pack_keeps_its_packing_for_a_backward_pass_alone(recipe: Recipe) -> None:
     pixels, shown = drawn(5)
     batch = {"pixel_values": pixels, "shown": shown, "caption": ["x"], "fps": [8.0], "index": [0]}

@@ -143,7 +143,7 @@ def test_the_second_transformer_is_trained_at_low_noise(folder) -> None:
     assert list(media) == ["latents", "image_latents"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("wan-2.2-i2v",))
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_planned_with_the_image_encoder(name: str, folder) -> None:
     components = read_components(folder(name))

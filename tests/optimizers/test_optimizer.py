@@ -59,6 +59,7 @@ def test_the_optimizer_and_its_schedule_have_the_given_settings() -> None:
     assert rates("cosine")[::2] == pytest.approx([0.5, 0.25, 0.0])
 
 
+@pytest.mark.usefixtures("bitsandbytes")
 def test_the_8_bit_optimizer_holds_bytes_and_takes_nearly_the_same_steps() -> None:
     pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")
     inputs, weights = torch.randn(32, 64), []
@@ -152,6 +153,7 @@ def test_muon_takes_matrices_of_blocks_and_adamw_the_others_and_their_state_is_o
         assert torch.equal(expected, found)
 
 
+@pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize(
     "config",
     [
@@ -199,6 +201,7 @@ def test_models_that_take_turns_learn_as_each_does_alone_also_after_resuming(con
             assert torch.equal(expected, found)
 
 
+@pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize(
     ("optimizer", "args", "held"),
     [

@@ -60,6 +60,7 @@ def test_blocks_made_from_ends_are_those_that_a_mask_function_gives(segments: Se
         assert made.seq_lengths == expected.seq_lengths
 
 
+@pytest.mark.slow
 @given(segment_spans())
 @settings(max_examples=20)
 def test_flex_attention_computes_the_same(segments: SegmentSpans) -> None:

@@ -69,7 +69,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("segments",))
 @pytest.mark.parametrize(
     ("backend", "checkpointing"),
     [("segments", False), ("segments", True), ("dense", True)],
@@ -106,6 +106,7 @@ def test_flex_attention_needs_no_further_graph_either(monkeypatch) -> None:
     assert 0 < graphs.count <= warm + 2
 
 
+@pytest.mark.slow
 def test_blocks_compile_as_one_graph_each_with_a_masked_backend() -> None:
     model, graphs = make_model(), Graphs()
     packing = enable_packing(model, strip_length=4, backend="dense")
@@ -175,7 +176,7 @@ def test_twenty_packs_share_a_graph_for_each_kind_of_block(name: str) -> None:
     assert counts[-1] == counts[1] <= 2 * kinds_of_blocks(CASES[name].model())
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("name", ["flux.2", *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)])
 def test_packs_of_other_families_need_no_graph_after_the_second(name: str) -> None:
@@ -184,7 +185,7 @@ def test_packs_of_other_families_need_no_graph_after_the_second(name: str) -> No
 
 
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("backend", ["varlen:fa4", "auto"])
+@pytest.mark.parametrize("backend", [pytest.param("varlen:fa4", marks=pytest.mark.slow), "auto"])
 def test_packs_share_one_graph_of_a_block(backend: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert graphs_of_packs(CASES["wan"], backend=backend, packs=3, compiler=Graphs()) == [1, 1, 1]
@@ -218,9 +219,9 @@ def test_twenty_stacks_share_a_graph_for_each_kind_of_block(name: str) -> None:
     ("backend", "dtype"),
     [
         pytest.param("varlen:fa4", torch.float32, marks=pytest.mark.every),
-        pytest.param("varlen:fa4", torch.bfloat16, marks=pytest.mark.slow),
-        ("auto", torch.bfloat16),
-        pytest.param("segments", torch.float32, marks=pytest.mark.slow),
+        pytest.param("varlen:fa4", torch.bfloat16, marks=pytest.mark.every),
+        pytest.param("auto", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("segments", torch.float32, marks=pytest.mark.every),
         pytest.param("segments", torch.bfloat16, marks=pytest.mark.every),
     ],
     ids=str,
@@ -252,7 +253,7 @@ def test_attention_to_image_tokens_runs_outside_the_graphs() -> None:
     assert counts == [3, 3, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_blocks_are_whole_again_for_the_pipelines_own_call() -> None:
     case, compiler = CASES["wan"], Graphs()
     model = compiled(case, compiler)
@@ -271,7 +272,7 @@ def test_models_whose_blocks_diffusers_does_not_name_are_refused() -> None:
         compile_blocks(CASES["sd3"].model())
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_the_default_compiler_computes_the_same() -> None:
     model = make_model(num_layers=1)
     packing = enable_packing(model, strip_length=4, backend="dense")

@@ -12,7 +12,7 @@ from hf_bucketing.models import enable_packing
 from hf_bucketing.packing import Packing, packed_forward, packed_mse
 from tests.devices import Device, assert_same_gradients, on_cpu
 from tests.models.cases import Samples
-from tests.models.families import CASES, each_family
+from tests.models.families import CASES, each_kin
 from tests.pretended_device import DEVICE, on_device, pretended_device
 
 COPIED = "copy to the device in transformers/"
@@ -99,7 +99,7 @@ LIMITS = {"kandinsky5": 1e-2}
 """Relative differences where they are not the default: Kandinsky rotates in bf16, where processors round otherwise."""
 
 
-@each_family
+@each_kin
 def test_a_pack_runs_on_a_device_without_waiting_for_it(device: Device, name: str) -> None:
     case = CASES[name]
     model, moved, samples = case.model(), device.move_module(case.model()), Samples(case=case)

@@ -255,7 +255,7 @@ USUAL: dict[str, Change] = {
 
 
 COMPILED = [("compiled blocks", True), ("compiled forward", False), ("compiled forward", True)]
-"""Cases that are slow: blocks are compiled in the other order by a fast one."""
+"""Cases that run with `-m every`: blocks are compiled in the other order by a fast one."""
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ COMPILED = [("compiled blocks", True), ("compiled forward", False), ("compiled f
             change,
             before,
             id=f"{name}-{'beforehand' if before else 'afterwards'}",
-            marks=pytest.mark.slow if (name, before) in COMPILED else (),
+            marks=pytest.mark.every if (name, before) in COMPILED else (),
         )
         for name, change in USUAL.items()
         for before in (False, True)

@@ -71,7 +71,7 @@ def deep(tiny_folder: Callable[[str], Path], name: str) -> TracedStep:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.every), 2])
 @pytest.mark.parametrize(
     "name", ["flux", *(pytest.param(name, marks=pytest.mark.every) for name in ("wan", "hunyuan-video"))]
@@ -124,7 +124,7 @@ def deep_pipeline(pipeline_dir: Path, tmp_path: Path) -> Path:
     [
         pytest.param({}, id="stack", marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2, "offload_activations": True}, id="lora-offload", marks=pytest.mark.slow),
-        pytest.param(PACKED, id="pack"),
+        pytest.param(PACKED, id="pack", marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_without_and_chosen_blocks_alone_run_again(

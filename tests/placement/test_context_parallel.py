@@ -96,7 +96,7 @@ def even_dir(media_dir: Path, pipeline_dir: Path, tmp_path_factory: pytest.TempP
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
     pipeline_dir: Path, even_dir: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_run_on_stacks_has_the_losses_and_the_samples_of_one_process(
     assert len(list((two / "validation").rglob("*.mp4"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("ltx-i2v-9",))
 @pytest.mark.parametrize(("family", "frames"), [("ltx-i2v", 9), ("wan-2.2-ti2v", 9), ("qwen-image", 1)])
 def test_a_run_of_tokens_with_timesteps_or_beside_text_has_the_losses_of_one_process(
     family: str, frames: int, media_dir: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -167,7 +167,7 @@ def test_a_run_on_packs_resumes_with_the_losses_of_one_process(
     DiffusionPipeline.from_pretrained(two)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_killed_and_resumed_run_with_sharded_weights_has_the_losses_of_one_process(
     pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

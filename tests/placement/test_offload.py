@@ -272,6 +272,7 @@ def test_what_waits_comes_back_in_the_layout_in_which_it_was_saved(shape: str) -
         assert back.stride() == saved.stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batches",
     [

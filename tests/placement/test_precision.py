@@ -51,6 +51,7 @@ def unreadable(pipeline: Path, copy: Path, *components: str) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_models_latents_is_refused_before_training(
     cached_dirs, pipeline_dir, tmp_path: Path, monkeypatch
 ) -> None:
@@ -65,7 +66,7 @@ def test_a_cache_of_another_models_latents_is_refused_before_training(
         Trainer(config)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", BATCHES)
 def test_with_caches_a_run_opens_neither_text_encoder_nor_vae(
     batching: str, pipeline_dir, cached_dirs, prepared_dir, tmp_path: Path

@@ -219,7 +219,7 @@ def test_hybrid_sharding_counts_all_processes_as_data_parallel(
     assert all(torch.allclose(value, found[name], atol=1e-5) for name, value in expected.items())
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize("name", ["ltx2", pytest.param("latte", marks=pytest.mark.every)])
 def test_a_model_that_does_not_name_its_blocks_is_sharded_block_by_block(
     name: str, media_dir: Path, tmp_path: Path

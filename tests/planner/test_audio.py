@@ -46,7 +46,7 @@ def components(tiny_folder: Callable[[str], Path]) -> Components:
     return read_components(str(tiny_folder("ltx2")))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("ltx2",))
 @pytest.mark.parametrize("name", ["ltx2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANS][1:])])
 def test_a_step_with_audio_takes_what_is_planned(name: str, tiny_folder: Callable[[str], Path]) -> None:
     folder, (config, tokens) = str(tiny_folder(name)), PLANS[name]

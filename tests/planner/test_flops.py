@@ -63,6 +63,7 @@ def model_flops(flops: Flops) -> float:
     return flops.forward + flops.backward
 
 
+@pytest.mark.cases(fast=("1.3B",), slow=("14B",))
 @pytest.mark.parametrize(("step", "published"), [(WAN_14B, 6.184e15), (WAN_1_3B, 0.849e15)], ids=["14B", "1.3B"])
 def test_the_count_is_that_of_megatron_bridge(step: TracedStep, published: float) -> None:
     """Megatron-Bridge #5249: 37,440 and 32,760 tokens, 512 of text, all weights trained."""
@@ -71,7 +72,7 @@ def test_the_count_is_that_of_megatron_bridge(step: TracedStep, published: float
     assert flops.backward == pytest.approx(2 * flops.forward, rel=0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_frozen_weights_have_no_gradients_and_checkpoints_compute_blocks_again() -> None:
     (frames, height, width), layers, dim, ffn = WAN_14B.latent_sizes[0], 40, 5120, 13824
     tokens = frames * height * width // 4
@@ -90,7 +91,7 @@ def test_frozen_weights_have_no_gradients_and_checkpoints_compute_blocks_again()
     assert model_flops(full_again) == pytest.approx(model_flops(full)), "recomputation trains nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_predictions_of_the_base_model_count_apart(tiny_folder: Callable[[str], Path]) -> None:
     components = read_components(str(tiny_folder("wan")))
     config = changed(CONFIG, lora_rank=2)

@@ -26,6 +26,7 @@ def planned(pipeline: Path, config: PlanConfig, **memory: object) -> tuple[Memor
     return plan_memory(str(pipeline), config), config
 
 
+@pytest.mark.slow
 def test_each_process_loads_all_that_it_calls_at_once(pipeline_dir: Path) -> None:
     one, config = planned(pipeline_dir, changed(FULL, cached="nothing"))
     step = one.phases["optimizer"]
@@ -37,7 +38,7 @@ def test_each_process_loads_all_that_it_calls_at_once(pipeline_dir: Path) -> Non
     assert (four.weights, four.processes) == (4 * loading.weights, 4 * loading.processes)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_what_waits_lies_in_page_locked_memory(pipeline_dir: Path) -> None:
     assert [pinned_bytes(torch.empty(count, dtype=torch.uint8)) for count in (0, 1, 2, 3, 1024, 1025)] == [
         *(0, 1, 2, 4, 1024, 2048),
@@ -82,6 +83,7 @@ def test_a_machine_with_too_little_memory_is_refused_by_name(pipeline_dir: Path)
         check_host(host, cpu_memory=1)
 
 
+@pytest.mark.slow
 def test_disks_hold_one_checkpoint_more_than_are_kept(pipeline_dir: Path) -> None:
     plan, config = planned(pipeline_dir, changed(FULL, ema_decay=0.9))
     expert = plan.experts[0]

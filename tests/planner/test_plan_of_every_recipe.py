@@ -100,7 +100,7 @@ def test_a_longer_text_takes_more_where_the_forward_reads_its_mask(tmp_path: Pat
     assert plans[0].peak.activations < plans[1].peak.activations
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_plan_of_wan_animate_counts_the_character_and_the_size_of_faces(tmp_path: Path) -> None:
     make_tiny_pipeline(tmp_path, family="wan-animate")
     config = changed(settings("wan-animate", tmp_path), cached="all")
@@ -114,7 +114,7 @@ def test_a_plan_of_wan_animate_counts_the_character_and_the_size_of_faces(tmp_pa
     assert larger.phases["forward"].activations > plan.phases["forward"].activations + faces
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_several_samples_are_planned_where_the_forward_asks_whether_all_images_are_zero(
     tmp_path: Path,
 ) -> None:
@@ -146,6 +146,7 @@ def test_latent_frames_that_a_recipe_repeats_are_not_encoded(tmp_path: Path, mon
     assert encoded == [9]
 
 
+@pytest.mark.slow
 def test_options_that_a_model_cannot_have_are_no_rows_of_the_table(
     tiny_folder: Callable[[str], Path], monkeypatch
 ) -> None:

@@ -72,6 +72,7 @@ def numbers(pipeline: Path, name: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.cases(fast=("wan",), slow=("*",))
 @pytest.mark.parametrize("family", ["wan", "ltx", "latte"])
 def test_a_plan_counts_every_kind_from_configurations_alone(family: str, configs, pipeline_dirs) -> None:
     size = [16 if family == "latte" else 9, 64, 64]
@@ -156,7 +157,7 @@ def test_what_both_experts_cannot_be_combined_with_is_refused(settings: dict, me
         changed(LORA, trained_component="both", **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_predictions_of_the_base_model_add_less_than_the_activations_of_a_block(configs, monkeypatch) -> None:
     wan, calls, switch = str(configs["wan"]), [], trace.base_model
     monkeypatch.setattr(trace, "base_model", lambda model: calls.append(model) or switch(model))
@@ -174,7 +175,7 @@ def test_predictions_of_the_base_model_add_less_than_the_activations_of_a_block(
         changed(CPU, preservation="prior")
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
     components = read_components(str(configs["wan"]))
     for config in (CPU, changed(LORA, gradient_checkpointing=True, mixed_precision="bf16")):
@@ -192,7 +193,7 @@ def test_blocks_that_are_not_traced_add_what_traced_ones_do(configs) -> None:
         assert extrapolated.trained == whole.trained
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_each_option_saves_what_it_says(configs) -> None:
     wan = str(configs["wan"])
     full, lora = plan_memory(wan, CPU), plan_memory(wan, LORA)
@@ -361,6 +362,7 @@ def test_a_dry_run_ends_with_the_planners_verdict(total: int, line: str, monkeyp
     assert line in estimate.describe_memory(opened, None, transformers=[torch.nn.Linear(2, 2)])[-1]
 
 
+@pytest.mark.slow
 def test_text_in_the_sequence_of_its_sample_counts_for_max_tokens(configs, monkeypatch) -> None:
     components = read_components(str(configs["wan"]))
     config = changed(CPU, max_tokens=200)  # samples of 48 tokens, and 16 of text
@@ -406,7 +408,7 @@ def test_combinations_that_cannot_be_are_refused_with_one_that_can(configs) -> N
         plan_memory(str(configs["wan"]), changed(CPU, sample_size=[8, 64, 64]))
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_the_script_shows_the_way_to_what_fits(configs, tmp_path: Path) -> None:
     size = ("--sample_size", 17, 128, 128, "--device", "cpu", "--mixed_precision", "no", "--max_sequence_length", 16)
     size += ("--train_batch_size", 1)

@@ -69,6 +69,7 @@ def plan(folder: Path, config: PlanConfig) -> MemoryPlan:
     return plan_memory(str(folder), config)
 
 
+@pytest.mark.slow
 def test_references_count_in_tokens_pixels_text_and_what_is_encoded(tiny_folder: Callable[[str], Path]) -> None:
     folder = tiny_folder("qwen-image-edit-2511")
     components = read_components(str(folder))

@@ -85,6 +85,7 @@ def test_tables_are_those_of_the_models_sizes_and_of_the_data(components: Compon
     assert len(chosen) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["A sample has a token grid of", "needs 9 GiB"])
 def test_a_panorama_rules_out_no_packs(reason: str, components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny Wan model has 128 positions for columns, and a larger sample may need more memory than there is."""
@@ -156,7 +157,7 @@ def test_a_report_of_the_same_rows_has_the_figure_that_a_suggestion_ranks_by(com
     assert packs.kept_pixels == rows.sizes.heights.dot(rows.sizes.widths) * best.kept
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_runs_are_ranked_by_the_time_of_a_kept_pixel(components: Components) -> None:
     suggestion = suggest(components, MIXED)
     runs = suggestion.candidates
@@ -201,7 +202,7 @@ def test_tokens_per_step_fit_where_memory_grows_faster_than_between_two_samples(
         assert shape.tokens == shape.samples * 64 * strips, "whole strips, as packs hold them"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_runs_that_drop_many_rows_come_last(components: Components) -> None:
     rows = rows_of((17, 96, 128), (9, 64, 96), (1, 128, 96), (1, 1, 512))
     suggestion = suggest(components, rows)
@@ -211,6 +212,7 @@ def test_runs_that_drop_many_rows_come_last(components: Components) -> None:
     assert sum(suggestion.candidates[-1].dropped.values()) == 20
 
 
+@pytest.mark.slow
 def test_rows_are_compared_as_counts_and_fewer_pixels_are_named(components: Components) -> None:
     """As floats, 1 − 14 ÷ 20 is more than 1 − 15 ÷ 20 + 0.05."""
     (run, *_) = suggest(components, MIXED, names="packs").candidates
@@ -233,7 +235,7 @@ def test_rows_are_compared_as_counts_and_fewer_pixels_are_named(components: Comp
         assert said in text
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_sample_of_rows_says_the_steps_of_all(components: Components) -> None:
     whole = suggest(components, MIXED).candidates[0]
     tenth = suggest(components, dataclasses.replace(MIXED, total=10 * MIXED.total)).candidates
@@ -258,7 +260,7 @@ def test_one_epoch_and_streams_have_no_cache_and_decode(components: Components) 
     assert (run.config.samples.cached, run.workers, run.num_workers) == ("nothing", None, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_what_does_not_fit_is_refused_with_the_reason_of_each_way(components: Components) -> None:
     small = rows_of((1, 64, 64))
     with pytest.raises(BucketingError, match=r"`gpu_memory=0.0002` GiB:\n- 480×832(?s:.*)the least that options make"):
@@ -294,7 +296,7 @@ def by_way(run: Candidate) -> tuple[str, int]:
     return run.way.name, run.config.run.batches.token_limit or 0
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("False",))
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_suggested_run_with_references_prepares_and_trains_as_written(
     streaming: bool, tiny_folder: Callable[[str], Path], tmp_path: Path

@@ -46,7 +46,7 @@ def flops_of(components: Components, config: PlanConfig, *sizes: Size) -> float:
     return plan_components(components, config, StepShape.of(sizes, tokens=tokens, text_tokens=text)).flops.hardware
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("qwen-image-lora",))
 @pytest.mark.parametrize(
     ("name", "config"),
     [

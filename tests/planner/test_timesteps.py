@@ -53,6 +53,7 @@ def test_a_step_with_clean_parts_takes_what_is_planned(
         assert by_row[phase].activations < 0.95 * kinds.activations
 
 
+@pytest.mark.cases(fast=("ltx-i2v-*",), slow=("*",))
 @pytest.mark.parametrize(
     ("name", "condition", "expected"),
     [

@@ -71,6 +71,7 @@ def written_defaults(folder: Path) -> dict[tuple[str, str], list[str]]:
     return places
 
 
+@pytest.mark.slow
 def test_the_default_of_a_limit_is_written_once() -> None:
     places = written_defaults(Path(hf_bucketing.__file__).parent)
     assert {"strip_length", "window", "oversize", "max_buffered"} <= {name for name, _ in places}

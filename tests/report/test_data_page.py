@@ -108,6 +108,7 @@ def test_videos_show_three_frames_of_their_clip(prepared_dir: Path, tmp_path: Pa
         assert Image.open(tmp_path / "data_files" / name).size == (width, height)
 
 
+@pytest.mark.slow
 def test_stored_is_what_the_file_holds_and_not_what_is_read_of_it(tmp_path: Path, pipeline_dir: Path) -> None:
     folder = tmp_path / "clips"
     folder.mkdir()

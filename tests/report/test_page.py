@@ -119,6 +119,7 @@ def test_the_page_says_what_the_report_says() -> None:
     assert "tiny, 2 × 64×64" in page.text
 
 
+@pytest.mark.cases(fast=("few rows",), slow=("*",))
 @pytest.mark.parametrize(
     ("sides", "used"), [([64], 1), ([64, 64, 64, 32, 1], 1), ([8, 9], 0), ([-1, -1], 0)],
     ids=["one row", "few rows", "all too small", "all unreadable"],

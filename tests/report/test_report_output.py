@@ -72,6 +72,7 @@ def web_like(number: int) -> SizeColumns:
     return SizeColumns(np.ones(number, int), heights, widths)
 
 
+@pytest.mark.slow
 def test_figures_are_complete_png_files(tmp_path: Path) -> None:
     report = make_report(web_like(500), novelai_ladder(), spec=SPEC)
     paths = draw_figures(report, tmp_path / "new" / "folder")
@@ -150,6 +151,7 @@ def test_the_script_prints_writes_and_draws(prepared_dir: Path, tmp_path: Path) 
     assert len(list((tmp_path / "figures").glob("*.png"))) == 4
 
 
+@pytest.mark.slow
 def test_the_script_reports_seconds_with_the_costs_that_a_run_measured(prepared_dir: Path, tmp_path: Path) -> None:
     fit = CostFit(linear=2e-3, quadratic=0.0, per_batch=0.5, residual=0.01, num_steps=100)
     (tmp_path / "cost_model.json").write_text(fit.to_json())

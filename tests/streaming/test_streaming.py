@@ -88,11 +88,14 @@ def test_every_row_comes_once_in_full_batches_but_for_the_tails(grouping, num_wo
 
 @groupings
 @pytest.mark.parametrize(("num_workers", "options"), [
-    (0, {}), (0, {"max_buffered": 5, "snapshot_every": 3}), (0, {"dataset": "shuffled"}),
-    (0, {"dataset": "interleaved", "snapshot_every": 4}), (0, {"dataset": "concatenated", "snapshot_every": 4}),
-    (0, {"steps_per_epoch": 9}),
-    pytest.param(2, {}, marks=pytest.mark.slow),
+    (0, {"dataset": "interleaved", "snapshot_every": 4}),
+    pytest.param(0, {}, marks=pytest.mark.slow),
     pytest.param(2, {"snapshot_every": 4}, marks=pytest.mark.slow),
+    *[pytest.param(0, options, marks=pytest.mark.every) for options in (
+        {"max_buffered": 5, "snapshot_every": 3}, {"dataset": "shuffled"}, {"steps_per_epoch": 9},
+        {"dataset": "concatenated", "snapshot_every": 4},
+    )],
+    pytest.param(2, {}, marks=pytest.mark.every),
     pytest.param(2, {"steps_per_epoch": 9}, marks=pytest.mark.every),
     pytest.param(3, {"dataset": "few shards"}, marks=pytest.mark.every),
     pytest.param(2, {"dataset": "shuffled"}, marks=pytest.mark.every),
@@ -164,6 +167,7 @@ def test_a_row_that_closes_two_packs_can_be_resumed_between_them() -> None:
         assert [batch["index"] for batch in again] == wanted[finished:]
 
 
+@pytest.mark.cases(fast=("options?-0-*",), slow=("options1-2-bucket", "options2-2-pack"))
 @groupings
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"max_buffered": 5, "snapshot_every": 3}, {"dataset": "shuffled"}])
@@ -349,6 +353,7 @@ def test_epochs_of_some_steps_continue_the_stream_until_all_rows_have_come() -> 
     assert all(batch["index"] == same["index"] for batch, same in pairs), "another epoch than the next starts a pass"
 
 
+@pytest.mark.cases(slow=("*-2",), fast=("*-0",))
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("steps_per_epoch", [None, 5])
 def test_a_look_at_the_first_batches_takes_nothing_from_training(num_workers: int, steps_per_epoch) -> None:
@@ -479,7 +484,7 @@ def test_processes_take_equal_steps_and_resume_at_every_one(tmp_path: Path) -> N
     launch("stream", tmp_path, [{"num_workers": 0}, {"num_workers": 2, "shards": 5}], num_processes=2)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.every), 2])
 def test_rows_that_workers_of_processes_cannot_read_are_counted_and_replaced_and_resume_exactly(
     num_processes: int, tmp_path: Path

@@ -108,6 +108,7 @@ def test_the_memory_of_a_sample_is_planned_with_the_most_appended_frames(runs: C
     assert len(with_.references) == 2
 
 
+@pytest.mark.slow
 def test_a_report_counts_appended_frames_and_says_what_they_cost(runs: ConditionRuns, tmp_path: Path) -> None:
     files = {"json": tmp_path / "report.json", "html": tmp_path / "report.html"}
     flags = {"num_processes": 1, "max_area": "none", **files}
@@ -142,7 +143,7 @@ def test_the_page_of_the_data_says_what_the_first_epoch_shows(runs: ConditionRun
     assert len(seen) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_suggested_run_counts_appended_frames_in_plans_memory_time_and_cache(runs: ConditionRuns) -> None:
     components = read_components(str(runs.pipeline))
     rows = DataRows.of_prepared(PreparedDataset.load(runs.folder / "prepared"))
@@ -235,7 +236,7 @@ def test_frames_that_the_text_encoder_sees_count_twice(tiny_folder: Callable[[st
     assert counted.tolist() == [2 * (6 + 6 + 118), 0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("bucket", "cached", "streamed-packs"))
 @each_mode
 def test_a_run_resumes_exactly(mode: str, runs: ConditionRuns, tmp_path: Path) -> None:
     settings = {"max_train_steps": 4, "checkpointing_steps": 2, "num_train_epochs": 4}
@@ -246,7 +247,7 @@ def test_a_run_resumes_exactly(mode: str, runs: ConditionRuns, tmp_path: Path) -
     assert run(runs.settings(mode, tmp_path / "without", **without)) != whole
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_a_run_from_a_cache_equals_the_run_from_files(batching: str, runs: ConditionRuns, tmp_path: Path) -> None:
     """Bit for bit: in all epochs where views are fixed, and in the first one where the cache holds its views."""
@@ -268,7 +269,7 @@ def test_tokens_that_fit_are_searched_with_appended_frames(mode: str, runs: Cond
     assert (tmp_path / "out" / "training_config.json").read_text().count('"max_tokens": "auto"') == 0
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("streamed-packs",))
 @pytest.mark.parametrize("mode", ["stream", "streamed-packs"])
 def test_a_stream_counts_frames_that_texts_see_and_resumes_exactly(
     mode: str, tiny_folder: Callable[[str], Path], tmp_path: Path

@@ -192,6 +192,7 @@ def recipe(pipeline: Path) -> Recipe:
     return recipe
 
 
+@pytest.mark.cases(fast=("kandinsky6",), slow=("*",))
 def test_columns_say_which_rows_have_sound_and_plans_count_its_tokens(
     audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
 ) -> None:
@@ -204,7 +205,7 @@ def test_columns_say_which_rows_have_sound_and_plans_count_its_tokens(
     assert (data.num_tokens - own).tolist() == [0 if row == SILENT else heard for row in range(4)]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("minimax-h3-pack", "kandinsky6-bucket"))
 @pytest.mark.parametrize("batching", ["pack", "bucket"])
 def test_each_modality_is_generated_shown_or_absent_and_has_the_loss_by_hand(
     batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
@@ -245,6 +246,7 @@ def test_base_predictions_are_targets_of_both_modalities(
     check_base_predictions(audio_run.predict, recipe, config, batch, audio_level=audio_run.audio_level)
 
 
+@pytest.mark.cases(fast=("kandinsky6",), slow=("*",))
 def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, pipeline: Path, recipe: Recipe) -> None:
     heard = audio_run.tokens[1]
     generator = torch.Generator().manual_seed(0)
@@ -263,7 +265,7 @@ def test_audio_latents_are_as_many_as_the_pipeline_makes(audio_run: AudioRun, pi
     assert error.norm() < 0.1 * latents.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("kandinsky6",))
 def test_training_from_a_cache_is_training_from_files(
     audio_run: AudioRun, prepared: Path, cached: Path, pipeline: Path, tmp_path: Path
 ) -> None:
@@ -273,7 +275,7 @@ def test_training_from_a_cache_is_training_from_files(
     assert from_files == pytest.approx(from_cache, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("kandinsky6",))
 def test_a_stream_counts_its_sound_and_resumes_exactly(
     audio_run: AudioRun, pipeline: Path, tmp_path: Path, recipe: Recipe
 ) -> None:
@@ -293,7 +295,7 @@ def test_a_stream_counts_its_sound_and_resumes_exactly(
     assert {count for row in rows for count in row.tokens.tolist()} == {own, own + heard}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("minimax-h3-pack", "kandinsky6-bucket"))
 @pytest.mark.parametrize("batching", ["pack", "bucket"])
 def test_two_epochs_resume_exactly_and_train_all_weights(
     batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path
@@ -311,7 +313,7 @@ def test_two_epochs_resume_exactly_and_train_all_weights(
     assert len(same) < 0.2 * len(trained)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("kandinsky6",))
 def test_what_is_trained_is_saved_and_rendered_with_sound(
     audio_run: AudioRun, cached: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +392,7 @@ def test_a_sample_of_a_stream_with_sound_at_another_frame_rate_is_refused_by_its
     step._check_audio_rates({**batch, "fps": [12.0, 0.0, 23.976, 24.0]}, {"audio": sounds})
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("minimax-h3-pack", "kandinsky6-bucket"))
 @pytest.mark.parametrize("batching", ["pack", "bucket"])
 def test_processes_with_and_without_sound_in_one_step_wait_for_no_gradient(
     batching: str, audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path
@@ -410,6 +412,7 @@ def test_processes_with_and_without_sound_in_one_step_wait_for_no_gradient(
     assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
 
 
+@pytest.mark.cases(fast=("kandinsky6",), slow=("*",))
 def test_captions_of_sound_are_trained_with_rows_that_have_some(
     audio_run: AudioRun, pipeline: Path, tmp_path: Path, recipe: Recipe
 ) -> None:
@@ -432,7 +435,7 @@ def test_captions_of_sound_are_trained_with_rows_that_have_some(
     assert losses[0] != pytest.approx(untold, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("kandinsky6",))
 def test_the_held_out_loss_weighs_conditions_as_training_does(
     audio_run: AudioRun, prepared: Path, pipeline: Path, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def predict(
 loss_by_hand = partial(hand_loss, predict)
 
 
+@pytest.mark.cases(fast=("packs",), slow=("*",))
 @pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
 def test_each_modality_is_generated_shown_or_absent_by_sample(
     batches: dict[str, Any], prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
@@ -228,6 +229,7 @@ def test_base_predictions_are_targets_of_both_modalities(
     check_base_predictions(predict, recipe, config, data.loader.collate_fn([data.dataset[row] for row in rows]))
 
 
+@pytest.mark.slow
 def test_sounds_are_as_long_as_the_clips_of_sizes_that_are_drawn(
     prepared: Path, pipeline: Path, tmp_path: Path, recipe: Recipe
 ) -> None:
@@ -298,6 +300,7 @@ def test_training_from_a_cache_is_training_from_files(
     assert same == [], "audio and attention between both are trained too"
 
 
+@pytest.mark.cases(fast=("True",), slow=("False",))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_buckets_train_all_weights_and_resume_exactly(
     checkpointing: bool, prepared: Path, pipeline: Path, tmp_path: Path
@@ -362,6 +365,7 @@ def test_captions_tell_of_the_sound_of_rows_that_have_some(clips: Path, pipeline
         SourceConfig(dataset="a", audio_caption_column="sound", table=TableConfig(buckets="32,64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [PACKS, BUCKETS], ids=["packs", "buckets"])
 def test_a_stream_with_audio_resumes_exactly(
     batches: dict[str, Any], stream: Path, pipeline: Path, tmp_path: Path
@@ -392,7 +396,7 @@ def test_processes_with_and_without_audio_in_one_step_wait_for_no_gradient(
     assert [step for step in steps if 1 in step and len(step) == 2], "the silent clip meets one that has sound"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_two_processes_that_share_packs_with_audio_have_the_losses_of_one(
     prepared: Path, pipeline: Path, tmp_path: Path
 ) -> None:
@@ -408,7 +412,7 @@ def test_buckets_with_audio_are_not_shared_by_processes(prepared: Path, pipeline
         check_audio(2, recipe_of(str(pipeline)), packed=False)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_tokens_that_fit_are_searched_with_audio(
     prepared: Path, cached: Path, pipeline: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

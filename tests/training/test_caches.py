@@ -171,6 +171,7 @@ def test_a_cache_of_other_weights_is_refused_by_name_unless_it_is_trusted(
         Trainer(in_process(pipeline_dir, PreparedDataset.load(cached_dir).cache.prepared, tmp_path, trust_cache=True))
 
 
+@pytest.mark.slow
 def test_the_command_that_a_refusal_names_encodes_only_what_differs(
     cached_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def earlier(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_a_cache_of_an_earlier_release_is_trained_by_the_pipeline_that_made_it(
     cached_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +239,7 @@ def test_texts_have_the_length_of_their_cache(cached_dir: Path, pipeline_dir: Pa
         sequence_length(16, default, folder="f", model=model)
 
 
+@pytest.mark.slow
 def test_a_run_that_took_the_length_of_its_cache_is_resumed(cached_dir: Path, pipeline_dir: Path, tmp_path) -> None:
     settings: dict[str, Any] = {"max_sequence_length": None, "checkpointing_steps": 2}
     expected = run(in_process(pipeline_dir, cached_dir, tmp_path / "whole", **settings))

@@ -58,7 +58,7 @@ RUNS = {
 }
 
 
-AT_ONCE = ("packs bf16", "ema, rendered")
+AT_ONCE = ("packs bf16",)
 """Runs that are compared on every commit; the others run with `-m every`."""
 
 
@@ -76,6 +76,7 @@ def test_a_compiled_run_has_the_losses_of_another(
     assert compiled == pytest.approx(losses, rel=2**-7 if "bf16" in name else 1e-5)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "batches",
     [

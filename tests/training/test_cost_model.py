@@ -57,7 +57,7 @@ def written(config: TrainingConfig) -> CostFit:
     return CostFit.from_json((Path(config.output_dir) / COST_MODEL).read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_run_writes_what_its_steps_cost_at_checkpoints_and_at_the_end(
     measured, pipeline_dir, prepared_dir, tmp_path: Path, caplog
 ) -> None:
@@ -88,6 +88,7 @@ def test_a_run_of_few_steps_says_why_it_leaves_no_cost_model_and_removes_that_of
                for message in caplog.messages)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_log_measures_the_process_of_the_largest_cost_over_all_batches_of_a_step(
     measured, pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_report_counts_the_samples_and_steps_that_training_plans(weighted_dir:
         assert peer["kept"] + sum(peer["skipped"].values()) == asked
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_suggested_runs_count_the_samples_and_steps_that_training_plans(
     weighted_dir: Path, prepared_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +100,7 @@ def test_suggested_runs_count_the_samples_and_steps_that_training_plans(
     assert {run.way.batching for run in runs} == {"bucket", "pack"}
 
 
+@pytest.mark.slow
 def test_a_column_index_of_the_table_changes_nothing_in_a_run(
     prepared_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:

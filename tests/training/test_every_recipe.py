@@ -121,7 +121,7 @@ def test_a_recipe_trains_on_files_resumes_and_diffusers_renders(
             assert distances[0] <= distances[1] + 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_kandinsky_6_trains_on_first_frames_from_files_and_caches_resumes_and_renders_from_one(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -150,7 +150,7 @@ def test_kandinsky_6_trains_on_first_frames_from_files_and_caches_resumes_and_re
     assert rendered["image"] != rendered["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("bucket",))
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_minimax_h3_trains_on_first_and_last_frames_and_resumes(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path

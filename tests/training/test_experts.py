@@ -157,6 +157,7 @@ def experts_in(folder: Path) -> list[str]:
     return [line["expert"] for line in read_log(folder, "losses")]
 
 
+@pytest.mark.cases(fast=("settings0",), slow=("*",))
 @pytest.mark.parametrize("settings", [{}, {"shift": "resolution"}, {"weighting_scheme": "uniform", "shift": 5.0}])
 def test_experts_take_turns_evenly_as_often_as_their_noise_levels_are_drawn(
     settings: dict, expert_dir: Path, tmp_path: Path
@@ -180,7 +181,7 @@ def test_experts_take_turns_evenly_as_often_as_their_noise_levels_are_drawn(
         assert (low, high) == ((0.0, BOUNDARY), (BOUNDARY, 1.0))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", [{"train_batch_size": 2}, PACK], ids=["bucket", "pack"])
 def test_a_run_trains_both_experts_and_every_sample_once_per_epoch(
     batching: dict, expert_dir: Path, prepared_dir: Path, tmp_path: Path
@@ -247,6 +248,7 @@ def test_what_is_rendered_while_training_is_what_the_stock_pipeline_renders_with
     assert clip.is_file()
 
 
+@pytest.mark.slow
 def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepared_dir, tmp_path: Path) -> None:
     settings = {**LORA, "ema_decay": 0.2, "weighting_scheme": "uniform", "shift": 5.0, "max_train_steps": 7}
     trainer = Trainer(in_process(expert_dir, prepared_dir, tmp_path, **settings))
@@ -308,7 +310,7 @@ def test_the_script_renders_the_same_from_a_folder_that_has_only_files_for_comfy
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("settings0",))
 @pytest.mark.parametrize("settings", [{"ema_decay": 0.9}, PACK])
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict, expert_dir, prepared_dir, tmp_path: Path) -> None:
     settings = {**LORA, **settings, "gradient_accumulation_steps": 2, "max_train_steps": 5, "checkpointing_steps": 2}
@@ -354,6 +356,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "combined",
     [
@@ -415,6 +418,7 @@ def test_both_experts_train_on_quantised_weights(expert_dir: Path, prepared_dir:
     assert waits == pytest.approx(stays, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_experts_are_saved_as_one_pipeline(expert_dir: Path, prepared_dir: Path, tmp_path: Path) -> None:
     run(in_process(expert_dir, prepared_dir, tmp_path, **BOTH, max_train_steps=4, ema_decay=0.5))
     assert set(experts_in(tmp_path)) == set(EXPERTS)
@@ -468,7 +472,7 @@ def test_adapters_of_both_experts_are_where_the_next_run_begins(expert_dir, prep
     assert all(torch.equal(value, saved[key]) for key, value in adapters_of(first)["transformer_2"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_max_tokens_that_fit_are_found_for_both_experts(
     expert_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

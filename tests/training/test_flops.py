@@ -53,7 +53,9 @@ def test_samples_that_fill_a_batch_are_computed_but_not_trained() -> None:
     "settings",
     [
         pytest.param({}, id="stack", marks=pytest.mark.slow),
-        pytest.param({"lora_rank": 2, "gradient_checkpointing": True}, id="stack-lora-checkpoints"),
+        pytest.param(
+            {"lora_rank": 2, "gradient_checkpointing": True}, id="stack-lora-checkpoints", marks=pytest.mark.every
+        ),
         pytest.param(PACKED, id="pack", marks=pytest.mark.slow),
         pytest.param({**PACKED, "token_drop_rate": 0.5}, id="pack-token-drop"),
     ],
@@ -86,6 +88,7 @@ def test_logged_operations_are_those_that_the_steps_compute(
         assert not {"mfu", "hfu"} & line.keys(), "the peak of a CPU is not known"
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_share_of_the_peak_on_its_page(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_run_shows_its_share_of_the_peak_on_its_page(
     assert "% of the peak)" in page
 
 
+@pytest.mark.slow
 def test_operations_are_counted_on_gpus_alone_unless_asked_for(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     run(in_process(pipeline_dir, prepared_dir, tmp_path))
     assert not any(TFLOPS & line.keys() for line in read_log(tmp_path, "losses"))

@@ -216,7 +216,7 @@ def logged(output: Path) -> list[dict[str, Any]]:
     return [without_times(entry) for entry in Logs(output).held_out]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack",))
 @each_batching
 def test_training_does_not_notice_the_held_out_loss_and_a_resumed_run_logs_what_a_whole_one_does(
     batches, pipeline_dir, apart, tmp_path: Path
@@ -286,7 +286,7 @@ def with_a_broken_file(prepared: PreparedDataset, media_dir: Path, tmp_path: Pat
     return tmp_path / "broken"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_an_unreadable_held_out_sample_is_an_error_or_does_not_count_and_is_named(
     pipeline_dir, prepared: PreparedDataset, with_a_broken_file, tmp_path: Path, caplog
 ) -> None:

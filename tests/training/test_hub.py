@@ -198,6 +198,7 @@ def counts_in(card: ModelCard, title: str) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows}
 
 
+@pytest.mark.slow
 def test_the_code_of_a_card_loads_adapters_that_are_saved_for_comfyui_alone(
     pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +272,7 @@ def test_the_script_uploads_what_it_saved_with_a_card_whose_code_loads_it(
     assert (np.shape(frames), path, fps) == ((17, 64, 112, 3), "video.mp4", 8)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_an_upload_that_fails_at_the_end_leaves_the_result_and_exits_with_an_error(
     reached: Hub, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

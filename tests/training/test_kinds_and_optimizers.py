@@ -72,7 +72,7 @@ def check_resume(pipeline: Path, prepared: Path, folder: Path, **settings: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("lora", "lokr") else pytest.mark.every) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "lora" else pytest.mark.every) for kind in KINDS]
 )
 def test_adapters_of_each_kind_resume_exactly_load_in_the_stock_pipeline_and_start_other_runs(
     kind: str, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
@@ -101,10 +101,11 @@ def test_adapters_of_each_kind_resume_exactly_load_in_the_stock_pipeline_and_sta
     trainer.release()
 
 
-AT_ONCE = ("torch.optim:Muon", "schedulefree:AdamWScheduleFree")
+AT_ONCE = ("schedulefree:AdamWScheduleFree",)
 """Optimizers that are tried on every commit; the others run with `-m every`."""
 
 
+@pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=pytest.mark.slow if name in AT_ONCE else pytest.mark.every) for name in OPTIMIZERS],

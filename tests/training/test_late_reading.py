@@ -113,7 +113,10 @@ def settings_of(optimizer: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("optimizer", "spoiled"),
-    [("torch.optim:AdamW", {3}), *(pytest.param(name, {1, 3}, marks=pytest.mark.slow) for name in FUSED)],
+    [
+        pytest.param("torch.optim:AdamW", {3}, marks=pytest.mark.slow),
+        *(pytest.param(name, {1, 3}, marks=pytest.mark.every) for name in FUSED),
+    ],
 )
 def test_a_step_is_read_after_the_next_one_is_launched_and_nothing_else_differs(
     optimizer: str, spoiled: set[int], pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +142,7 @@ def test_a_step_is_read_after_the_next_one_is_launched_and_nothing_else_differs(
     assert [line["global_step"] for line in expected["skipped"]] == [repr(step) for step in sorted(spoiled)]
 
 
+@pytest.mark.slow
 def test_a_signal_is_obeyed_after_the_step_that_is_open_and_the_run_goes_on_as_if_it_had_not_been(
     pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:
@@ -176,6 +180,7 @@ def test_too_many_skipped_steps_end_the_run_with_the_same_error_and_finite_weigh
     assert read_status(tmp_path).items() >= {"status": "failed", "global_step": 2}.items()
 
 
+@pytest.mark.slow
 def test_what_is_due_after_a_step_comes_after_it_was_read(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     losses = {"validation_split": 0.1, "validation_loss_steps": 3, "validation_noise_levels": 1}
     renderings = {"validation_prompts": ["red"], "validation_sizes": "1,32,32", "validation_steps": 4}
@@ -186,6 +191,7 @@ def test_what_is_due_after_a_step_comes_after_it_was_read(pipeline_dir, prepared
     assert at_once == [1, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_the_loop_waits_for_its_device_once_per_step_and_then_for_a_step_that_is_over(
     device: Device, pipeline_dir, cached_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +257,7 @@ def test_both_experts_are_read_late_after_their_first_updates(
     assert_same(late, run(in_process(expert_dir, prepared_dir, tmp_path / "at once", **settings))[1])
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_two_processes_read_late_what_they_read_at_once(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     """A page after each step makes a run read each of them before the next one."""
     flags = (*BATCHING["pack"], *as_flags(**settings_of("torch.optim:AdamW", max_train_steps=3)))

@@ -11,6 +11,7 @@ from PIL import Image
 from tests.conftest import run_script_here
 
 
+@pytest.mark.slow
 def test_preparing_caching_and_training_count_captions_that_are_too_long(
     pipeline_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -197,7 +197,7 @@ def test_training_on_masks_from_files_and_from_a_cache(masked, pipeline_dir: Pat
         assert plain[0] != pytest.approx(losses[batching][0], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_what_masks_leave_out_is_shown_from_files_as_from_a_cache(masked, tiny_folder, tmp_path: Path) -> None:
     pipeline, data = tiny_folder("wan-2.2-ti2v"), masked["mask"].parent / "rows.jsonl"
     sizes = {"target_fps": 8, "buckets": "64,96", "bucket_frames": "1,9", "mask_column": "mask"}

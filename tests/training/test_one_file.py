@@ -22,7 +22,7 @@ from tests.conftest import run_command_here
 PHASE = re.compile(r"^ +([a-z ]+: weights .+)$", re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("mixed_precision*",))
 @pytest.mark.parametrize(
     "settings",
     ["", "mixed_precision: bf16\ntrain_batch_size: 2\nema_decay: 0.9\n"],

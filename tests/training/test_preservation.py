@@ -108,6 +108,7 @@ def losses_by_hand(case: str, recipe: Recipe, base: Recipe, batch: dict[str, Any
     return losses
 
 
+@pytest.mark.cases(fast=("wan-5-prior",), slow=("*",))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("family", "frames"), [("wan", 5), pytest.param("ltx", 9, marks=pytest.mark.slow)])
 @torch.no_grad()
@@ -142,7 +143,11 @@ def test_which_samples_are_preserved_follows_from_their_keys_and_marks() -> None
     assert CASES["slider"].captions == ["a red square", "blue", "white", ""]
 
 
-@pytest.mark.parametrize("batches", [{}, pytest.param(PACK, marks=pytest.mark.slow)], ids=["bucket", "pack"])
+@pytest.mark.parametrize(
+    "batches",
+    [pytest.param({}, marks=pytest.mark.slow), pytest.param(PACK, marks=pytest.mark.every)],
+    ids=["bucket", "pack"],
+)
 def test_the_base_model_stays_and_a_resumed_run_repeats_the_whole_one(
     batches, pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +183,7 @@ def test_adapters_that_change_nothing_are_on_target(pipeline_dir: Path, prepared
     assert run(in_process(pipeline_dir, prepared_dir, tmp_path / "out", **settings)) == [0.0]
 
 
+@pytest.mark.slow
 def test_the_losses_of_learned_and_of_preserved_samples_are_logged_apart(
     pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +249,7 @@ def test_settings_that_preserve_nothing_or_have_no_base_are_refused(
         train(in_process(pipeline_dir, prepared_dir, tmp_path / "out", preservation="prior", **LORA))
 
 
+@pytest.mark.slow
 def test_marks_come_from_sources_from_columns_and_from_sd_scripts(
     media_dir: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
@@ -280,7 +287,7 @@ def test_marks_come_from_sources_from_columns_and_from_sd_scripts(
         with_marks(texts, source, say=print)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_processes_preserve_their_own_samples(pipeline_dir: Path, prepared_dir: Path, tmp_path: Path) -> None:
     flags = ("--lora_rank", 2, "--preservation", "prior", "--preservation_share", 0.4, "--max_train_steps", 4)
     flags += ("--train_batch_size", 1, "--gradient_accumulation_steps", 4, "--learning_rate", 0)

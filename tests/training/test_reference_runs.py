@@ -168,8 +168,8 @@ def test_a_recipe_trains_with_references_in_packs_and_batches_and_renders_with_o
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen-image-edit-2511", "wan-vace"),
-        *(pytest.param(name, marks=pytest.mark.every) for name in ("flux2-klein-kv", "qwen-image-2.1")),
+        "qwen-image-edit-2511",
+        *(pytest.param(name, marks=pytest.mark.every) for name in ("flux2-klein-kv", "qwen-image-2.1", "wan-vace")),
     ],
 )
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
@@ -245,6 +245,7 @@ def test_a_resumed_stream_with_references_repeats_itself(
     assert kept(out) == whole
 
 
+@pytest.mark.cases(slow=("pack-False",))
 @pytest.mark.parametrize(("batching", "streaming"), [("pack", False), ("bucket", True)])
 def test_a_killed_run_with_references_repeats_an_uninterrupted_one(
     batching: str, streaming: bool, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -293,6 +294,7 @@ def kept(folder: Path) -> tuple[dict[str, bytes], str]:
     ).read_text()
 
 
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 def test_processes_that_share_the_tokens_of_references_have_the_losses_of_one(
     batching: str, clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path

@@ -86,6 +86,7 @@ def test_media_has_a_tuple_of_references_for_each_sample(recipe) -> None:
         assert torch.equal(*pair)
 
 
+@pytest.mark.slow
 def test_references_are_dropped_by_the_samples_own_seed(step) -> None:
     batch = as_pack(make_batch(2, 0, 1, 2))
     none = {**batch, "shown": {"reference": [()] * 4}}
@@ -102,6 +103,7 @@ def test_references_are_dropped_by_the_samples_own_seed(step) -> None:
     assert torch.allclose(losses(replace(step, reference_dropout=1.0), batch), losses(step, none), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_stack_drops_the_references_of_all_its_samples_or_of_none(recipe) -> None:
     batch, stacked = make_batch(2, 2, 2), BucketStep(recipe=recipe, objective=recipe.objective(**OPTIONS))
     none = {**batch, "shown": {"reference": [()] * 3}}
@@ -112,6 +114,7 @@ def test_a_stack_drops_the_references_of_all_its_samples_or_of_none(recipe) -> N
     assert counts == {0, 3}
 
 
+@pytest.mark.cases(fast=("True",), slow=("False",))
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_share_without_references_is_a_condition_like_others(stacked: bool, recipe, step) -> None:
     batch = make_batch(2, 2, 2)

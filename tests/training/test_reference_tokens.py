@@ -261,8 +261,8 @@ def test_batches_count_references_in_max_tokens_and_not_in_the_loss(
         make_data(changed(configs[0], max_tokens=int(without.num_tokens.max())), prepared.spec, COUNTING)
 
 
+@pytest.mark.cases(slow=("plan-bucket", "stream-pack"))
 @pytest.mark.usefixtures("hooks_that_look")
-@pytest.mark.slow
 @modes
 @pytest.mark.parametrize("source", ["plan", "stream"])
 def test_the_sequences_that_a_model_gets_have_the_counted_tokens(

@@ -56,6 +56,7 @@ def test_a_run_says_what_it_does_how_long_it_takes_and_what_to_do_next(
     assert "--resume_from_checkpoint latest" in after[3]
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_is_written_while_it_trains_and_at_its_end(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_page_of_a_run_is_written_while_it_trains_and_at_its_end(
     assert refreshes == [True, False]
 
 
+@pytest.mark.slow
 def test_between_the_read_of_a_step_and_its_update_nothing_is_written(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

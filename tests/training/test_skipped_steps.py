@@ -46,6 +46,7 @@ def spoiled(pipeline: Path, prepared: Path, output: Path, *, steps: set[int], wh
     return trainer
 
 
+@pytest.mark.cases(fast=("loss",), slow=("*",))
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_a_step_that_is_not_finite_changes_no_weights_and_is_named(
     what: str, pipeline_dir, prepared_dir, tmp_path: Path

@@ -60,7 +60,7 @@ def test_batches_name_the_source_of_each_sample_whose_loss_has_its_weight(
     assert sorted(seen) == ["clips"] * 4 + ["stills"] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pack", "streamed-packs"))
 @each_mode
 def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(
     mode: str, runs: ConditionRuns, tmp_path: Path
@@ -89,7 +89,7 @@ def test_a_run_of_several_tasks_is_their_weighted_mean_and_resumes_exactly(
     assert first == pytest.approx(np.mean(batches[0]["loss"]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("bucket", "stream"))
 @each_mode
 def test_a_run_weighs_samples_by_what_is_drawn_for_them_and_resumes_exactly(
     mode: str, runs: ConditionRuns, tmp_path: Path
@@ -165,6 +165,7 @@ def test_held_out_samples_weigh_as_in_training(runs: ConditionRuns, tmp_path: Pa
     assert {*weights} == {1.0, 0.25}
 
 
+@pytest.mark.cases(fast=("pack",), slow=("*",))
 @pytest.mark.parametrize("mode", ["bucket", "pack"])
 def test_held_out_losses_by_condition_are_means_and_their_weights_count(
     mode: str, runs: ConditionRuns, tmp_path: Path

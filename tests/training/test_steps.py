@@ -91,6 +91,7 @@ def test_a_pipeline_can_use_its_transformer_while_packing_is_off(pipeline_dirs) 
     disable_packing(recipe.transformer)
 
 
+@pytest.mark.cases(fast=("wan",), slow=("*",))
 @pytest.mark.parametrize("family", ["wan", "ltx"])
 def test_captions_that_are_dropped_are_the_empty_one_of_the_cache(
     family: str, prepared, pipeline_dirs, tmp_path: Path

@@ -128,7 +128,7 @@ def test_a_step_of_drawn_conditions_waits_at_its_end_alone(device: Device, batch
     check_step(device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pretended-ltx2-pack-shown", "pretended-ltx2-stack-both", "pretended-ltx2-silent stack-both"))
 @pytest.mark.parametrize("conditions", [None, "video:0.4,audio:0.4,no_audio:0.2"], ids=["both", "shown"])
 @pytest.mark.parametrize("tokens", [(16, 0, 28), (16,), (0,)], ids=["pack", "stack", "silent stack"])
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_step_with_audio_waits_at_its_end_alone(
     check_step(device, step, step_there, batch, named={*(STACKED_WAITS if stacked else PACKED_WAITS)}, limit=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("pretended-minimax-h3-*-pack", "pretended-kandinsky6-none*-bucket"))
 @pytest.mark.parametrize("batching", ["bucket", "pack"])
 @pytest.mark.parametrize(
     ("name", "shares"),

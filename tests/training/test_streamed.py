@@ -158,7 +158,7 @@ def test_a_dry_run_says_the_limits_and_the_shards_before_weights_are_loaded(
     assert "Memory per process = weights" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=("settings1-parquet-2",))
 @pytest.mark.parametrize(("settings", "source", "step"), [
     ({"loss_reduction": "token", "shuffle_buffer": 6}, "tars", 1), ({**PACK, "steps_per_epoch": 3}, "parquet", 2),
 ])  # fmt: skip
@@ -313,6 +313,7 @@ def undecodable(media_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_unreadable_rows_of_a_stream_end_it_or_are_replaced_and_sources_are_known(
     media_dir, pipeline_dir, two_sources, undecodable: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,8 @@ from tests.training.training_cases import BATCHING, TINY_WAN, count_samples, in_
 
 
 @pytest.mark.parametrize("flags", [
-    pytest.param(BATCHING["bucket"], id="bucket"), pytest.param(BATCHING["pack"], id="pack", marks=pytest.mark.slow),
+    pytest.param(BATCHING["bucket"], id="bucket", marks=pytest.mark.slow),
+    pytest.param(BATCHING["pack"], id="pack", marks=pytest.mark.every),
 ])  # fmt: skip
 def test_two_processes_see_every_sample_once_in_equal_steps(flags, pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     result = train(pipeline_dir, prepared_dir, tmp_path / "out", *flags, "--num_train_epochs", 2)

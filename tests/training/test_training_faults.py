@@ -70,7 +70,7 @@ def test_settings_of_faults_reach_the_loader(batching: str, pipeline_dir, prepar
     assert (alone.timeout, alone.collate_fn.replacements) == (0, None)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_run_goes_on_with_another_number_of_processes_in_the_middle_of_an_epoch(
     pipeline_dir, prepared_dir, tmp_path: Path
 ) -> None:

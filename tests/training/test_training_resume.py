@@ -55,7 +55,7 @@ def test_a_killed_and_resumed_run_repeats_the_losses_and_samples_of_an_uninterru
     assert (parts / saved).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_run_whose_steps_are_estimated_ends_with_its_last_epoch_and_resumes_its_schedule(
     pipeline_dir, prepared_dir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,6 +334,7 @@ def test_cached_latents_refuse_what_changes_decoding(
         make_data(config, prepared.spec, TINY_WAN)
 
 
+@pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.slow
 def test_the_8_bit_optimizer_trains_and_resumes(pipeline_dir, prepared_dir, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", minversion="0.50", reason="older ones take no steps on a CPU")

@@ -81,6 +81,7 @@ def prepared(clips: Path, tiny_folder: Callable[[str], Path]) -> Path:
     return output
 
 
+@pytest.mark.cases(slow=("pack",))
 @pytest.mark.parametrize("batching", RUNS)
 def test_a_run_of_both_modes_resumes_exactly_and_its_cache_trains_as_the_files(
     batching: str, prepared: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -145,6 +146,7 @@ def test_the_script_animates_and_replaces(clips: Path, tiny_folder: Callable[[st
         assert message in failed.stderr
 
 
+@pytest.mark.every
 def test_wan_animate_2_trains_in_half_precision_and_the_script_loads_its_lora(
     clips: Path, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from hf_bucketing.synthetic.pipelines import importable_modules
@@ -15,10 +17,8 @@ CASES: dict[str, FamilyCase] = {
     **cases.CASES,
     **{name: case for module in _modules for name, case in getattr(module, "CASES", {}).items()},
 }
-each_family = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.every if " " in name else ()) for name in CASES]
-)
-"""A test of all cases; those with other settings of a family, `FAMILY SETTINGS`, run with `-m every`."""
+FEW = ("flux", "flux.2", "hunyuan", "ltx2", "minimax-h3", "qwen-image", "wan")
+"""Cases of models that many train, or that differ most from others: those that `make test` runs."""
 KIN = {
     "cogvideox": ("cogvideox-1.5", "cogvideox-learned", "cogvideox-sincos"),
     "cogview4": ("cogview3plus",),
@@ -29,13 +29,23 @@ KIN = {
     "wan": ("chronoedit", "skyreels-v2", "wan-vace"),
 }
 """Cases whose families share most of their code with that of another."""
-each_kin = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.every if " " in name or name in sum(KIN.values(), ()) else ())
-        for name in CASES
-    ],
-)
+SETTINGS = {name for name in CASES if " " in name}
+"""Cases with other settings of a family, called `FAMILY SETTINGS`."""
+
+
+def _each(names: Iterable[str], *, every: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Return a test of cases: of few in `make test`, of others on every commit, and of some with `-m every` alone."""
+    marks = dict.fromkeys(names, pytest.mark.slow) | dict.fromkeys(every, pytest.mark.every)
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name in FEW else mark) for name, mark in marks.items()]
+    )
+
+
+each_case = _each(CASES)
+"""A test of all cases."""
+each_family = _each(CASES, every=SETTINGS)
+"""A test of all cases; those with other settings of a family run with `-m every`."""
+each_kin = _each(CASES, every=SETTINGS.union(*KIN.values()))
 """A test of one case of each kin; the others run with `-m every`."""
 RECIPES: dict[str, RecipeCase] = {
     name: case for module in _modules for name, case in getattr(module, "RECIPES", {}).items()
