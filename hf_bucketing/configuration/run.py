@@ -140,6 +140,12 @@ class RunConfig:
                 'or give `resume_from_checkpoint="latest"`, which continues once there is a checkpoint.'
             )
 
+    @property
+    def weight_files(self) -> dict[str, str]:
+        """Files of weights that stand for those of the pipeline's folder, by the name of their setting."""
+        files = {"transformer_file": self.transformer_file, "vae_file": self.vae_file}
+        return {name: file for name, file in files.items() if file is not None}
+
     @classmethod
     def from_flat(cls: type[Config], **settings: Any) -> Config:
         """Build the configuration from all its settings by name, such as those in `training_config.json`.

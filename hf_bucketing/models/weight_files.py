@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
@@ -26,11 +26,37 @@ from .index import IndexEntry
 
 State: TypeAlias = dict[str, torch.Tensor]
 
-_PREFIXES = {
-    "transformer_file": ("model.diffusion_model.", "diffusion_model."),
-    "vae_file": ("first_stage_model.", "vae."),
-}
-"""What ComfyUI and checkpoints of whole pipelines write in front of a model's names, by the setting of its file."""
+
+class _Kind(NamedTuple):
+    """A kind of model that is read from one file.
+
+    Attributes:
+        setting: Name of the setting that gives the file.
+        class_name: What the names of its classes contain.
+        prefixes: What ComfyUI and checkpoints of whole pipelines write in front of its names.
+        ends: Ends of the names of its files.
+    """
+
+    setting: str
+    class_name: str
+    prefixes: tuple[str, ...]
+    ends: tuple[str, ...]
+
+    def classes(self) -> dict[str, Any]:
+        """Return how diffusers converts the names in files of the models that it reads from one, by their class."""
+        from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+        return {
+            name: rules["checkpoint_mapping_fn"]
+            for name, rules in SINGLE_FILE_LOADABLE_CLASSES.items()
+            if self.class_name in name
+        }
+
+
+_TRANSFORMER = _Kind(
+    "transformer_file", "Transformer", ("model.diffusion_model.", "diffusion_model."), ends=WEIGHT_FILES
+)
+_VAE = _Kind("vae_file", "Autoencoder", ("first_stage_model.", "vae."), ends=WEIGHT_FILES[:1])
 
 _SCALES = (".scale_weight", ".weight_scale")
 """Ends of the names of the scales of float8 weights, in ComfyUI's earlier and present files."""
@@ -73,27 +99,8 @@ class FileWeights:
     packed_bytes: float = 0.0
 
 
-def loadable_classes(kind: Literal["Transformer", "Autoencoder"] = "Transformer") -> dict[str, Any]:
-    """Return how diffusers converts the names in files of the models that it reads from one, by their class.
-
-    Args:
-        kind (`"Transformer"` or `"Autoencoder"`): What the names of these classes contain.
-    """
-    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-
-    return {
-        name: rules["checkpoint_mapping_fn"] for name, rules in SINGLE_FILE_LOADABLE_CLASSES.items() if kind in name
-    }
-
-
-def _setting_of(empty: Any) -> Literal["transformer_file", "vae_file"]:
-    """Return the name of the setting that gives the file of a model."""
-    return "vae_file" if "Autoencoder" in type(empty).__name__ else "transformer_file"
-
-
-def _readable(empty: Any) -> dict[str, Any]:
-    """Return the classes of the kind of a model that diffusers reads from one file."""
-    return loadable_classes("Autoencoder" if _setting_of(empty) == "vae_file" else "Transformer")
+def _kind_of(empty: Any) -> _Kind:
+    return _VAE if _VAE.class_name in type(empty).__name__ else _TRANSFORMER
 
 
 def read_weights_of(file: str, empty: Any) -> FileWeights:
@@ -249,17 +256,16 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     Raises:
         BucketingError: If it cannot be read.
     """
-    setting, classes = _setting_of(empty), _readable(empty)
-    if type(empty).__name__ not in classes:
+    kind = _kind_of(empty)
+    if type(empty).__name__ not in kind.classes():
         raise BucketingError(
-            f"Omit `{setting}`: diffusers reads no {type(empty).__name__} from one file ({file}), only "
-            f"{', '.join(sorted(classes))}."
+            f"Omit `{kind.setting}`: diffusers reads no {type(empty).__name__} from one file ({file}), only "
+            f"{', '.join(sorted(kind.classes()))}."
         )
-    ends = WEIGHT_FILES if setting == "transformer_file" else WEIGHT_FILES[:1]
-    if not file.endswith(ends):
-        raise BucketingError(f"`{setting}` must be a file of {' or '.join(ends)}, got {file}.")
+    if not file.endswith(kind.ends):
+        raise BucketingError(f"`{kind.setting}` must be a file of {' or '.join(kind.ends)}, got {file}.")
     if not Path(file).is_file():
-        raise BucketingError(f"There is no file {file} (`{setting}`).")
+        raise BucketingError(f"There is no file {file} (`{kind.setting}`).")
     try:
         # Files of safetensors are mapped: no value is read yet.
         state = _read_gguf(file, values=values) if is_gguf(file) else load_file(file)
@@ -270,7 +276,7 @@ def _read(file: str, empty: Any, *, values: bool) -> State:
     except (SafetensorError, ValueError, IndexError, KeyError, OverflowError) as error:
         reason = str(error).partition("\n")[0]
         raise BucketingError(f"{file} cannot be read; it is cut off or damaged: {reason}") from error
-    prefix = next((prefix for prefix in _PREFIXES[setting] if any(name.startswith(prefix) for name in state)), "")
+    prefix = next((prefix for prefix in kind.prefixes if any(name.startswith(prefix) for name in state)), "")
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -347,7 +353,7 @@ def _converted(file: str, state: State, empty: Any) -> State:
         if kind == "AutoencoderKLLTXVideo":  # whose converter takes a checkpoint of the whole pipeline
             state = {f"vae.{name}": value for name, value in state.items()}
         try:
-            state = _readable(empty)[kind](checkpoint=state, config=empty.config)
+            state = _kind_of(empty).classes()[kind](checkpoint=state, config=empty.config)
         except (KeyError, IndexError, ValueError, RuntimeError, AttributeError) as error:
             raise BucketingError(f"{file} does not hold the weights of a {kind}: {error!r}.") from error
     shapes = {name: tuple(_shape(value)) for name, value in state.items()}
@@ -366,7 +372,7 @@ def _misfit(file: str, why: str, empty: Any, *, missing: Collection[str] = ()) -
     return BucketingError(
         f"{file} does not fit the {type(empty).__name__} of this pipeline: {why}{more}. Name the pipeline of the same "
         "model and size (`pretrained_model_name_or_path`), whose configurations are read, or another "
-        f"`{_setting_of(empty)}`."
+        f"`{_kind_of(empty).setting}`."
     )
 
 

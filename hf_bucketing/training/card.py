@@ -46,6 +46,9 @@ LOSSES = "loss.png"
 
 _TEMPLATE = Path(__file__).with_name("templates") / "card.md"
 _OURS = "<!-- Written by hf_bucketing; the next run in this folder replaces it, unless this line is removed. -->"
+_FILE_OF = {"transformer_file": "transformer", "vae_file": "VAE"}
+"""What a card calls the part of a pipeline whose weights are those of a file."""
+
 _CONDITION_MODALITIES = {
     VIDEO: "sound for their video",
     AUDIO: "video for their sound",
@@ -127,7 +130,7 @@ def _card(logs: Logs, run: Run, *, figure: str | None) -> ModelCard:
         ours=_OURS,
         name=run.repository or logs.folder.resolve().name,
         base=without_folders(config.pretrained_model_name_or_path),
-        file=None if config.transformer_file is None else Path(config.transformer_file).name,
+        files={_FILE_OF[name]: Path(file).name for name, file in config.weight_files.items()},
         adapters=config.adapters,
         kind=ADAPTER_NAMES[config.adapters.adapter],
         adapted={name: expert_folder(name, trained=config.trained_component) for name in _adapted(config)},

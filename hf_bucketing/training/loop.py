@@ -241,8 +241,7 @@ class Trainer:
             self.weights |= {f"{component} {name}": digest for name, digest in frozen.items()}
         if self.checkpoint is not None:
             saved = self.checkpoint.progress.weights
-            files = [file for file in (config.transformer_file, config.vae_file) if file is not None]
-            source = " with ".join((config.pretrained_model_name_or_path, *files))
+            source = " with ".join((config.pretrained_model_name_or_path, *config.weight_files.values()))
             check_weights(saved, self.weights, source=source)
         if self.accelerator.is_main_process and opened.prepared is not None:
             model, length = config.pretrained_model_name_or_path, self.recipe.max_sequence_length

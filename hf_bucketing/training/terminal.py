@@ -27,7 +27,8 @@ _KINDS = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr"}
 def describe_run(config: TrainingConfig, accelerator: Accelerator, *, planned: StepCount, finished: int) -> str:
     """Return what a run does and where it writes, in one line."""
     processes = accelerator.num_processes
-    weights = "" if config.transformer_file is None else f", with the weights of {config.transformer_file},"
+    files = " and ".join(config.weight_files.values())
+    weights = f", with the weights of {files}," if files else ""
     done = f", {finished:,} of them done," if finished else ""
     return (
         f"Trains {_trained(config.adapters)} of {config.pretrained_model_name_or_path}{weights} on "
@@ -73,8 +74,8 @@ def next_commands(config: TrainingConfig, recipe: Recipe, *, size: Size, fps: in
     names = [*IMAGES[: recipe.num_images(recipe.config)], *recipe.required_conditions()]
     names += [REFERENCE] if recipe.needs_reference else []
     sample: list[object] = [config.pretrained_model_name_or_path if adapted else folder]
-    for flag in ("transformer_file", "vae_file") if adapted else ():
-        sample += [] if getattr(config, flag) is None else [f"--{flag}", getattr(config, flag)]
+    for name, file in config.weight_files.items() if adapted else ():
+        sample += [f"--{name}", file]
     sample += ["--adapter", folder] if adapted else []
     if config.trained_component != "transformer":
         sample += ["--trained_component", config.trained_component]

@@ -190,7 +190,7 @@ def test_a_rendering_with_a_file_equals_one_with_the_folder(
 
 @pytest.mark.slow
 def test_a_vae_of_a_file_caches_trains_and_is_saved_as_that_of_the_folder(
-    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
+    pipeline_dir: Path, prepared_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(
@@ -203,7 +203,10 @@ def test_a_vae_of_a_file_caches_trains_and_is_saved_as_that_of_the_folder(
     other = write_file(tmp_path / "other.safetensors", {name: value + 0.1 for name, value in state.items()}, prefix="")
     settings = {"max_train_steps": 2, "vae_file": str(vae)}
     losses = run(in_process(pipeline_dir, prepared_dir, tmp_path / "whole", max_train_steps=2))
+    caplog.set_level("INFO")
     assert run(in_process(bare, prepared_dir, tmp_path / "file", **settings)) == losses
+    assert f"of {bare}, with the weights of {vae}, on" in caplog.text
+    assert "The VAE had the weights of `vae.safetensors`" in (tmp_path / "file" / "README.md").read_text()
     saved = weights_of(tmp_path / "file", "vae")
     assert all(torch.equal(value, saved[name]) for name, value in state.items())
     assert run(in_process(bare, prepared_dir, tmp_path / "other", max_train_steps=2, vae_file=str(other))) != losses
