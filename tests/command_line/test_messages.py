@@ -103,7 +103,6 @@ def test_settings_of_training_are_named_as_flags(setting: dict, said: str) -> No
     assert "--" not in str(caught.value)
 
 
-@pytest.mark.cases(slow=("--learnig_rate-*",), fast=("*",))
 @pytest.mark.parametrize(
     ("flag", "hint"),
     [

@@ -260,7 +260,6 @@ def side(block: str, sign: str) -> str:
     return "\n".join(line[1:] for line in kept)
 
 
-@pytest.mark.cases(slow=("docs/your-own-loop.md-1",), fast=("*",))
 @pytest.mark.parametrize(("name", "block"), DIFFS, ids=[f"{name}-{number}" for number, (name, _) in enumerate(DIFFS)])
 def test_both_sides_of_a_diff_run(name: str, block: str, given: Given) -> None:
     assert side(block, "-") != side(block, "+")

@@ -70,7 +70,7 @@ def sharded_loaders(make, num_processes: int, **options) -> list[DataLoader]:
     ]
 
 
-@pytest.mark.cases(slow=("3-2-*",), fast=("*",))
+@pytest.mark.cases(fast=("?-0-*",), slow=("3-2-*",))
 @samplers
 @pytest.mark.parametrize(("num_processes", "num_workers"), [(1, 0), (2, 0), (3, 2), (4, 0)])
 def test_accelerate_hands_each_process_its_batches_of_the_plan(make, num_processes: int, num_workers: int) -> None:
@@ -108,7 +108,7 @@ def test_skip_first_batches_stays_in_its_epoch(make, num_processes: int) -> None
                 list(loader)  # accelerate counts the epochs that were iterated
 
 
-@pytest.mark.cases(slow=("3-*",), fast=("*",))
+@pytest.mark.cases(fast=("1-*", "2-*"), slow=("3-*",))
 @samplers
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 def test_resuming_at_every_step_yields_exactly_the_rest(make, num_processes: int) -> None:
