@@ -72,8 +72,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if tier != "fast":
             item.add_marker(tier)
     unused = [name for name, matches in named.items() if not matches]
-    if unused and not any("::" in argument for argument in config.args):
+    if unused and not any("::" in argument for argument in config.args) and _has_all_models():
         raise pytest.UsageError(f"No test is called {', '.join(unused)}")
+
+
+def _has_all_models() -> bool:
+    """Return whether the installed diffusers has all models that tests have cases of."""
+    import diffusers
+    from packaging.version import Version
+
+    from hf_bucketing.synthetic.pipelines import NEWEST
+
+    return Version(diffusers.__version__) >= NEWEST
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
