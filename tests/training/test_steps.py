@@ -60,9 +60,10 @@ def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> 
     recipe = load_recipe(pipeline_dirs["ltx"])
     objective, batch = recipe.objective(**OPTIONS), make_batch(1)
 
-    def values(**options) -> torch.Tensor:
+    def values(*, epoch: int = 0, **options) -> torch.Tensor:
+        step = BucketStep(recipe=recipe, objective=objective, **options)
         with torch.no_grad():
-            return BucketStep(recipe=recipe, objective=objective, **options)(recipe.transformer, batch, epoch=0).values
+            return step(recipe.transformer, batch, epoch=epoch).values
 
     plain, empty = values(), values(caption_dropout=1.0)
     assert torch.equal(plain[2], empty[2]), "its caption is empty anyway"
@@ -71,6 +72,12 @@ def test_dropped_captions_are_drawn_from_the_samples_own_seed(pipeline_dirs) -> 
     assert all(torch.equal(losses, values(caption_dropout=0.5, seed=0)) for losses in drawn[:1])
     dropped = [torch.isclose(losses, empty)[:2].tolist() for losses in drawn]
     assert 0 < sum(map(sum, dropped)) < 16
+    assert any(first != second for first, second in dropped), "each sample draws for itself"
+    in_epochs = {
+        bool(torch.isclose(values(caption_dropout=0.5, epoch=epoch), values(caption_dropout=1.0, epoch=epoch))[0])
+        for epoch in range(8)
+    }
+    assert in_epochs == {False, True}, "and anew in each epoch"
 
 
 def test_a_pipeline_can_use_its_transformer_while_packing_is_off(pipeline_dirs) -> None:
