@@ -248,7 +248,6 @@ def test_what_is_rendered_while_training_is_what_the_stock_pipeline_renders_with
     assert clip.is_file()
 
 
-@pytest.mark.slow
 def test_the_averages_of_an_expert_follow_its_own_steps_alone(expert_dir, prepared_dir, tmp_path: Path) -> None:
     settings = {**LORA, "ema_decay": 0.2, "weighting_scheme": "uniform", "shift": 5.0, "max_train_steps": 7}
     trainer = Trainer(in_process(expert_dir, prepared_dir, tmp_path, **settings))
