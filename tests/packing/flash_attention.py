@@ -113,6 +113,7 @@ def _softmax(q: torch.Tensor, k: torch.Tensor, scale: float | None) -> tuple[tor
 @contextmanager
 def flash_attention_4() -> Iterator[None]:
     """Install these functions as flash-attn-4 does, whose package `flash_attn` holds `cute` alone, and allow CPUs."""
+    assert dispatch.device_of is kernels.device_of, "an earlier test left a device"
     interface = ModuleType("flash_attn.cute.interface")
     interface._flash_attn_bwd = _flash_attn_bwd  # type: ignore[attr-defined]
     cute = ModuleType("flash_attn.cute")

@@ -164,15 +164,15 @@ def test_a_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.choose_backend(query) == before
 
 
-def test_graphs_hold_attention_where_auto_takes_flash_attention_4_and_nowhere_else(monkeypatch) -> None:
+def test_graphs_hold_attention_where_auto_takes_flash_attention_4_and_nowhere_else() -> None:
     tokens = torch.zeros(2, 3, 4)
     assert [dispatch.breaks_graphs(name, tokens) for name in ("segments", "varlen", "dense")] == [True, False, False]
     assert dispatch.breaks_graphs("auto", tokens)
-    with flash_attention_4():  # which computes in float32 too, here
+    with flash_attention_4(), pytest.MonkeyPatch.context() as patch:  # which computes in float32 too, here
         assert not dispatch.breaks_graphs("auto", tokens)
-        monkeypatch.setattr(dispatch, "HALF", kernels.HALF)
+        patch.setattr(dispatch, "HALF", kernels.HALF)
         assert dispatch.breaks_graphs("auto", tokens)
         with torch.autocast("cpu", torch.bfloat16):
             assert not dispatch.breaks_graphs("auto", tokens)
-        monkeypatch.setattr(dispatch, "device_of", lambda device: AMPERE)
+        patch.setattr(dispatch, "device_of", lambda device: AMPERE)
         assert dispatch.breaks_graphs("auto", tokens.bfloat16())

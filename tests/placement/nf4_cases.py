@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 
 from hf_bucketing.adapters.lora import add_lora, save_lora
@@ -47,6 +46,8 @@ def test_nf4_weights_of_a_file_are_those_of_the_folder(pipeline_dir: Path, tmp_p
 
 @pytest.mark.filterwarnings("ignore")
 def test_nf4_layers_take_steps_on_a_transformer_that_packs(pipeline_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    from bitsandbytes.nn import Linear4bit
+
     without_gpu(monkeypatch)
     empty = empty_transformer(str(pipeline_dir), "transformer")
     quantization = quantization_of("nf4", empty, dtype=torch.float32)
