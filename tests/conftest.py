@@ -55,10 +55,14 @@ def _few_objects_to_search() -> None:
     spare_collector()
 
 
+NO_SUCH_CASE = pytest.StashKey[str]()
+"""Why the tests of a file fail: a pattern of `@pytest.mark.cases` in it is that of no case."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases of tests with `@pytest.mark.cases(fast=(...), slow=(...))`, patterns of what runs more often."""
-    named: defaultdict[str, bool] = defaultdict(bool)
+    named: defaultdict[tuple[Path, str], bool] = defaultdict(bool)
     for item in items:
         mark = item.get_closest_marker("cases")
         if mark is None or not isinstance(item, pytest.Function):
@@ -67,13 +71,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name in ("slow", "fast"):
             for pattern in mark.kwargs.get(name, ()):
                 matches = fnmatchcase(item.callspec.id, pattern)
-                named[f"{item.nodeid.partition('[')[0]}[{pattern}]"] |= matches
+                named[item.path, f"{item.originalname}[{pattern}]"] |= matches
                 tier = name if matches else tier
         if tier != "fast":
             item.add_marker(tier)
-    unused = [name for name, matches in named.items() if not matches]
+    unused = dict(name for name, matches in named.items() if not matches)
     if unused and not any("::" in argument for argument in config.args) and _has_all_models():
-        raise pytest.UsageError(f"No test is called {', '.join(unused)}")
+        for item in items:
+            if item.path in unused:
+                item.stash[NO_SUCH_CASE] = f"No test is called {unused[item.path]}."
 
 
 def _has_all_models() -> bool:
@@ -87,6 +93,8 @@ def _has_all_models() -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if NO_SUCH_CASE in item.stash:
+        pytest.fail(item.stash[NO_SUCH_CASE])
     if item.get_closest_marker("gpu"):
         import torch
 
