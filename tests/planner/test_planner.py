@@ -545,6 +545,7 @@ def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
     assert "is no diffusers pipeline" in failed.stderr
 
 
+@pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.slow
 def test_plans_count_each_kind_of_adapter_and_what_each_optimizer_holds(configs) -> None:
     wan = str(configs["wan"])
