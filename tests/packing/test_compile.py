@@ -178,7 +178,7 @@ def test_twenty_packs_share_a_graph_for_each_kind_of_block(name: str) -> None:
 
 @pytest.mark.every
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("name", ["flux.2", *(pytest.param(name, marks=pytest.mark.every) for name in OTHERS)])
+@pytest.mark.parametrize("name", ["flux.2", *OTHERS])
 def test_packs_of_other_families_need_no_graph_after_the_second(name: str) -> None:
     counts = graphs_of_packs(CASES[name], backend="varlen:fa4", packs=8, compiler=Graphs())
     assert counts[-1] == counts[1] <= 8

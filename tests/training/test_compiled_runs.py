@@ -77,13 +77,7 @@ def test_a_compiled_run_has_the_losses_of_another(
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(
-    "batches",
-    [
-        pytest.param({}, id="buckets", marks=pytest.mark.every),
-        pytest.param(PACKS, id="packs", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("batches", [{}, PACKS], ids=["buckets", "packs"])
 def test_a_killed_and_resumed_run_has_the_losses_and_the_result_of_a_whole_one(
     batches: dict[str, Any], pipeline_dir: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:

@@ -356,13 +356,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(
-    "combined",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "schedule-free" else pytest.mark.every)
-        for name in COMBINED
-    ],
-)
+@pytest.mark.parametrize("combined", COMBINED)
 def test_what_both_experts_combine_with_resumes_exactly_and_is_what_a_stock_pipeline_renders(
     combined: str, expert_dir: Path, prepared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
